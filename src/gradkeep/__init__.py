@@ -1,0 +1,52 @@
+"""gradkeep keeps what training leaves behind and answers questions about it.
+
+Names are loaded when they are first used: `import gradkeep` itself is free.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradkeep._errors import GradkeepError
+    from gradkeep.store import (
+        Array,
+        CaptureKey,
+        Checkpoint,
+        Layer,
+        Ragged,
+        Run,
+        Schema,
+        ScoresKey,
+        Store,
+        open,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "CaptureKey",
+    "Checkpoint",
+    "GradkeepError",
+    "Layer",
+    "Ragged",
+    "Run",
+    "Schema",
+    "ScoresKey",
+    "Store",
+    "open",
+]
+
+_HOMES = dict.fromkeys(__all__, "gradkeep.store") | {"GradkeepError": "gradkeep._errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gradkeep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,129 @@
+"""Every error that gradkeep raises on purpose.
+
+    GradkeepError
+    |-- MissingExtra         an optional dependency is needed for this
+    `-- StoreError
+        |-- NotAStore        the path holds something else, or nothing
+        |-- FormatTooNew     written by a later gradkeep
+        |-- SchemaMismatch   what is asked for differs from what is stored
+        |-- InvalidRows      wrong dtype, shape, ids or not-a-number (also a ValueError)
+        |-- MissingRows      rows that were never written, or are gone (also a LookupError)
+        |-- NotSealed        a block that is still being written
+        |-- Conflict         the name is taken by other bytes
+        |-- Damaged          bytes that are not what was written
+        |-- LeaseLost        somebody else holds the row now
+        `-- WriteFailed      the disk said no (also an OSError)
+            `-- ReadOnly     the place does not take writes at all
+
+A message says where, what was found, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class GradkeepError(Exception):
+    """Base of all errors raised on purpose; the parts of the message stay readable as attributes."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        found: object = None,
+        expected: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.path = None if path is None else os.fspath(path)
+        self.found = found
+        self.expected = expected
+        self.fix = fix
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        lines = [self.what if self.path is None else f"{self.path}: {self.what}"]
+        if self.found is not None:
+            lines.append(f"  found:    {self.found}")
+        if self.expected is not None:
+            lines.append(f"  expected: {self.expected}")
+        if self.fix is not None:
+            lines.append(f"  next:     {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt from their positional arguments; ours are keywords and must
+        # survive the way back from a worker process.
+        state = (self.what, self.path, self.found, self.expected, self.fix)
+        return (_rebuild, (type(self), *state))
+
+
+def _rebuild(
+    kind: type[GradkeepError],
+    what: str,
+    path: str | None,
+    found: object,
+    expected: object,
+    fix: str | None,
+) -> GradkeepError:
+    return kind(what, path=path, found=found, expected=expected, fix=fix)
+
+
+class MissingExtra(GradkeepError):
+    """An optional dependency is not installed."""
+
+
+class StoreError(GradkeepError):
+    """Something about a store, its files or what was asked of it."""
+
+
+class NotAStore(StoreError):
+    """The path does not hold a store."""
+
+
+class FormatTooNew(StoreError):
+    """The store was written by a later version of gradkeep."""
+
+
+class SchemaMismatch(StoreError):
+    """What is asked for differs from what the store holds; `found` is a readable diff."""
+
+
+class InvalidRows(StoreError, ValueError):
+    """Rows with a wrong dtype, shape, id or value."""
+
+
+class MissingRows(StoreError, LookupError):
+    """Rows that the store does not hold."""
+
+
+class NotSealed(StoreError):
+    """The block is still being written; its rows are not complete."""
+
+
+class Conflict(StoreError):
+    """The name is already taken by other bytes."""
+
+
+class Damaged(StoreError):
+    """Bytes on disk are not the bytes that were written; `tensor` names the array if known."""
+
+    @property
+    def tensor(self) -> str | None:
+        """The damaged tensor inside a segment, if the damage is inside one."""
+        marker = "tensor "
+        return self.what.split(marker, 1)[1].split("'")[1] if marker in self.what else None
+
+
+class LeaseLost(StoreError):
+    """The lease ended or was taken over while its owner still worked."""
+
+
+class WriteFailed(StoreError, OSError):
+    """The operating system refused a write; nothing was acknowledged."""
+
+
+class ReadOnly(WriteFailed):
+    """The place does not take writes."""

@@ -1,0 +1,48 @@
+"""Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
+
+from gradkeep.store._backend import Backend, Durability, Entry, Readable
+from gradkeep.store._batch import Batch, Column, Ragged
+from gradkeep.store._block import Block
+from gradkeep.store._disk import LocalDisk
+from gradkeep.store._lease import Lease
+from gradkeep.store._manifest import Manifest, SegmentEntry
+from gradkeep.store._memory import Memory
+from gradkeep.store._names import BlockKey, CaptureKey, ScoresKey
+from gradkeep.store._rows import Rows, RowState
+from gradkeep.store._schema import Array, Layer, Schema
+from gradkeep.store._segment import Segment
+from gradkeep.store._store import Checkpoint, Run, Store, open
+from gradkeep.store._syscalls import Syscalls
+from gradkeep.store._writer import Share, Writer
+
+__all__ = [
+    "Array",
+    "Backend",
+    "Batch",
+    "Block",
+    "BlockKey",
+    "CaptureKey",
+    "Checkpoint",
+    "Column",
+    "Durability",
+    "Entry",
+    "Layer",
+    "Lease",
+    "LocalDisk",
+    "Manifest",
+    "Memory",
+    "Ragged",
+    "Readable",
+    "RowState",
+    "Rows",
+    "Run",
+    "Schema",
+    "ScoresKey",
+    "Segment",
+    "SegmentEntry",
+    "Share",
+    "Store",
+    "Syscalls",
+    "Writer",
+    "open",
+]

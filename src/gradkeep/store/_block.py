@@ -1,0 +1,354 @@
+"""Reading a block: the rows of one version, streamed or picked."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep._errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
+from gradkeep.store import _document, _manifest
+from gradkeep.store._batch import Batch, Column
+from gradkeep.store._fill import check_fill, filled
+from gradkeep.store._ids import IdIndex, as_ids
+from gradkeep.store._manifest import Manifest, SegmentEntry
+from gradkeep.store._schema import Array, Schema
+from gradkeep.store._segment import SUFFIX, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradkeep.store._backend import Backend, Durability
+    from gradkeep.store._encoding import AnyArray
+
+SEGMENTS = "seg"
+_OPEN_SEGMENTS = 64
+
+
+class Block:
+    """A sealed version of a block of rows (or, with `live=True`, what is committed so far).
+
+    Rows have an order (0 to `len(block) - 1`, as they were written) and an id each.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: str,
+        *,
+        version: int | None = None,
+        live: bool = False,
+        verify: bool = True,
+        durability: Durability = "full",
+    ) -> None:
+        self.folder = folder
+        self.path = backend.describe(folder)
+        self.schema = load_schema(backend, folder)
+        self.durability: Durability = durability
+        self.backend, self._verify = backend, verify
+        manifest = (
+            self._choose(version) if not live else live_manifest(backend, folder, self.schema)
+        )
+        self.manifest = manifest
+        self.starts = np.cumsum([0, *(entry.rows for entry in manifest.segments)], dtype=np.int64)
+        self._opened: OrderedDict[str, Segment] = OrderedDict()
+        self._index: IdIndex | None = None
+
+    def _choose(self, version: int | None) -> Manifest:
+        if version is not None:
+            manifest = _manifest.load(self.backend, self.folder, version)
+        else:
+            newest = _manifest.latest(self.backend, self.folder)
+            if newest is None:
+                raise NotSealed(
+                    "this block is not complete: no version of it was sealed",
+                    path=self.path,
+                    fix="finish the work that writes it (it resumes), "
+                    "or pass live=True to see the rows that are there",
+                )
+            manifest = newest
+        if manifest.schema_hash != self.schema.hash:
+            raise Damaged(
+                "the manifest belongs to another schema",
+                path=self.backend.describe(_manifest.key(self.folder, manifest.version)),
+                found=manifest.schema_hash,
+                expected=self.schema.hash,
+            )
+        return manifest
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def version(self) -> int:
+        """The number of this version; -1 for the live view."""
+        return self.manifest.version
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays."""
+        return [array.name for array in self.schema.arrays]
+
+    @property
+    def ids(self) -> AnyArray:
+        """The ids of all rows `[N]`, in order."""
+        return self._ids().ids
+
+    def versions(self) -> list[int]:
+        """The versions that can still be read, oldest first."""
+        return _manifest.versions(self.backend, self.folder)
+
+    def stream(
+        self, names: Sequence[str] | None = None, *, batch_rows: int | None = None
+    ) -> Iterator[Batch]:
+        """All rows in order, mapped from disk, the next segment prefetched; O(1) memory.
+
+        Batches never span two segments; `batch_rows` bounds their length.
+        """
+        if batch_rows is not None and batch_rows < 1:
+            raise InvalidRows("batch_rows must be at least 1", found=batch_rows)
+        arrays = self._arrays(names)
+        entries = self.manifest.segments
+        with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as ahead:
+            coming = ahead.submit(self._whole, entries[0], arrays) if entries else None
+            for index in range(len(entries)):
+                assert coming is not None
+                whole = coming.result()
+                if index + 1 < len(entries):
+                    coming = ahead.submit(self._whole, entries[index + 1], arrays)
+                yield from _split(whole, int(self.starts[index]), batch_rows)
+
+    def column(self, name: str) -> Any:
+        """All rows of one array `[N, *shape]` (a list per row if ragged); meant for small arrays."""
+        array = self.schema.array(name)
+        parts = [batch[name] for batch in self.stream([name])]
+        if array.ragged:
+            return [part[row] for part in parts for row in range(len(part))]
+        empty = np.empty((0, *array.shape), array.dtype)
+        return np.concatenate(parts) if parts else empty
+
+    def read(
+        self, ids: Any, names: Sequence[str] | None = None, *, fill: float | None = None
+    ) -> Batch:
+        """The rows with these ids, in this order; reads only their bytes.
+
+        An id that is not there raises `MissingRows`. Only `fill=nan` may stand in for it, and
+        only in float arrays: a missing row never reads as a number.
+        """
+        wanted = self._wanted(ids)
+        arrays = self._arrays(names)
+        if fill is None:
+            rows = self._ids().rows(wanted, path=self.path)
+            return Batch(wanted, tuple(self._gather(array, rows) for array in arrays))
+        check_fill(fill, arrays, path=self.path)
+        rows = self._ids().find(wanted)
+        there = rows >= 0
+        found = (self._gather(array, rows[there]) for array in arrays)
+        return Batch(wanted, tuple(filled(column, there) for column in found))
+
+    def read_rows(self, rows: Any, names: Sequence[str] | None = None) -> Batch:
+        """The rows at these positions (0 to N - 1), in this order."""
+        positions = np.asarray(rows, np.int64).reshape(-1)
+        outside = positions[(positions < 0) | (positions >= len(self))]
+        if len(outside):
+            raise MissingRows(
+                "there is no such row",
+                path=self.path,
+                found=f"row {int(outside[0])}",
+                expected=f"0 to {len(self) - 1}",
+            )
+        columns = tuple(self._gather(array, positions) for array in self._arrays(names))
+        return Batch(self.ids[positions], columns)
+
+    def _wanted(self, ids: Any) -> AnyArray:
+        values = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
+        if values.ndim == 0:
+            values = values.reshape(1)
+        # A row may be asked for twice: only the kind and the sign are checked here.
+        as_ids(np.unique(values), num_examples=None, path=self.path)
+        return values.astype(np.int64)
+
+    def _arrays(self, names: Sequence[str] | None) -> list[Array]:
+        if names is None:
+            return list(self.schema.arrays)
+        if isinstance(names, str):
+            names = [names]
+        return [self.schema.array(name) for name in names]
+
+    def _ids(self) -> IdIndex:
+        if self._index is None:
+            parts = [self._segment(entry).small("ids") for entry in self.manifest.segments]
+            self._index = IdIndex(np.concatenate(parts) if parts else np.empty(0, np.int64))
+        return self._index
+
+    def _segment(self, entry: SegmentEntry) -> Segment:
+        """The opened segment, from the few that are kept open."""
+        segment = self._opened.pop(entry.file, None)
+        if segment is None:
+            segment = self._open(entry)
+        self._opened[entry.file] = segment
+        if len(self._opened) > _OPEN_SEGMENTS:
+            self._opened.popitem(last=False)[1].close()
+        return segment
+
+    def _open(self, entry: SegmentEntry) -> Segment:
+        return open_segment(
+            self.backend, self.folder, entry, schema=self.schema, verify=self._verify
+        )
+
+    def _whole(self, entry: SegmentEntry, arrays: Sequence[Array]) -> Batch:
+        """All rows of one segment; runs in the prefetch thread, so verification does too."""
+        segment = self._open(entry)
+        try:
+            columns = tuple(_mapped(segment, array) for array in arrays)
+            return Batch(segment.small("ids"), columns)
+        finally:
+            segment.close()
+
+    def _gather(self, array: Array, rows: AnyArray) -> Column:
+        """Stored rows at the given positions, read in the order of the file."""
+        order = np.argsort(rows, kind="stable")
+        ranked = rows[order]
+        cuts = np.searchsorted(ranked, self.starts)
+        parts = []
+        for index, entry in enumerate(self.manifest.segments):
+            within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
+            if len(within):
+                parts.append(_picked(self._segment(entry), array, within))
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return Column.join(array, parts).take(back)
+
+
+def _mapped(segment: Segment, array: Array) -> Column:
+    if array.compression is None:
+        values = segment.writeable_tensor(array.name)
+    else:
+        values = segment.values(array)
+    scale = segment.small(f"{array.name}#scale") if array.scaled else None
+    offsets = segment.small(f"{array.name}#offsets") if array.ragged else None
+    return Column(array, values, scale, offsets)
+
+
+def _split(whole: Batch, first_row: int, batch_rows: int | None) -> Iterator[Batch]:
+    count = len(whole.ids)
+    step = count if batch_rows is None else batch_rows
+    for start in range(0, count, max(1, step)):
+        stop = min(count, start + step)
+        columns = tuple(column.rows(start, stop) for column in whole.columns)
+        yield Batch(whole.ids[start:stop], columns, first_row + start)
+
+
+def _picked(segment: Segment, array: Array, rows: AnyArray) -> Column:
+    """The stored rows at sorted positions of one segment."""
+    picked = rows.tolist()
+    if array.ragged:
+        bounds = segment.small(f"{array.name}#offsets")
+        ranges = [(int(bounds[row]), int(bounds[row + 1])) for row in picked]
+        lengths = [stop - start for start, stop in ranges]
+        offsets = np.cumsum([0, *lengths], dtype=np.int64)
+        total = int(offsets[-1])
+    else:
+        ranges, offsets, total = [(row, row + 1) for row in picked], None, len(picked)
+    out = np.empty((total, *array.stored_shape), array.stored_dtype)
+    segment.gather(array, ranges, out)
+    scale = None
+    if array.scaled:
+        scales = segment.small(f"{array.name}#scale")
+        scale = np.concatenate([scales[:0], *(scales[start:stop] for start, stop in ranges)])
+    return Column(array, out, scale, offsets)
+
+
+def open_segment(
+    backend: Backend, folder: str, entry: SegmentEntry, *, schema: Schema, verify: bool = True
+) -> Segment:
+    """Open a segment of a manifest and check that it is the one the manifest means."""
+    key = f"{folder}/{entry.file}"
+    try:
+        segment = Segment(backend, key, verify=verify)
+    except FileNotFoundError:
+        raise MissingRows(
+            f"a segment with {entry.rows} rows is gone",
+            path=backend.describe(key),
+            fix="if it was moved to quarantine, run the work again to recreate it; if an old "
+            "version was cleaned up meanwhile, open the block again",
+        ) from None
+    problem = None
+    if segment.schema_hash != schema.hash:
+        problem = ("it belongs to another schema", segment.schema_hash, schema.hash)
+    elif (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
+        found, expected = (
+            f"{segment.digest}, {segment.rows} rows",
+            f"{entry.xxh3}, {entry.rows} rows",
+        )
+        problem = ("it is not the segment that the manifest names", found, expected)
+    if problem is not None:
+        segment.close()
+        raise Damaged(
+            problem[0],
+            path=backend.describe(key),
+            found=problem[1],
+            expected=problem[2],
+            fix="`gradkeep verify STORE --repair` moves the file aside; "
+            "run the work again to recreate it",
+        )
+    return segment
+
+
+def schema_key(folder: str) -> str:
+    """The name of a block's schema."""
+    return f"{folder}/schema.json"
+
+
+def load_schema(backend: Backend, folder: str) -> Schema:
+    """The schema of a block, checked."""
+    key = schema_key(folder)
+    try:
+        data = backend.read(key)
+    except FileNotFoundError:
+        raise StoreError(
+            "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"
+        ) from None
+    return Schema.from_fields(_document.from_bytes(data, path=backend.describe(key)))
+
+
+def segment_numbers(backend: Backend, folder: str) -> list[int]:
+    """The numbers of the segments that are committed, sealed or not."""
+    names = (entry.name.removesuffix(SUFFIX) for entry in backend.list(f"{folder}/{SEGMENTS}"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def segment_file(number: int) -> str:
+    """The key of a segment below its block's folder."""
+    return f"{SEGMENTS}/{number:06d}{SUFFIX}"
+
+
+def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
+    """What is committed now as if it were a version: the newest one and the segments after it."""
+    newest = _manifest.latest(backend, folder)
+    segments = () if newest is None else newest.segments
+    first = 0 if newest is None else newest.next_segment
+    numbers = [number for number in segment_numbers(backend, folder) if number >= first]
+    fresh = tuple(entry_of(backend, folder, number, schema=schema) for number in numbers)
+    next_row = (0 if newest is None else newest.next_row) + sum(entry.rows for entry in fresh)
+    following = max([first, *(number + 1 for number in numbers)])
+    return Manifest(-1, schema.hash, segments + fresh, following, next_row)
+
+
+def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema) -> SegmentEntry:
+    """The manifest entry of a committed segment, from its header."""
+    file = segment_file(number)
+    segment = Segment(backend, f"{folder}/{file}")
+    try:
+        if segment.schema_hash != schema.hash:
+            raise Damaged(
+                "this segment belongs to another schema",
+                path=backend.describe(f"{folder}/{file}"),
+                found=segment.schema_hash,
+                expected=schema.hash,
+            )
+        return SegmentEntry(file, segment.rows, segment.size, segment.digest)
+    finally:
+        segment.close()

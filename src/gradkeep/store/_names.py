@@ -1,0 +1,85 @@
+"""Names in a store: what they may look like, and where each thing lies."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gradkeep._errors import StoreError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
+
+BLOCKS = "blocks"
+SCORES = "scores"
+ROWS = "datamodels"
+RUNS = "runs"
+
+
+def checked_name(what: str, name: str) -> str:
+    """The name if it can be a file's name on every system, else a clear error."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise StoreError(
+            f"{what} {name!r} cannot be a name in a store",
+            expected="1 to 100 letters, digits or _ . + = @ -, not beginning with a dot or sign",
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CaptureKey:
+    """Which capture: one checkpoint of a run, replayed over one split.
+
+    >>> CaptureKey(checkpoint="final", split="train").folder
+    'blocks/main/final/train/main'
+    """
+
+    checkpoint: str
+    split: str
+    run: str = "main"
+    capture: str = "main"
+
+    def __post_init__(self) -> None:
+        for what in ("run", "checkpoint", "split", "capture"):
+            checked_name(what, getattr(self, what))
+
+    @property
+    def folder(self) -> str:
+        """Where the capture lies in the store."""
+        return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.capture}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell this capture's samples from those of others."""
+        return {
+            "run": self.run,
+            "checkpoint": self.checkpoint,
+            "split": self.split,
+            "capture": self.capture,
+        }
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScoresKey:
+    """Which saved scores.
+
+    >>> ScoresKey("digits-kernel").folder
+    'scores/digits-kernel'
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        checked_name("scores", self.name)
+
+    @property
+    def folder(self) -> str:
+        """Where the scores lie in the store."""
+        return f"{SCORES}/{self.name}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell these scores from others."""
+        return {"scores": self.name}
+
+
+BlockKey = CaptureKey | ScoresKey

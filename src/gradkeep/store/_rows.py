@@ -1,0 +1,556 @@
+"""Rows written by many processes: one row, one file, one winner.
+
+A worker claims rows (advisory), computes them, and puts each as a small segment of its own. When
+many are done they are compacted into packed segments under a manifest. A row is in the packed part
+if the manifest says so, else in its own file, else it is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback as tracebacks
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import xxhash
+
+from gradkeep._errors import Conflict, Damaged, InvalidRows, MissingRows
+from gradkeep.store import _document, _lease, _manifest, _segment
+from gradkeep.store._batch import Batch, Column, Ragged
+from gradkeep.store._block import Block, load_schema
+from gradkeep.store._encoding import Encoded, encode
+from gradkeep.store._fill import check_fill, filled
+from gradkeep.store._ids import as_ids
+from gradkeep.store._incoming import checked_rows
+from gradkeep.store._lease import BUCKET, Lease
+from gradkeep.store._manifest import Manifest, SegmentEntry
+from gradkeep.store._segment import SUFFIX, Segment, StoredArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from gradkeep.store._backend import Backend, Durability
+    from gradkeep.store._encoding import AnyArray
+    from gradkeep.store._schema import Schema
+
+State = Literal["pending", "leased", "done", "failed"]
+
+LOOSE = "rows"
+PACKED = "packed"
+FAILED = "failed"
+SIZES = "size"
+
+_log = logging.getLogger("gradkeep")
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What is known about one row."""
+
+    row: int
+    state: State
+    attempts: int = 0
+    """How many attempts failed so far."""
+    owner: str | None = None
+    """Who holds the lease."""
+    expires: float | None = None
+    error: str | None = None
+    """The traceback of the last failed attempt."""
+
+
+class Rows:
+    """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: str,
+        *,
+        durability: Durability = "full",
+        verify: bool = True,
+    ) -> None:
+        self.folder, self.path = folder, backend.describe(folder)
+        self.schema: Schema = load_schema(backend, folder)
+        self._backend, self._durability, self._verify = backend, durability, verify
+        self._packed: Block | None = None
+        self._packed_ids: frozenset[int] = frozenset()
+        self._known_done: set[int] = set()
+        self._refresh_packed()
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are to be; the largest size that was ever set."""
+        return max((size for size, _ in _sizes(self._backend, self.folder)), default=0)
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for more rows; never fewer."""
+        sizes = list(_sizes(self._backend, self.folder))
+        largest = max((size for size, _ in sizes), default=0)
+        if num_rows < largest:
+            raise InvalidRows(
+                "rows can only be added",
+                path=self.path,
+                found=f"{num_rows} rows",
+                expected=f"{largest} or more",
+            )
+        if num_rows > largest:
+            set_size(self._backend, self.folder, num_rows, durability=self._durability)
+
+    def put(
+        self, row: int, arrays: Mapping[str, Any], *, differing: Literal["raise", "keep"] = "raise"
+    ) -> bool:
+        """Put one row; True if it is now the stored one, False if the row was there already.
+
+        If the row that is there has other values, `differing="raise"` raises `Conflict`;
+        `"keep"` keeps the first and logs both digests (trainings may differ in the last bit),
+        but a different mask raises all the same.
+        """
+        self._check_row(row)
+        ids = np.array([row], np.int64)
+        given = {name: _one_row(value) for name, value in arrays.items()}
+        rows = checked_rows(self.schema, ids, given, path=self.path)
+        stored = {
+            array.name: _stored(encode(array, _flat_values(rows[array.name])), rows[array.name])
+            for array in self.schema.arrays
+        }
+        packed = _segment.pack(self.schema, ids, stored, first_row=row)
+        self._refresh_packed()
+        created = False
+        if row not in self._packed_ids:
+            try:
+                created = self._backend.put_if_absent(
+                    self._row_key(row), packed.parts, durability=self._durability
+                )
+            except Conflict:
+                created = False
+            if created:
+                # Compaction may have packed and removed an earlier winner's file in between.
+                self._refresh_packed()
+                created = row not in self._packed_ids
+        if not created:
+            self._settle(row, stored, packed.digest, differing=differing)
+        self._known_done.add(row)
+        return created
+
+    def _settle(
+        self,
+        row: int,
+        stored: Mapping[str, StoredArray],
+        digest: str,
+        *,
+        differing: Literal["raise", "keep"],
+    ) -> None:
+        first = self.read([row])
+        unlike = [
+            column.array for column in first.columns if not _same(column, stored[column.array.name])
+        ]
+        if not unlike:
+            return
+        if differing == "raise" or any(array.kind == "mask" for array in unlike):
+            raise Conflict(
+                f"row {row} was put before with other values; the first was kept",
+                path=self.path,
+                found=f"different {', '.join(array.name for array in unlike)}",
+                expected="the same values, or a row that nobody has put",
+                fix="check that both workers use the same code, data and seed; "
+                'differing="keep" accepts other outputs for the same mask',
+            )
+        names = ", ".join(array.name for array in unlike)
+        _log.info("%s: row %d put again with other %s (%s)", self.path, row, names, digest)
+
+    def has(self, row: int) -> bool:
+        """Whether the row is done."""
+        if row in self._known_done or self._backend.exists(self._row_key(row)):
+            return True
+        self._refresh_packed()
+        return row in self._packed_ids
+
+    def done(self) -> AnyArray:
+        """The rows that are done, sorted `[D]`."""
+        # Loose first: compaction publishes before it removes, so a row that moves in between is
+        # seen in at least one of the two places.
+        loose = set(self._loose())
+        self._refresh_packed()
+        self._known_done = loose | self._packed_ids
+        return np.array(sorted(self._known_done), np.int64)
+
+    def read(
+        self, rows: Any, names: Sequence[str] | None = None, *, fill: float | None = None
+    ) -> Batch:
+        """These rows, in this order; a row that is not done raises `MissingRows`.
+
+        `fill=nan` stands in for missing rows, in float arrays only.
+        """
+        wanted = np.asarray(rows, np.int64).reshape(-1)
+        self._refresh_packed()
+        if fill is not None:
+            return self._read_filled(wanted, names, fill=fill)
+        batches, order = self._collect(wanted, names)
+        columns = tuple(
+            Column.join(array, [batch.column(array.name) for batch in batches]).take(order)
+            for array in self._arrays(names)
+        )
+        return Batch(wanted, columns)
+
+    def _collect(
+        self, wanted: AnyArray, names: Sequence[str] | None
+    ) -> tuple[list[Batch], AnyArray]:
+        """Batches that hold the wanted rows, and where in them each one is."""
+        batches: list[Batch] = []
+        place: dict[int, int] = {}
+        for row in sorted(set(wanted.tolist()) - self._packed_ids):
+            batch = self._read_loose(row, names)
+            if batch is not None:
+                place[row] = len(place)
+                batches.append(batch)
+        packed = sorted(set(wanted.tolist()) & self._packed_ids)
+        if packed and self._packed is not None:
+            batches.append(self._packed.read(packed, names))
+            place.update(zip(packed, range(len(place), len(place) + len(packed)), strict=True))
+        missing = sorted(set(wanted.tolist()) - set(place))
+        if missing:
+            raise MissingRows(
+                f"{len(missing)} of {len(wanted)} rows are not done",
+                path=self.path,
+                found=f"no row {', '.join(map(str, missing[:5]))}"
+                + (" ..." if len(missing) > 5 else ""),
+                fix="wait for the workers, ask for rows in done(), or pass fill=nan",
+            )
+        return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
+
+    def _read_loose(self, row: int, names: Sequence[str] | None) -> Batch | None:
+        try:
+            segment = Segment(self._backend, self._row_key(row), verify=self._verify)
+        except FileNotFoundError:
+            # Packed since we looked: the manifest is published before the file is removed.
+            self._refresh_packed()
+            return None
+        try:
+            if segment.schema_hash != self.schema.hash or segment.small("ids").tolist() != [row]:
+                raise Damaged(
+                    "this file is not the row its name says",
+                    path=segment.path,
+                    fix="`gradkeep verify STORE --repair` moves it aside",
+                )
+            columns = []
+            for array in self._arrays(names):
+                values = segment.values(array) if array.compression else segment.small(array.name)
+                scale = segment.small(f"{array.name}#scale") if array.scaled else None
+                bounds = segment.small(f"{array.name}#offsets") if array.ragged else None
+                columns.append(Column(array, values, scale, bounds))
+            return Batch(np.array([row], np.int64), tuple(columns))
+        finally:
+            segment.close()
+
+    def _read_filled(self, wanted: AnyArray, names: Sequence[str] | None, *, fill: float) -> Batch:
+        check_fill(fill, self._arrays(names), path=self.path)
+        there = np.isin(wanted, self.done())
+        found = self.read(wanted[there], names)
+        return Batch(wanted, tuple(filled(column, there) for column in found.columns))
+
+    def claim(
+        self,
+        *,
+        owner: str | None = None,
+        seconds: float = 600.0,
+        count: int = 1,
+        max_attempts: int = 3,
+    ) -> list[Lease]:
+        """Up to `count` rows that are neither done, leased nor failed too often.
+
+        Workers begin their search at different rows, so that they seldom meet.
+        """
+        owner = _lease.default_owner() if owner is None else owner
+        total = self.num_rows
+        if total == 0:
+            return []
+        self._refresh_packed()
+        taken: list[Lease] = []
+        buckets = -(-total // BUCKET)
+        start = hash_owner(owner) % total
+        first = start // BUCKET
+        for turn in range(buckets + 1):
+            bucket = (first + turn) % buckets
+            rows: Iterable[int] = range(bucket * BUCKET, min(total, (bucket + 1) * BUCKET))
+            if turn == 0:
+                rows = [row for row in rows if row >= start]
+            elif turn == buckets:
+                rows = [row for row in rows if row < start]
+            for lease in self._claim_in(bucket, rows, owner, seconds, max_attempts):
+                taken.append(lease)
+                if len(taken) == count:
+                    return taken
+        return taken
+
+    def _claim_in(
+        self, bucket: int, rows: Iterable[int], owner: str, seconds: float, max_attempts: int
+    ) -> Iterator[Lease]:
+        leases = _lease.newest_numbers(self._backend, self.folder, bucket)
+        failures = self._failures(bucket)
+        for row in rows:
+            if row in self._known_done or row in self._packed_ids:
+                continue
+            if len(failures.get(row, ())) >= max_attempts:
+                continue
+            number = leases[row][-1] if row in leases else None
+            if number is not None:
+                held = _lease.load(self._backend, self.folder, row, number)
+                if held is not None and not held.expired:
+                    continue
+            if self.has(row):
+                self._known_done.add(row)
+                continue
+            following = 0 if number is None else number + 1
+            lease = _lease.take(
+                self._backend, self.folder, row, following, owner=owner, seconds=seconds
+            )
+            if lease is None:
+                continue
+            stale = [_lease.key(self.folder, row, old) for old in leases.get(row, ())]
+            self._backend.delete(stale, durability="process")
+            if self.has(row):
+                _lease.release(self._backend, self.folder, lease)
+                self._known_done.add(row)
+                continue
+            yield lease
+
+    def renew(self, lease: Lease, *, seconds: float = 600.0) -> Lease:
+        """A later end for a lease: a worker's sign of life."""
+        return _lease.renew(self._backend, self.folder, lease, seconds=seconds)
+
+    def release(self, lease: Lease) -> None:
+        """Give a row back without having done it."""
+        _lease.release(self._backend, self.folder, lease)
+
+    def finish(
+        self,
+        lease: Lease,
+        arrays: Mapping[str, Any],
+        *,
+        differing: Literal["raise", "keep"] = "keep",
+    ) -> bool:
+        """Put the leased row and end the lease."""
+        created = self.put(lease.row, arrays, differing=differing)
+        _lease.release(self._backend, self.folder, lease)
+        return created
+
+    def fail(self, lease: Lease, error: BaseException | str) -> None:
+        """Record a failed attempt with its traceback and end the lease."""
+        text = error if isinstance(error, str) else "".join(tracebacks.format_exception(error))
+        fields = {"row": lease.row, "owner": lease.owner, "error": text}
+        # Named by the lease's token: two workers that fail the same row are two attempts.
+        name = f"{lease.row}-{lease.token}.json"
+        key = f"{self.folder}/{FAILED}/{lease.row // BUCKET:06d}/{name}"
+        self._backend.put_if_absent(key, [_document.to_bytes(fields)], durability=self._durability)
+        _lease.release(self._backend, self.folder, lease)
+
+    def retry(self, rows: Iterable[int] | None = None) -> int:
+        """Forget failed attempts (of all rows, or these), so that they are tried again."""
+        wanted = None if rows is None else set(rows)
+        keys = []
+        for bucket in self._buckets(FAILED):
+            for row, names in self._failures(bucket).items():
+                if wanted is None or row in wanted:
+                    keys += [f"{self.folder}/{FAILED}/{bucket:06d}/{name}" for name in names]
+        return self._backend.delete(keys, durability=self._durability)
+
+    def states(self, *, max_attempts: int = 3) -> list[RowState]:
+        """The state of every row, in order."""
+        done = set(self.done().tolist())
+        total = self.num_rows
+        leases: dict[int, Lease] = {}
+        failures: dict[int, list[str]] = {}
+        for bucket in self._buckets(_lease.FOLDER):
+            for row, numbers in _lease.newest_numbers(self._backend, self.folder, bucket).items():
+                lease = _lease.load(self._backend, self.folder, row, numbers[-1])
+                if lease is not None and not lease.expired:
+                    leases[row] = lease
+        for bucket in self._buckets(FAILED):
+            failures.update(self._failures(bucket))
+        return [
+            self._state(row, done, leases, failures, max_attempts=max_attempts)
+            for row in range(total)
+        ]
+
+    def _state(
+        self,
+        row: int,
+        done: set[int],
+        leases: Mapping[int, Lease],
+        failures: Mapping[int, list[str]],
+        *,
+        max_attempts: int,
+    ) -> RowState:
+        names = failures.get(row, [])
+        error = self._last_error(row, names) if names else None
+        if row in done:
+            return RowState(row, "done", len(names), error=error)
+        if row in leases:
+            lease = leases[row]
+            return RowState(row, "leased", len(names), lease.owner, lease.expires, error)
+        state: State = "failed" if len(names) >= max_attempts else "pending"
+        return RowState(row, state, len(names), error=error)
+
+    def _last_error(self, row: int, names: list[str]) -> str:
+        key = f"{self.folder}/{FAILED}/{row // BUCKET:06d}/{names[-1]}"
+        fields = _document.from_bytes(self._backend.read(key), path=self._backend.describe(key))
+        return str(fields["error"])
+
+    def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
+        """Move done rows from their own files into packed segments; returns how many moved.
+
+        Readers may read and writers may put meanwhile, and several processes may compact. Full
+        files only, unless `partial`. A kill at any moment leaves every row readable.
+        """
+        moved = 0
+        while True:
+            self._refresh_packed()
+            self._remove_packed_files()
+            newest = _manifest.latest(self._backend, self.folder)
+            number = 0 if newest is None else newest.next_segment
+            file = f"{PACKED}/{number:06d}{SUFFIX}"
+            key = f"{self.folder}/{file}"
+            if not self._backend.exists(key):
+                waiting = sorted(set(self._loose()) - self._packed_ids)[:rows_per_file]
+                if not waiting or (len(waiting) < rows_per_file and not partial):
+                    return moved
+                moved += len(waiting)
+                self._write_packed(key, waiting)
+            # Whoever finds a packed file that no manifest names yet, finishes the work of the one
+            # that wrote it.
+            self._adopt(newest, file)
+
+    def _write_packed(self, key: str, rows: list[int]) -> None:
+        batch = self.read(rows)
+        stored = {
+            column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
+            for column in batch.columns
+        }
+        packed = _segment.pack(self.schema, batch.ids, stored, first_row=0)
+        try:
+            self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+        except Conflict:
+            return  # another process packed other rows under this number; that is adopted
+
+    def _adopt(self, newest: Manifest | None, file: str) -> None:
+        segment = Segment(self._backend, f"{self.folder}/{file}")
+        try:
+            damage = segment.check_everything()
+            if damage:
+                raise damage[0]
+            entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
+        finally:
+            segment.close()
+        manifest = Manifest(
+            version=0 if newest is None else newest.version + 1,
+            schema_hash=self.schema.hash,
+            segments=(*(() if newest is None else newest.segments), entry),
+            next_segment=(0 if newest is None else newest.next_segment) + 1,
+            next_row=(0 if newest is None else newest.next_row) + entry.rows,
+        )
+        try:
+            _manifest.publish(self._backend, self.folder, manifest, durability=self._durability)
+        except Conflict:
+            return  # another process was first; the caller looks again
+
+    def _remove_packed_files(self) -> None:
+        """Remove the own files of rows that the manifest says are packed."""
+        surplus = [self._row_key(row) for row in self._loose() if row in self._packed_ids]
+        self._backend.delete(surplus, durability=self._durability)
+
+    def _refresh_packed(self) -> None:
+        versions = _manifest.versions(self._backend, self.folder)
+        if not versions or (self._packed is not None and self._packed.version == versions[-1]):
+            return
+        self._packed = Block(self._backend, self.folder, verify=self._verify)
+        self._packed_ids = frozenset(self._packed.ids.tolist())
+
+    def _loose(self) -> Iterator[int]:
+        for bucket in self._buckets(LOOSE):
+            for entry in self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"):
+                name = entry.name.removesuffix(SUFFIX)
+                if name.isdigit():
+                    yield int(name)
+
+    def _buckets(self, kind: str) -> list[int]:
+        names = (entry.name for entry in self._backend.list(f"{self.folder}/{kind}"))
+        return [int(name) for name in names if name.isdigit()]
+
+    def _failures(self, bucket: int) -> dict[int, list[str]]:
+        found: dict[int, list[tuple[float, str]]] = {}
+        for entry in self._backend.list(f"{self.folder}/{FAILED}/{bucket:06d}"):
+            row = entry.name.partition("-")[0]
+            if row.isdigit():
+                found.setdefault(int(row), []).append((entry.modified, entry.name))
+        return {row: [name for _, name in sorted(named)] for row, named in found.items()}
+
+    def _row_key(self, row: int) -> str:
+        return f"{self.folder}/{LOOSE}/{row // BUCKET:06d}/{row}{SUFFIX}"
+
+    def _check_row(self, row: int) -> None:
+        as_ids([row], num_examples=None, path=self.path)
+        total = self.num_rows
+        if row >= total:
+            raise InvalidRows(
+                "there is no such row",
+                path=self.path,
+                found=f"row {row}",
+                expected=f"0 to {total - 1}",
+                fix="call grow() to make room for more rows",
+            )
+
+    def _arrays(self, names: Sequence[str] | None) -> list[Any]:
+        return list(self.schema.arrays) if names is None else [self.schema.array(n) for n in names]
+
+
+def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:
+    """Record a new number of rows; of several, the largest counts."""
+    key = f"{folder}/{SIZES}/{num_rows:012d}.json"
+    backend.put_if_absent(key, [_document.to_bytes({"num_rows": num_rows})], durability=durability)
+
+
+def _sizes(backend: Backend, folder: str) -> Iterator[tuple[int, str]]:
+    for entry in backend.list(f"{folder}/{SIZES}"):
+        name = entry.name.removesuffix(".json")
+        if name.isdigit():
+            yield int(name), entry.name
+
+
+def hash_owner(owner: str) -> int:
+    """Where a worker begins its search."""
+    return int(xxhash.xxh3_64_intdigest(owner.encode()))
+
+
+def _one_row(value: Any) -> Any:
+    """A single row's value as a batch of one."""
+    if isinstance(value, Ragged):
+        return value
+    if hasattr(value, "detach"):
+        return value.detach().unsqueeze(0)
+    return value[None] if isinstance(value, np.ndarray) else [value]
+
+
+def _flat_values(rows: AnyArray | Ragged) -> AnyArray:
+    return rows.values if isinstance(rows, Ragged) else rows
+
+
+def _stored(encoded: Encoded, rows: AnyArray | Ragged) -> StoredArray:
+    return StoredArray(encoded, rows.offsets if isinstance(rows, Ragged) else None)
+
+
+def _same(column: Column, stored: StoredArray) -> bool:
+    def equal(one: AnyArray | None, other: AnyArray | None) -> bool:
+        if one is None or other is None:
+            return one is other
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+
+    return (
+        equal(column.values, stored.encoded.values)
+        and equal(column.scale, stored.encoded.scale)
+        and equal(column.offsets, stored.offsets)
+    )

@@ -1,0 +1,326 @@
+"""The store: one place that keeps what training left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
+from gradkeep.store import _document, _manifest, _samples
+from gradkeep.store._block import SEGMENTS, Block, schema_key
+from gradkeep.store._disk import LocalDisk
+from gradkeep.store._names import BLOCKS, ROWS, RUNS, SCORES, CaptureKey, ScoresKey, checked_name
+from gradkeep.store._rows import Rows, set_size
+from gradkeep.store._seal import without
+from gradkeep.store._writer import Share, Writer, enter_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradkeep.store._backend import Backend, Durability
+    from gradkeep.store._manifest import Manifest
+    from gradkeep.store._names import BlockKey
+    from gradkeep.store._schema import Schema
+
+FORMAT = "gradkeep-store"
+VERSION = 1
+STORE_FILE = "STORE.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training: what it was made with."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = None
+    """The version of the code, for example a commit."""
+    data: str | None = None
+    """The fingerprint of the data set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One state of the weights of a run."""
+
+    run: str
+    name: str
+    weights: str
+    """The fingerprint of the weights."""
+    step: int | None = None
+    lr: float | None = None
+    parent: str | None = None
+
+
+class Store:
+    """An opened store; made by `gk.open`.
+
+    Everything in it is immutable once written, so any number of processes may read and write it at
+    the same time.
+    """
+
+    def __init__(
+        self, backend: Backend, *, durability: Durability = "full", verify: bool = True
+    ) -> None:
+        self.backend = backend
+        self.durability: Durability = durability
+        self.verify_reads = verify
+        fields = _document.from_bytes(backend.read(STORE_FILE), path=backend.describe(STORE_FILE))
+        _check_format(backend, fields)
+        self.uuid: str = fields["uuid"]
+
+    @property
+    def location(self) -> str:
+        """Where the store is."""
+        return self.backend.location
+
+    def __repr__(self) -> str:
+        return f"Store({self.location!r}, {len(self.blocks())} blocks)"
+
+    def add_run(self, run: Run) -> Run:
+        """Record a run; adding it again is free, adding another one under its name is refused."""
+        checked_name("run", run.name)
+        self._put_record(f"{RUNS}/{run.name}/run.json", run)
+        return run
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Record a checkpoint of a run."""
+        checked_name("run", checkpoint.run)
+        checked_name("checkpoint", checkpoint.name)
+        folder = f"{RUNS}/{checkpoint.run}/ckpt/{checkpoint.name}"
+        self._put_record(f"{folder}/ckpt.json", checkpoint)
+        return checkpoint
+
+    def runs(self) -> list[Run]:
+        """All recorded runs, by name."""
+        records = (self._record(f"{RUNS}/{name}/run.json") for name in self._folders(RUNS))
+        return [Run(**fields) for fields in records if fields is not None]
+
+    def checkpoints(self, run: str = "main") -> list[Checkpoint]:
+        """All recorded checkpoints of a run, by step."""
+        folder = f"{RUNS}/{checked_name('run', run)}/ckpt"
+        records = (self._record(f"{folder}/{name}/ckpt.json") for name in self._folders(folder))
+        found = [Checkpoint(**fields) for fields in records if fields is not None]
+        return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
+
+    def write(
+        self,
+        key: BlockKey,
+        schema: Schema,
+        *,
+        extend: bool = False,
+        share: Share | None = None,
+    ) -> Writer:
+        """A writer for a capture or scores: new, or resumed where an earlier one stopped.
+
+        `extend=True` adds rows to a sealed block as its next version; `share` splits the work
+        among processes that all see the same rows.
+        """
+        return Writer(
+            self.backend,
+            key.folder,
+            schema,
+            durability=self.durability,
+            extend=extend,
+            share=share,
+            on_seal=lambda manifest: self._derive(key, manifest),
+        )
+
+    def read(self, key: BlockKey, *, version: int | None = None, live: bool = False) -> Block:
+        """A capture or scores to read: the newest version, an older one, or the rows so far."""
+        return Block(
+            self.backend,
+            key.folder,
+            version=version,
+            live=live,
+            verify=self.verify_reads,
+            durability=self.durability,
+        )
+
+    def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:
+        """Publish a version of a block without these ids; `gc` frees their bytes later."""
+        manifest = without(self.read(key), ids, durability=self.durability)
+        self._derive(key, manifest)
+        return manifest
+
+    def delete(self, key: BlockKey) -> None:
+        """Delete a whole block with all its versions."""
+        folder = key.folder
+        if not self.backend.exists(schema_key(folder)):
+            raise StoreError("there is no such block", path=self.backend.describe(folder))
+        # Manifests first, the schema last: at any moment what is left is an unsealed block.
+        for part in (_manifest.FOLDER, "", SEGMENTS):
+            names = [entry.name for entry in self.backend.list(f"{folder}/{part}".rstrip("/"))]
+            keys = [f"{folder}/{part}/{name}".replace("//", "/") for name in names]
+            last = schema_key(folder)
+            self.backend.delete(
+                [item for item in keys if item != last and not item.endswith(_FOLDERS)],
+                durability=self.durability,
+            )
+        self.backend.delete([schema_key(folder)], durability=self.durability)
+
+    def rows(self, name: str, schema: Schema | None = None, *, num_rows: int | None = None) -> Rows:
+        """Rows that many processes write: created with a schema and a size, else opened."""
+        folder = f"{ROWS}/{checked_name('rows', name)}"
+        if schema is not None:
+            if schema.num_rows is not None:
+                schema = dataclasses.replace(schema, num_rows=None)
+            enter_schema(self.backend, folder, schema, durability=self.durability)
+        rows = Rows(self.backend, folder, durability=self.durability, verify=self.verify_reads)
+        if num_rows is not None and num_rows > rows.num_rows:
+            set_size(self.backend, folder, num_rows, durability=self.durability)
+        return rows
+
+    def blocks(self) -> list[BlockKey]:
+        """The keys of all captures and scores, sealed or not."""
+        return [*self.captures(), *self.scores()]
+
+    def captures(self) -> list[CaptureKey]:
+        """The keys of all captures, sealed or not."""
+        found = []
+        for run in self._folders(BLOCKS):
+            for checkpoint in self._folders(f"{BLOCKS}/{run}"):
+                for split in self._folders(f"{BLOCKS}/{run}/{checkpoint}"):
+                    folder = f"{BLOCKS}/{run}/{checkpoint}/{split}"
+                    found += [
+                        CaptureKey(checkpoint, split, run, capture)
+                        for capture in self._folders(folder)
+                    ]
+        return [key for key in found if self.backend.exists(schema_key(key.folder))]
+
+    def scores(self) -> list[ScoresKey]:
+        """The keys of all saved scores."""
+        found = [ScoresKey(name) for name in self._folders(SCORES)]
+        return [key for key in found if self.backend.exists(schema_key(key.folder))]
+
+    def row_sets(self) -> list[str]:
+        """The names of all sets of rows."""
+        names = self._folders(ROWS)
+        return [name for name in names if self.backend.exists(schema_key(f"{ROWS}/{name}"))]
+
+    def _derive(self, key: BlockKey, manifest: Manifest) -> None:
+        if _samples.available():
+            block = self.read(key, version=manifest.version)
+            _samples.ensure(self.backend, block, key.labels, durability=self.durability)
+
+    def _folders(self, prefix: str) -> list[str]:
+        return [entry.name for entry in self.backend.list(prefix) if entry.is_folder]
+
+    def _record(self, key: str) -> dict[str, Any] | None:
+        try:
+            return _document.from_bytes(self.backend.read(key), path=self.backend.describe(key))
+        except FileNotFoundError:
+            return None
+
+    def _put_record(self, key: str, record: Run | Checkpoint) -> None:
+        fields = dataclasses.asdict(record)
+        try:
+            self.backend.put_if_absent(
+                key, [_document.to_bytes(fields)], durability=self.durability
+            )
+        except Conflict:
+            stored = self._record(key) or {}
+            lines = [
+                f"\n    {name}: stored {stored.get(name)!r}, given {fields[name]!r}"
+                for name in fields
+                if stored.get(name) != fields[name]
+            ]
+            raise SchemaMismatch(
+                "recorded before with other contents; nothing was changed",
+                path=self.backend.describe(key),
+                found="".join(lines),
+                fix="use another name",
+            ) from None
+
+
+_FOLDERS = (f"/{SEGMENTS}", f"/{_manifest.FOLDER}")
+
+
+def open(
+    path: str | os.PathLike[str] | Backend,
+    *,
+    create: bool = True,
+    durability: Durability = "full",
+    verify: bool = True,
+) -> Store:
+    """Open the store at `path`, checked; make a new one if there is nothing there.
+
+    `durability="process"` skips every fsync: fast scratch that survives a crash of the program but
+    not of the machine. `verify=False` skips the checksums of reads.
+
+    >>> import gradkeep as gk, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> store = gk.open(folder)
+    >>> schema = gk.Schema((gk.Array("loss"),))
+    >>> with store.write(gk.CaptureKey(checkpoint="final", split="train"), schema) as writer:
+    ...     writer.append([7, 3], {"loss": [0.5, 2.0]})
+    >>> store.read(gk.CaptureKey(checkpoint="final", split="train")).read([3])["loss"]
+    array([2.], dtype=float32)
+    """
+    if durability not in ("full", "process"):
+        raise StoreError("unknown durability", found=durability, expected="'full' or 'process'")
+    backend = _backend_for(path)
+    if not backend.exists(STORE_FILE):
+        _check_free(backend, create=create)
+        fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
+        # On a conflict another process made the store in this very moment: that one is it.
+        with contextlib.suppress(Conflict):
+            backend.put_if_absent(STORE_FILE, [_document.to_bytes(fields)], durability=durability)
+    return Store(backend, durability=durability, verify=verify)
+
+
+def _backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
+    if not isinstance(path, str | os.PathLike):
+        return path
+    if "://" in os.fspath(path):
+        from gradkeep.store._bucket import Bucket
+
+        return Bucket(os.fspath(path))
+    return LocalDisk(path)
+
+
+def _check_free(backend: Backend, *, create: bool) -> None:
+    root = backend.local_path("")
+    found = None
+    if root is not None and os.path.islink(root) and not os.path.exists(root):
+        found = f"a link that leads nowhere ({os.readlink(root)})"
+    elif root is not None and os.path.exists(root) and not os.path.isdir(root):
+        found = "a file"
+    elif names := [entry.name for entry in backend.list("")]:
+        found = f"a folder with {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+    if found is not None:
+        raise NotAStore(
+            "this is not a store",
+            path=backend.location,
+            found=found,
+            expected=f"a folder with {STORE_FILE}, or a new name",
+            fix="give the path of a store, or a path that does not exist yet to make one",
+        )
+    if not create:
+        raise NotAStore(
+            "there is no store here",
+            path=backend.location,
+            found="nothing",
+            expected=f"a folder with {STORE_FILE}",
+            fix="check the path; `gradkeep demo` makes a store to look at",
+        )
+
+
+def _check_format(backend: Backend, fields: Mapping[str, Any]) -> None:
+    path = backend.describe(STORE_FILE)
+    if fields.get("format") != FORMAT:
+        raise NotAStore(
+            "this is not a store", path=path, found=fields.get("format"), expected=FORMAT
+        )
+    if fields["version"] > VERSION:
+        raise FormatTooNew(
+            "this store was written by a later gradkeep",
+            path=path,
+            found=f"format {fields['version']}",
+            expected=f"format {VERSION} or older",
+            fix="upgrade gradkeep",
+        )

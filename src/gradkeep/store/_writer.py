@@ -1,0 +1,439 @@
+"""Writing a block: rows in, whole segments out, in the background, resumable.
+
+There is no progress file: a segment that exists is done. A second run passes over those, compares
+their ids with the ones it is given, and writes only the rest.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from gradkeep._errors import InvalidRows, MissingRows, StoreError
+from gradkeep.store import _document, _manifest, _segment
+from gradkeep.store._batch import Ragged
+from gradkeep.store._block import (
+    Block,
+    load_schema,
+    schema_key,
+    segment_file,
+    segment_numbers,
+)
+from gradkeep.store._encoding import Encoded, encode
+from gradkeep.store._ids import IdSet, as_ids
+from gradkeep.store._incoming import checked_rows
+from gradkeep.store._seal import seal
+from gradkeep.store._segment import Segment, StoredArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from gradkeep.store._backend import Backend, Durability
+    from gradkeep.store._encoding import AnyArray
+    from gradkeep.store._manifest import Manifest
+    from gradkeep.store._schema import Array, Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which segments this writer makes: those with `number % of == rank`."""
+
+    rank: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.of:
+            raise StoreError("a share needs 0 <= rank < of", found=f"{self.rank} of {self.of}")
+
+
+class Writer:
+    """Appends rows to a block; a context manager that seals the block when all went well.
+
+    Rows are given in the same order in every run. `append` returns when the rows are taken over;
+    they are acknowledged when `flush`, `seal` or the end of the `with` block returns. Memory: two
+    segments.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: str,
+        schema: Schema,
+        *,
+        durability: Durability = "full",
+        extend: bool = False,
+        share: Share | None = None,
+        on_seal: Callable[[Manifest], None] | None = None,
+    ) -> None:
+        self.folder, self.schema = folder, schema
+        self.path = backend.describe(folder)
+        self._backend, self._durability = backend, durability
+        self._share = Share() if share is None else share
+        self._on_seal = on_seal
+        enter_schema(backend, folder, schema, durability=durability)
+        newest = _manifest.latest(backend, folder)
+        self._first_row = self._first_number = 0
+        self._sealed_rows: int | None = None
+        self._present = set(segment_numbers(backend, folder))
+        self._done = set(self._present)
+        self._seen = IdSet()
+        if newest is not None and extend:
+            self._first_row, self._first_number = newest.next_row, newest.next_segment
+            self._seen.add(Block(backend, folder).ids)
+        elif newest is not None:
+            self._sealed_rows = newest.next_row
+            # What the version does not list was left out of it on purpose: only what it lists
+            # and is gone (moved to quarantine) has to be made again.
+            listed = {entry.file for entry in newest.segments}
+            self._done |= {
+                number
+                for number in range(newest.next_segment)
+                if segment_file(number) not in listed
+            }
+        self._position = self._first_row
+        self._filling: _Filling | None = None
+        self._spare: _Filling | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradkeep-write")
+        self._under_way: Future[_Filling] | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def position(self) -> int:
+        """The row that the next `append` begins with."""
+        return self._position
+
+    def needs(self, count: int) -> bool:
+        """Whether any of the next `count` rows has to be written by this writer."""
+        if count <= 0:
+            return False
+        numbers = range(self._number(self._position), self._number(self._position + count - 1) + 1)
+        return any(number not in self._done and self._mine(number) for number in numbers)
+
+    def skip(self, ids: Any) -> None:
+        """Pass over rows that `needs` said are not needed; their ids are compared all the same."""
+        self._take(as_ids(ids, num_examples=self.schema.num_examples, path=self.path), None)
+
+    def append(self, ids: Any, arrays: Mapping[str, Any]) -> None:
+        """Add rows: ids `[B]` and every array of the schema `[B, *shape]` (ragged: a list)."""
+        self._check_alive()
+        numbers = as_ids(ids, num_examples=self.schema.num_examples, path=self.path)
+        self._take(numbers, checked_rows(self.schema, numbers, arrays, path=self.path))
+
+    def flush(self) -> None:
+        """Wait until every full segment is acknowledged; raises what a background write raised."""
+        self._check_alive()
+        self._await_background()
+
+    def seal(self) -> Manifest:
+        """Write the last rows, check that nothing is missing, publish a version, and close."""
+        self._check_alive()
+        self._check_complete()
+        if self._filling is not None:
+            self._hand_over()
+        self._await_background()
+        manifest = seal(self._backend, self.folder, durability=self._durability)
+        if self._on_seal is not None:
+            self._on_seal(manifest)
+        self._shut()
+        return manifest
+
+    def close(self) -> None:
+        """Stop without sealing: full segments stay, a later run resumes after them."""
+        if self._closed:
+            return
+        try:
+            if self._failure is None:
+                self._await_background()
+        finally:
+            self._shut()
+        if self._failure is not None:
+            raise self._failure
+        if self._filling is not None:
+            raise MissingRows(
+                f"{self._filling.count} rows were given but not kept: the block was not sealed",
+                path=self.path,
+                fix="call seal() when all rows are in, or use the writer as a context manager",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._closed:
+            return
+        if error is None:
+            try:
+                if self._others_work_to_do():
+                    self._finish_share()
+                else:
+                    self.seal()
+            finally:
+                self._shut()
+            return
+        # The error that ended the block is the one to show; what is committed stays.
+        self._filling = None
+        if self._under_way is not None and self._failure is None:
+            self._under_way.exception()
+        self._shut()
+
+    def _take(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged] | None) -> None:
+        self._check_alive()
+        self._check_room(len(ids))
+        repeated = self._seen.add(ids)
+        if len(repeated):
+            raise InvalidRows(
+                "an id was given before",
+                path=self.path,
+                found=f"id {int(repeated[0])}",
+                expected="each id once in a block",
+            )
+        at = 0
+        while at < len(ids):
+            number = self._number(self._position)
+            count = min(len(ids) - at, self._end_of(number) - self._position)
+            chunk = slice(at, at + count)
+            if number in self._done:
+                self._compare(number, ids[chunk])
+            elif self._mine(number):
+                if arrays is None:
+                    raise MissingRows(
+                        "rows were skipped that are not in the store yet",
+                        path=self.path,
+                        found=f"row {self._position}",
+                        fix="skip only while needs() is False",
+                    )
+                self._fill(ids[chunk], arrays, chunk)
+            at += count
+            self._position += count
+            if self._filling is not None and self._position == self._end_of(number):
+                self._hand_over()
+
+    def _fill(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
+        if self._filling is None:
+            if self._spare is None:
+                rows = self.schema.rows_per_segment
+                if self.schema.num_rows is not None:
+                    rows = min(rows, self.schema.num_rows)
+                self._spare = _Filling(self.schema, rows)
+            self._filling, self._spare = self._spare, None
+            self._filling.begin(self._position)
+        self._filling.add(ids, arrays, chunk)
+
+    def _hand_over(self) -> None:
+        """Give the full buffer to the background; waits for the one before it."""
+        assert self._filling is not None
+        self._await_background()
+        filling, self._filling = self._filling, None
+        number = self._number(filling.first_row)
+        self._under_way = self._pool.submit(self._commit, number, filling)
+        self._done.add(number)
+
+    def _commit(self, number: int, filling: _Filling) -> _Filling:
+        packed = filling.pack()
+        key = f"{self.folder}/{segment_file(number)}"
+        self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+        return filling
+
+    def _await_background(self) -> None:
+        if self._under_way is None:
+            return
+        future, self._under_way = self._under_way, None
+        try:
+            self._spare = future.result()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _check_alive(self) -> None:
+        if self._failure is None and self._under_way is not None and self._under_way.done():
+            self._await_background()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise StoreError("this writer is closed", path=self.path)
+
+    def _check_room(self, count: int) -> None:
+        end = self._position + count
+        limit = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
+        if limit is not None and end > limit:
+            raise InvalidRows(
+                "more rows than the block has",
+                path=self.path,
+                found=f"rows up to {end}",
+                expected=f"{limit} rows",
+                fix="give the data set's real size as num_rows"
+                if self.schema.num_rows is not None
+                else "this block is sealed; pass extend=True to add rows to it",
+            )
+
+    def _check_complete(self) -> None:
+        wanted = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
+        if wanted is not None and self._position != wanted:
+            raise MissingRows(
+                f"{wanted - self._position} rows are missing; the block was not sealed",
+                path=self.path,
+                found=f"{self._position} rows",
+                expected=f"{wanted} rows",
+                fix="run again with all rows: full segments are kept and not written twice",
+            )
+
+    def _others_work_to_do(self) -> bool:
+        if self._share.of == 1:
+            return False
+        self._check_complete()
+        last = self._number(max(self._position, 1) - 1)
+        there = set(segment_numbers(self._backend, self.folder)) | self._done
+        return any(
+            number not in there and not self._mine(number)
+            for number in range(self._first_number, last + 1)
+        )
+
+    def _finish_share(self) -> None:
+        self._check_alive()
+        if self._filling is not None:
+            self._hand_over()
+        self._await_background()
+
+    def _compare(self, number: int, ids: AnyArray) -> None:
+        if number not in self._present:
+            return
+        start = self._position - self._start_of(number)
+        stored = self._stored_ids(number)[start : start + len(ids)]
+        if not np.array_equal(stored, ids):
+            raise InvalidRows(
+                "the rows come in another order than when this block was begun",
+                path=self._backend.describe(f"{self.folder}/{segment_file(number)}"),
+                found=f"ids {ids[:5].tolist()} ... at row {self._position}",
+                expected=f"ids {stored[:5].tolist()} ...",
+                fix="give the rows in the same order (no shuffling without a fixed seed), "
+                "or write to another capture name",
+            )
+
+    def _stored_ids(self, number: int) -> AnyArray:
+        segment = Segment(self._backend, f"{self.folder}/{segment_file(number)}")
+        try:
+            return segment.small("ids")
+        finally:
+            segment.close()
+
+    def _mine(self, number: int) -> bool:
+        return number % self._share.of == self._share.rank
+
+    def _number(self, row: int) -> int:
+        return self._first_number + (row - self._first_row) // self.schema.rows_per_segment
+
+    def _start_of(self, number: int) -> int:
+        return self._first_row + (number - self._first_number) * self.schema.rows_per_segment
+
+    def _end_of(self, number: int) -> int:
+        return self._start_of(number + 1)
+
+    def _shut(self) -> None:
+        self._closed = True
+        self._pool.shutdown(wait=True)
+
+
+class _Filling:
+    """The buffers of one segment while rows come in; used again for the one after next."""
+
+    def __init__(self, schema: Schema, rows: int) -> None:
+        self._schema = schema
+        self._ids = np.empty(rows, np.int64)
+        self._slots = {array.name: _Slot(array, rows) for array in schema.arrays}
+        self.first_row = 0
+        self.count = 0
+
+    def begin(self, first_row: int) -> None:
+        self.first_row, self.count = first_row, 0
+        for slot in self._slots.values():
+            slot.begin()
+
+    def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
+        # Encode everything before any buffer changes: a row that cannot be encoded leaves no trace.
+        ready = [
+            (slot, *_encoded(slot.array, arrays[name], chunk)) for name, slot in self._slots.items()
+        ]
+        self._ids[self.count : self.count + len(ids)] = ids
+        for slot, encoded, lengths in ready:
+            slot.add(self.count, encoded, lengths)
+        self.count += len(ids)
+
+    def pack(self) -> _segment.Packed:
+        stored = {name: slot.stored(self.count) for name, slot in self._slots.items()}
+        return _segment.pack(
+            self._schema, self._ids[: self.count], stored, first_row=self.first_row
+        )
+
+
+def _encoded(
+    array: Array, values: AnyArray | Ragged, chunk: slice
+) -> tuple[Encoded, AnyArray | None]:
+    if isinstance(values, Ragged):
+        bounds = values.offsets[chunk.start : chunk.stop + 1]
+        return encode(array, values.values[bounds[0] : bounds[-1]]), np.diff(bounds)
+    return encode(array, values[chunk]), None
+
+
+class _Slot:
+    """The encoded rows of one array of one segment."""
+
+    def __init__(self, array: Array, rows: int) -> None:
+        self.array = array
+        fixed = 0 if array.ragged else rows
+        self._values = np.empty((fixed, *array.stored_shape), array.stored_dtype)
+        self._scale = np.empty(fixed, np.float32) if array.scaled else None
+        self.begin()
+
+    def begin(self) -> None:
+        self._pieces: list[Encoded] = []
+        self._lengths: list[AnyArray] = []
+        self._nonzero = self._flushed = 0
+
+    def add(self, at: int, encoded: Encoded, lengths: AnyArray | None) -> None:
+        self._nonzero += encoded.nonzero
+        self._flushed += encoded.flushed
+        if lengths is not None:
+            # The caller may reuse its memory as soon as append returns.
+            own = encoded.values.copy() if self.array.encoding == "plain" else encoded.values
+            self._pieces.append(Encoded(own, encoded.scale))
+            self._lengths.append(lengths)
+            return
+        self._values[at : at + len(encoded.values)] = encoded.values
+        if self._scale is not None and encoded.scale is not None:
+            self._scale[at : at + len(encoded.values)] = encoded.scale
+
+    def stored(self, count: int) -> StoredArray:
+        if not self.array.ragged:
+            scale = None if self._scale is None else self._scale[:count]
+            counts = (self._nonzero, self._flushed)
+            return StoredArray(Encoded(self._values[:count], scale, *counts))
+        values = np.concatenate([self._values, *(piece.values for piece in self._pieces)])
+        scale = None
+        if self._scale is not None:
+            scales = [piece.scale for piece in self._pieces if piece.scale is not None]
+            scale = np.concatenate([self._scale, *scales])
+        offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *self._lengths]))
+        return StoredArray(Encoded(values, scale, self._nonzero, self._flushed), offsets)
+
+
+def enter_schema(backend: Backend, folder: str, schema: Schema, *, durability: Durability) -> None:
+    """Write the schema of a new block, or require that it is the one that is there."""
+    key = schema_key(folder)
+    if not backend.exists(key):
+        data = _document.to_bytes(schema.to_fields())
+        try:
+            backend.put_if_absent(key, [data], durability=durability)
+        except StoreError:
+            if not backend.exists(key):
+                raise
+    load_schema(backend, folder).require_same(schema, path=backend.describe(key))
