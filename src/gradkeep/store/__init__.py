@@ -4,6 +4,7 @@ from gradkeep.store._backend import Backend, Durability, Entry, Readable
 from gradkeep.store._batch import Batch, Column, Ragged
 from gradkeep.store._block import Block
 from gradkeep.store._disk import LocalDisk
+from gradkeep.store._gc import Swept, gc
 from gradkeep.store._lease import Lease
 from gradkeep.store._manifest import Manifest, SegmentEntry
 from gradkeep.store._memory import Memory
@@ -13,6 +14,7 @@ from gradkeep.store._schema import Array, Layer, Schema
 from gradkeep.store._segment import Segment
 from gradkeep.store._store import Checkpoint, Run, Store, open
 from gradkeep.store._syscalls import Syscalls
+from gradkeep.store._verify import Damage, Verdict, verify
 from gradkeep.store._writer import Share, Writer
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "CaptureKey",
     "Checkpoint",
     "Column",
+    "Damage",
     "Durability",
     "Entry",
     "Layer",
@@ -42,7 +45,11 @@ __all__ = [
     "SegmentEntry",
     "Share",
     "Store",
+    "Swept",
     "Syscalls",
+    "Verdict",
     "Writer",
+    "gc",
     "open",
+    "verify",
 ]

@@ -175,6 +175,12 @@ class Rows:
         self._known_done = loose | self._packed_ids
         return np.array(sorted(self._known_done), np.int64)
 
+    @property
+    def packed_rows(self) -> frozenset[int]:
+        """The rows that are in packed segments."""
+        self._refresh_packed()
+        return self._packed_ids
+
     def read(
         self, rows: Any, names: Sequence[str] | None = None, *, fill: float | None = None
     ) -> Batch:

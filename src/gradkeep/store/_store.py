@@ -70,8 +70,20 @@ class Store:
         self.durability: Durability = durability
         self.verify_reads = verify
         fields = _document.from_bytes(backend.read(STORE_FILE), path=backend.describe(STORE_FILE))
-        _check_format(backend, fields)
+        self.check_format(backend, fields)
         self.uuid: str = fields["uuid"]
+
+    @staticmethod
+    def check_format(backend: Backend, fields: Mapping[str, Any]) -> None:
+        """Raise unless the fields are those of a store that this version can read."""
+        _check_format(backend, fields)
+
+    @staticmethod
+    def require_some(backend: Backend) -> None:
+        """Raise `NotAStore` unless there is a store, damaged or not, at this place."""
+        names = {entry.name for entry in backend.list("")}
+        if not names & {STORE_FILE, BLOCKS, SCORES, ROWS}:
+            _check_free(backend, create=False)
 
     @property
     def location(self) -> str:

@@ -1,0 +1,109 @@
+"""Remove what no kept version needs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradkeep._errors import StoreError
+from gradkeep.store import _lease, _manifest, _samples
+from gradkeep.store._block import SEGMENTS
+from gradkeep.store._names import ROWS
+from gradkeep.store._rows import LOOSE
+from gradkeep.store._segment import SUFFIX
+
+if TYPE_CHECKING:
+    from gradkeep.store._backend import Backend
+    from gradkeep.store._store import Store
+
+_YOUNG_SECONDS = 3600.0
+"""A file younger than this may belong to work that has not published its manifest yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What was removed, or would be."""
+
+    files: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    key: str
+    size: int
+
+
+def gc(store: Store, *, keep_versions: int = 1, dry_run: bool = False) -> Swept:
+    """Remove old versions of every block, the segments only they needed, and unfinished writes.
+
+    Safe at any moment and beside readers and writers: old manifests go first, so that no version
+    that is still listed ever lacks a file, and work in progress is recognised by its number or age.
+    A reader that holds an old version gets a clear error when it touches a removed segment.
+    """
+    if keep_versions < 1:
+        raise StoreError(
+            "at least one version must stay", found=keep_versions, expected="1 or more"
+        )
+    backend = store.backend
+    manifests: list[_Item] = []
+    rest = [_Item(key, 0) for key in backend.leftovers(older_than=_YOUNG_SECONDS)]
+    for key in store.blocks():
+        manifests += _old_manifests(backend, key.folder, keep_versions)
+        rest += _block_waste(backend, key.folder, keep_versions)
+    for name in store.row_sets():
+        folder = f"{ROWS}/{name}"
+        manifests += _old_manifests(backend, folder, keep_versions)
+        rest += _row_waste(store, name)
+    if not dry_run:
+        for items in (manifests, rest):
+            backend.delete([item.key for item in items], durability=store.durability)
+    everything = (*manifests, *rest)
+    return Swept(tuple(item.key for item in everything), sum(item.size for item in everything))
+
+
+def _old_manifests(backend: Backend, folder: str, keep: int) -> list[_Item]:
+    old = {_manifest.key(folder, number) for number in _manifest.versions(backend, folder)[:-keep]}
+    listed = backend.list(f"{folder}/{_manifest.FOLDER}")
+    items = [_Item(f"{folder}/{_manifest.FOLDER}/{entry.name}", entry.size) for entry in listed]
+    return [item for item in items if item.key in old]
+
+
+def _block_waste(backend: Backend, folder: str, keep: int) -> list[_Item]:
+    versions = _manifest.versions(backend, folder)
+    if not versions:
+        return []
+    kept = [_manifest.load(backend, folder, number) for number in versions[-keep:]]
+    needed = {entry.file for manifest in kept for entry in manifest.segments}
+    now, waste = time.time(), []
+    for entry in backend.list(f"{folder}/{SEGMENTS}"):
+        file, name = f"{SEGMENTS}/{entry.name}", entry.name.removesuffix(SUFFIX)
+        if file in needed or not entry.name.endswith(SUFFIX):
+            continue
+        used = name.isdigit() and int(name) < kept[-1].next_segment
+        old = not name.isdigit() and now - entry.modified > _YOUNG_SECONDS
+        if used or old:
+            waste.append(_Item(f"{folder}/{file}", entry.size))
+    stay = {f"{manifest.version:06d}" for manifest in kept}
+    derived = (entry for entry in backend.list(folder) if _samples.is_samples(entry.name))
+    waste += [
+        _Item(f"{folder}/{entry.name}", entry.size)
+        for entry in derived
+        if entry.name.split("-")[1] not in stay
+    ]
+    return waste
+
+
+def _row_waste(store: Store, name: str) -> list[_Item]:
+    """Own files of rows that are packed, and leases of rows that are done."""
+    rows, folder, backend = store.rows(name), f"{ROWS}/{name}", store.backend
+    packed, done = rows.packed_rows, set(rows.done().tolist())
+    waste = []
+    for kind, gone in ((LOOSE, packed), (_lease.FOLDER, done)):
+        for bucket in backend.list(f"{folder}/{kind}"):
+            for entry in backend.list(f"{folder}/{kind}/{bucket.name}"):
+                row = entry.name.partition(".")[0].partition("-")[0]
+                if row.isdigit() and int(row) in gone:
+                    waste.append(_Item(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size))
+    return waste

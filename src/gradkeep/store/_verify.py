@@ -1,0 +1,233 @@
+"""Check every byte of a store, and move aside what is not as it was written."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradkeep._errors import Damaged, StoreError
+from gradkeep.store import _document, _lease, _manifest, _samples
+from gradkeep.store._backend import QUARANTINE
+from gradkeep.store._block import SEGMENTS, load_schema, schema_key
+from gradkeep.store._rows import LOOSE, PACKED
+from gradkeep.store._segment import SUFFIX, Segment
+from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gradkeep.store._backend import Backend
+
+CATALOG = "catalog.sqlite"
+_LEFTOVER_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written."""
+
+    path: str
+    """The key of the file in the store."""
+    tensor: str | None
+    """The tensor inside a segment, if the damage is inside one."""
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check of the whole store found."""
+
+    files: int
+    bytes: int
+    damage: tuple[Damage, ...]
+    orphans: tuple[str, ...]
+    """Unfinished writes whose writer is gone."""
+    unknown: tuple[str, ...]
+    """Files that gradkeep did not put there; they are left alone."""
+    repaired: tuple[str, ...]
+    """What was done, a sentence each."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damage
+
+
+def verify(
+    backend: Backend,
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verdict:
+    """Read every file of a store and compare it with its checksums; O(bytes).
+
+    With `repair`, damaged files are moved to the store's quarantine, so that running the work again
+    recreates exactly them, and unfinished writes are removed. Nothing else is changed.
+    """
+    Store.require_some(backend)
+    keys = sorted(_walk(backend, ""))
+    known = frozenset(keys)
+    damage: list[Damage] = []
+    unknown: list[str] = []
+    size = 0
+    for done, key in enumerate(keys):
+        if progress is not None:
+            progress(done, len(keys))
+        # A file can be deleted while we look: compaction, gc and leases do that.
+        with contextlib.suppress(FileNotFoundError):
+            size += _check(backend, key, known, damage, unknown)
+    if progress is not None:
+        progress(len(keys), len(keys))
+    damage += _missing_schemas(keys)
+    orphans = tuple(backend.leftovers(older_than=_LEFTOVER_SECONDS))
+    repaired = _repair(backend, damage, orphans) if repair else ()
+    return Verdict(len(keys), size, tuple(damage), orphans, tuple(unknown), repaired)
+
+
+def _walk(backend: Backend, prefix: str) -> Iterator[str]:
+    for entry in backend.list(prefix):
+        key = f"{prefix}/{entry.name}" if prefix else entry.name
+        if entry.is_folder:
+            if key != QUARANTINE:
+                yield from _walk(backend, key)
+        elif not key.startswith((CATALOG, f".{CATALOG}")):
+            yield key
+
+
+def _check(
+    backend: Backend, key: str, known: frozenset[str], damage: list[Damage], unknown: list[str]
+) -> int:
+    """Check one file; returns its size."""
+    name = key.rpartition("/")[2]
+    if name.endswith(SUFFIX):
+        return _check_segment(backend, key, damage)
+    data = backend.read(key)
+    try:
+        if _samples.is_samples(name):
+            _samples.check(data, name, path=key)
+        elif name.endswith(".json"):
+            _check_document(backend, key, data, known, damage)
+        else:
+            unknown.append(key)
+    except StoreError as error:
+        damage.append(Damage(key, None, error.what))
+    return len(data)
+
+
+def _check_segment(backend: Backend, key: str, damage: list[Damage]) -> int:
+    try:
+        segment = Segment(backend, key)
+    except Damaged as error:
+        damage.append(Damage(key, None, error.what))
+        return 0
+    try:
+        found = segment.check_everything()
+        damage += [Damage(key, error.tensor, error.what) for error in found]
+        if not found:
+            _check_place(backend, segment, damage)
+        return segment.size
+    finally:
+        segment.close()
+
+
+def _check_place(backend: Backend, segment: Segment, damage: list[Damage]) -> None:
+    """Whether a segment that is whole also lies where it belongs."""
+    folder = _block_folder(segment.key)
+    try:
+        schema = load_schema(backend, folder)
+    except StoreError:
+        return  # told of the schema itself
+    if segment.schema_hash != schema.hash:
+        damage.append(Damage(segment.key, None, "it belongs to another schema"))
+    loose = f"{folder}/{LOOSE}/" in segment.key
+    name = segment.key.rpartition("/")[2].removesuffix(SUFFIX)
+    if loose and segment.small("ids").tolist() != [int(name)]:
+        damage.append(Damage(segment.key, None, "it holds another row than its name says"))
+    path = backend.local_path(segment.key)
+    if path is not None:
+        _check_by_library(path, segment, damage)
+
+
+def _check_by_library(path: str, segment: Segment, damage: list[Damage]) -> None:
+    """Whether safetensors itself opens the file: other tools must be able to read it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            names = set(opened.keys())
+    except SafetensorError as error:
+        damage.append(Damage(segment.key, None, f"safetensors cannot read it: {error}"))
+        return
+    if names != set(segment.extents):
+        damage.append(Damage(segment.key, None, "safetensors sees other tensors in it"))
+
+
+def _check_document(
+    backend: Backend, key: str, data: bytes, known: frozenset[str], damage: list[Damage]
+) -> None:
+    fields = _document.from_bytes(data, path=key)
+    if key == STORE_FILE:
+        Store.check_format(backend, fields)
+        return
+    parts = key.split("/")
+    if parts[-2] != _manifest.FOLDER:
+        return
+    folder = "/".join(parts[:-2])
+    manifest = _manifest.load(backend, folder, int(parts[-1].removesuffix(".json")))
+    with contextlib.suppress(StoreError):
+        if load_schema(backend, folder).hash != manifest.schema_hash:
+            damage.append(Damage(key, None, "it belongs to another schema than its block's"))
+    for entry in manifest.segments:
+        file = f"{folder}/{entry.file}"
+        if file not in known and not backend.exists(file):
+            damage.append(
+                Damage(
+                    file, None, f"missing: version {manifest.version} needs its {entry.rows} rows"
+                )
+            )
+            continue
+        with contextlib.suppress(Damaged, FileNotFoundError):
+            segment = Segment(backend, file)
+            segment.close()
+            if (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
+                what = f"it is not the segment that version {manifest.version} names"
+                damage.append(Damage(file, None, what))
+
+
+def _missing_schemas(keys: list[str]) -> Iterator[Damage]:
+    folders = {_block_folder(key) for key in keys if key.endswith(SUFFIX)}
+    known = set(keys)
+    for folder in sorted(folders):
+        if schema_key(folder) not in known:
+            yield Damage(schema_key(folder), None, "missing: the segments beside it need it")
+
+
+def _block_folder(key: str) -> str:
+    """The folder of the block that a segment belongs to."""
+    parts = key.split("/")
+    for part in (SEGMENTS, PACKED, LOOSE):
+        if part in parts[2:]:
+            return "/".join(parts[: len(parts) - 1 - parts[::-1].index(part)])
+    return "/".join(parts[:-1])
+
+
+def _repair(backend: Backend, damage: list[Damage], orphans: tuple[str, ...]) -> tuple[str, ...]:
+    done = []
+    for key in dict.fromkeys(item.path for item in damage):
+        if not backend.exists(key):
+            done.append(f"{key} is gone; run the work again to recreate it")
+        elif f"/{_lease.FOLDER}/" in key:
+            backend.delete([key], durability="process")
+            done.append(f"removed the unreadable lease {key}")
+        else:
+            done.append(f"moved {key} to {backend.move_aside(key)}")
+        if key == STORE_FILE:
+            fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
+            backend.put_if_absent(key, [_document.to_bytes(fields)], durability="full")
+            done.append(f"wrote a new {STORE_FILE}; the store's old uuid is lost")
+    if orphans:
+        backend.delete(orphans, durability="full")
+        done += [f"removed the unfinished write {key}" for key in orphans]
+    return tuple(done)
