@@ -56,16 +56,6 @@ class Column:
     scale: FloatArray | None = None
     offsets: AnyArray | None = None
 
-    def rows(self, start: int, stop: int) -> Column:
-        """The rows `[start, stop)`, without a copy."""
-        if self.offsets is None:
-            scale = None if self.scale is None else self.scale[start:stop]
-            return Column(self.array, self.values[start:stop], scale)
-        low, high = int(self.offsets[start]), int(self.offsets[stop])
-        scale = None if self.scale is None else self.scale[low:high]
-        offsets = self.offsets[start : stop + 1] - low
-        return Column(self.array, self.values[low:high], scale, offsets)
-
     def take(self, order: AnyArray) -> Column:
         """The rows in another order, some left out or repeated."""
         if np.array_equal(order, np.arange(len(self))):

@@ -13,9 +13,10 @@ from gradkeep.store import _document, _manifest
 from gradkeep.store._batch import Batch, Column
 from gradkeep.store._fill import check_fill, filled
 from gradkeep.store._ids import IdIndex, as_ids
+from gradkeep.store._layout import SUFFIX
 from gradkeep.store._manifest import Manifest, SegmentEntry
 from gradkeep.store._schema import Array, Schema
-from gradkeep.store._segment import SUFFIX, Segment
+from gradkeep.store._segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SEGMENTS = "seg"
 _OPEN_SEGMENTS = 64
+_BATCH_BYTES = 1 << 23
 
 
 class Block:
@@ -103,22 +105,26 @@ class Block:
     def stream(
         self, names: Sequence[str] | None = None, *, batch_rows: int | None = None
     ) -> Iterator[Batch]:
-        """All rows in order, mapped from disk, the next segment prefetched; O(1) memory.
+        """All rows in order, mapped from disk, the next segment read ahead; O(1) memory.
 
-        Batches never span two segments; `batch_rows` bounds their length.
+        A batch holds `batch_rows` rows, by default some 8 MiB of them; none spans two segments.
+        Its bytes are verified just before it is handed out, so they are in the cache when used.
         """
         if batch_rows is not None and batch_rows < 1:
             raise InvalidRows("batch_rows must be at least 1", found=batch_rows)
         arrays = self._arrays(names)
         entries = self.manifest.segments
         with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as ahead:
-            coming = ahead.submit(self._whole, entries[0], arrays) if entries else None
+            coming = ahead.submit(self._open_ahead, entries[0]) if entries else None
             for index in range(len(entries)):
                 assert coming is not None
-                whole = coming.result()
+                segment = coming.result()
                 if index + 1 < len(entries):
-                    coming = ahead.submit(self._whole, entries[index + 1], arrays)
-                yield from _split(whole, int(self.starts[index]), batch_rows)
+                    coming = ahead.submit(self._open_ahead, entries[index + 1])
+                try:
+                    yield from _batches(segment, arrays, int(self.starts[index]), batch_rows)
+                finally:
+                    segment.close()
 
     def column(self, name: str) -> Any:
         """All rows of one array `[N, *shape]` (a list per row if ragged); meant for small arrays."""
@@ -198,67 +204,73 @@ class Block:
             self.backend, self.folder, entry, schema=self.schema, verify=self._verify
         )
 
-    def _whole(self, entry: SegmentEntry, arrays: Sequence[Array]) -> Batch:
-        """All rows of one segment; runs in the prefetch thread, so verification does too."""
+    def _open_ahead(self, entry: SegmentEntry) -> Segment:
         segment = self._open(entry)
-        try:
-            columns = tuple(_mapped(segment, array) for array in arrays)
-            return Batch(segment.small("ids"), columns)
-        finally:
-            segment.close()
+        segment.open_map()
+        return segment
 
     def _gather(self, array: Array, rows: AnyArray) -> Column:
         """Stored rows at the given positions, read in the order of the file."""
         order = np.argsort(rows, kind="stable")
         ranked = rows[order]
         cuts = np.searchsorted(ranked, self.starts)
+        if array.ragged:
+            return self._gather_ragged(array, ranked, cuts).take(_inverse(order))
+        values = np.empty((len(rows), *array.stored_shape), array.stored_dtype)
+        scale = np.empty(len(rows), np.float32) if array.scaled else None
+        for index, segment, within in self._touched(ranked, cuts):
+            slots = order[cuts[index] : cuts[index + 1]]
+            picked = zip(within.tolist(), slots.tolist(), strict=True)
+            segment.gather(array, [(row, row + 1, slot) for row, slot in picked], values)
+            if scale is not None:
+                scale[slots] = segment.small(f"{array.name}#scale")[within]
+        return Column(array, values, scale)
+
+    def _gather_ragged(self, array: Array, ranked: AnyArray, cuts: AnyArray) -> Column:
         parts = []
+        for _, segment, within in self._touched(ranked, cuts):
+            bounds = segment.small(f"{array.name}#offsets")
+            starts, stops = bounds[within], bounds[within + 1]
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
+            values = np.empty((offsets[-1], *array.stored_shape), array.stored_dtype)
+            picks = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=False)
+            segment.gather(array, list(picks), values)
+            scale = None
+            if array.scaled:
+                scales = segment.small(f"{array.name}#scale")
+                ranges = [scales[low:high] for low, high in zip(starts, stops, strict=True)]
+                scale = np.concatenate([scales[:0], *ranges])
+            parts.append(Column(array, values, scale, offsets))
+        return Column.join(array, parts)
+
+    def _touched(self, ranked: AnyArray, cuts: AnyArray) -> Iterator[tuple[int, Segment, AnyArray]]:
+        """The segments that hold sorted positions, with their positions within each."""
         for index, entry in enumerate(self.manifest.segments):
-            within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
-            if len(within):
-                parts.append(_picked(self._segment(entry), array, within))
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        return Column.join(array, parts).take(back)
+            if cuts[index] < cuts[index + 1]:
+                within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
+                yield index, self._segment(entry), within
 
 
-def _mapped(segment: Segment, array: Array) -> Column:
-    if array.compression is None:
-        values = segment.writeable_tensor(array.name)
-    else:
-        values = segment.values(array)
-    scale = segment.small(f"{array.name}#scale") if array.scaled else None
-    offsets = segment.small(f"{array.name}#offsets") if array.ragged else None
-    return Column(array, values, scale, offsets)
+def _inverse(order: AnyArray) -> AnyArray:
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return back
 
 
-def _split(whole: Batch, first_row: int, batch_rows: int | None) -> Iterator[Batch]:
-    count = len(whole.ids)
-    step = count if batch_rows is None else batch_rows
-    for start in range(0, count, max(1, step)):
-        stop = min(count, start + step)
-        columns = tuple(column.rows(start, stop) for column in whole.columns)
-        yield Batch(whole.ids[start:stop], columns, first_row + start)
-
-
-def _picked(segment: Segment, array: Array, rows: AnyArray) -> Column:
-    """The stored rows at sorted positions of one segment."""
-    picked = rows.tolist()
-    if array.ragged:
-        bounds = segment.small(f"{array.name}#offsets")
-        ranges = [(int(bounds[row]), int(bounds[row + 1])) for row in picked]
-        lengths = [stop - start for start, stop in ranges]
-        offsets = np.cumsum([0, *lengths], dtype=np.int64)
-        total = int(offsets[-1])
-    else:
-        ranges, offsets, total = [(row, row + 1) for row in picked], None, len(picked)
-    out = np.empty((total, *array.stored_shape), array.stored_dtype)
-    segment.gather(array, ranges, out)
-    scale = None
-    if array.scaled:
-        scales = segment.small(f"{array.name}#scale")
-        scale = np.concatenate([scales[:0], *(scales[start:stop] for start, stop in ranges)])
-    return Column(array, out, scale, offsets)
+def _batches(
+    segment: Segment, arrays: Sequence[Array], first_row: int, batch_rows: int | None
+) -> Iterator[Batch]:
+    """The rows of one segment, a cache-sized batch at a time."""
+    rows = segment.rows
+    if batch_rows is None:
+        extents = [segment.extents[array.name] for array in arrays]
+        row_bytes = sum(extent.stop - extent.start for extent in extents) / max(1, rows)
+        batch_rows = max(1, int(_BATCH_BYTES / max(1.0, row_bytes)))
+    ids = segment.small("ids")
+    for start in range(0, rows, batch_rows):
+        stop = min(rows, start + batch_rows)
+        columns = tuple(segment.column(array, start, stop) for array in arrays)
+        yield Batch(ids[start:stop], columns, first_row + start)
 
 
 def open_segment(

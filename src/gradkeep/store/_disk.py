@@ -283,6 +283,8 @@ class LocalDisk(Backend):
 
 
 class _File(Readable):
+    _fd = -1  # until it is open, and after it was closed
+
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(self._fd)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import InvalidRows
-
 if TYPE_CHECKING:
     from gradkeep.store._schema import Array
 
@@ -105,13 +103,6 @@ def from_bfloat16(bits: AnyArray) -> FloatArray:
 def _encode_scaled(array: Array, values: AnyArray) -> Encoded:
     flat = values.reshape(len(values), -1)
     largest = np.abs(flat).max(axis=1, initial=0.0) if flat.size else np.zeros(len(flat), "f4")
-    bad = ~np.isfinite(largest)
-    if bad.any():
-        raise InvalidRows(
-            f"array {array.name!r}: {int(bad.sum())} rows hold NaN or infinity",
-            expected=f"finite values, as {array.encoding!r} scales each row by its largest",
-            fix="use encoding='bfloat16' or 'plain' to keep such rows",
-        )
     if array.encoding == "float16-scaled":
         # A power of two changes no mantissa: only range is gained. The exponent is bounded so
         # that the scale itself is a normal float32.

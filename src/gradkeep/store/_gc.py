@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from gradkeep._errors import StoreError
 from gradkeep.store import _lease, _manifest, _samples
 from gradkeep.store._block import SEGMENTS
+from gradkeep.store._layout import SUFFIX
 from gradkeep.store._names import ROWS
 from gradkeep.store._rows import LOOSE
-from gradkeep.store._segment import SUFFIX
 
 if TYPE_CHECKING:
     from gradkeep.store._backend import Backend

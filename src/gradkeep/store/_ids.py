@@ -9,9 +9,12 @@ import numpy as np
 from gradkeep._errors import InvalidRows, MissingRows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gradkeep.store._encoding import AnyArray
 
 _PAGE_BITS = 16
+_WITHIN = (1 << _PAGE_BITS) - 1
 
 
 def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
@@ -53,24 +56,33 @@ class IdSet:
     """A set of ids in pages of bits set on demand; adding B ids costs O(B log B).
 
     >>> seen = IdSet()
-    >>> seen.add(np.array([3, 70000])), seen.add(np.array([5, 3]))
-    (array([], dtype=int64), array([3]))
+    >>> seen.add(np.array([3, 70000]))
+    >>> seen.among(np.array([5, 3]))
+    array([3])
     """
 
     def __init__(self) -> None:
         self._pages: dict[int, AnyArray] = {}
 
-    def add(self, ids: AnyArray) -> AnyArray:
-        """Add ids that differ from each other; returns those that were there already."""
-        repeated = []
-        pages = ids >> _PAGE_BITS
-        for number in np.unique(pages):
-            members = ids[pages == number]
-            within = members & ((1 << _PAGE_BITS) - 1)
-            page = self._pages.setdefault(int(number), np.zeros(1 << _PAGE_BITS, np.bool_))
-            repeated.append(members[page[within]])
-            page[within] = True
-        return np.concatenate(repeated) if repeated else ids[:0]
+    def add(self, ids: AnyArray) -> None:
+        """Add ids."""
+        for number, members in _by_page(ids):
+            page = self._pages.setdefault(number, np.zeros(1 << _PAGE_BITS, np.bool_))
+            page[members & _WITHIN] = True
+
+    def among(self, ids: AnyArray) -> AnyArray:
+        """Those of the ids that are in the set."""
+        found = [ids[:0]]
+        for number, members in _by_page(ids):
+            if number in self._pages:
+                found.append(members[self._pages[number][members & _WITHIN]])
+        return np.concatenate(found)
+
+
+def _by_page(ids: AnyArray) -> Iterator[tuple[int, AnyArray]]:
+    pages = ids >> _PAGE_BITS
+    for number in np.unique(pages):
+        yield int(number), ids[pages == number]
 
 
 class IdIndex:

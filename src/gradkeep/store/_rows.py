@@ -16,16 +16,17 @@ import numpy as np
 import xxhash
 
 from gradkeep._errors import Conflict, Damaged, InvalidRows, MissingRows
-from gradkeep.store import _document, _lease, _manifest, _segment
+from gradkeep.store import _document, _lease, _manifest
 from gradkeep.store._batch import Batch, Column, Ragged
 from gradkeep.store._block import Block, load_schema
 from gradkeep.store._encoding import Encoded, encode
 from gradkeep.store._fill import check_fill, filled
 from gradkeep.store._ids import as_ids
 from gradkeep.store._incoming import checked_rows
+from gradkeep.store._layout import SUFFIX, StoredArray, pack
 from gradkeep.store._lease import BUCKET, Lease
 from gradkeep.store._manifest import Manifest, SegmentEntry
-from gradkeep.store._segment import SUFFIX, Segment, StoredArray
+from gradkeep.store._segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,7 +115,7 @@ class Rows:
             array.name: _stored(encode(array, _flat_values(rows[array.name])), rows[array.name])
             for array in self.schema.arrays
         }
-        packed = _segment.pack(self.schema, ids, stored, first_row=row)
+        packed = pack(self.schema, ids, stored, first_row=row)
         self._refresh_packed()
         created = False
         if row not in self._packed_ids:
@@ -239,13 +240,8 @@ class Rows:
                     path=segment.path,
                     fix="`gradkeep verify STORE --repair` moves it aside",
                 )
-            columns = []
-            for array in self._arrays(names):
-                values = segment.values(array) if array.compression else segment.small(array.name)
-                scale = segment.small(f"{array.name}#scale") if array.scaled else None
-                bounds = segment.small(f"{array.name}#offsets") if array.ragged else None
-                columns.append(Column(array, values, scale, bounds))
-            return Batch(np.array([row], np.int64), tuple(columns))
+            columns = tuple(segment.column(array) for array in self._arrays(names))
+            return Batch(np.array([row], np.int64), columns)
         finally:
             segment.close()
 
@@ -433,7 +429,7 @@ class Rows:
             column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
             for column in batch.columns
         }
-        packed = _segment.pack(self.schema, batch.ids, stored, first_row=0)
+        packed = pack(self.schema, batch.ids, stored, first_row=0)
         try:
             self._backend.put_if_absent(key, packed.parts, durability=self._durability)
         except Conflict:

@@ -83,6 +83,8 @@ class Array:
             return "'bits' packs bool arrays of fixed shape with at least one dimension"
         if self.encoding not in ("plain", "bits") and self.dtype != "float32":
             return f"encoding {self.encoding!r} is for float32, not {self.dtype}"
+        if self.scaled and self.nan == "keep":
+            return f"{self.encoding!r} scales a row by its largest value: it cannot keep NaN"
         half = self.encoding == "float16" or self.dtype == "float16"
         if half and self.kind in _GRADIENTS:
             return (

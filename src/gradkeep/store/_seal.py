@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._errors import Conflict, InvalidRows, MissingRows
-from gradkeep.store import _manifest, _segment
+from gradkeep.store import _manifest
 from gradkeep.store._block import (
     SEGMENTS,
     Block,
@@ -20,8 +20,8 @@ from gradkeep.store._block import (
 )
 from gradkeep.store._encoding import Encoded
 from gradkeep.store._ids import IdSet
+from gradkeep.store._layout import SUFFIX, Packed, StoredArray, pack
 from gradkeep.store._manifest import Manifest, SegmentEntry
-from gradkeep.store._segment import SUFFIX, StoredArray
 
 if TYPE_CHECKING:
     from gradkeep.store._backend import Backend, Durability
@@ -91,7 +91,9 @@ def _check_rows(
     for index, entry in enumerate(candidate.segments):
         segment = open_segment(backend, folder, entry, schema=schema)
         try:
-            repeated = seen.add(segment.small("ids"))
+            ids = segment.small("ids")
+            repeated = seen.among(ids)
+            seen.add(ids)
             short = entry.rows != schema.rows_per_segment
             last = index == len(candidate.segments) - 1
         finally:
@@ -147,10 +149,10 @@ def without(block: Block, ids: Any, *, durability: Durability) -> Manifest:
     return manifest
 
 
-def _repacked(block: Block, rows: Any) -> _segment.Packed:
+def _repacked(block: Block, rows: Any) -> Packed:
     batch = block.read_rows(rows)
     arrays = {
         column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
         for column in batch.columns
     }
-    return _segment.pack(block.schema, batch.ids, arrays, first_row=int(rows[0]))
+    return pack(block.schema, batch.ids, arrays, first_row=int(rows[0]))

@@ -11,8 +11,9 @@ from gradkeep._errors import Damaged, StoreError
 from gradkeep.store import _document, _lease, _manifest, _samples
 from gradkeep.store._backend import QUARANTINE
 from gradkeep.store._block import SEGMENTS, load_schema, schema_key
+from gradkeep.store._layout import SUFFIX
 from gradkeep.store._rows import LOOSE, PACKED
-from gradkeep.store._segment import SUFFIX, Segment
+from gradkeep.store._segment import Segment
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from gradkeep._errors import InvalidRows, MissingRows, StoreError
-from gradkeep.store import _document, _manifest, _segment
+from gradkeep.store import _document, _manifest
 from gradkeep.store._batch import Ragged
 from gradkeep.store._block import (
     Block,
@@ -25,8 +25,9 @@ from gradkeep.store._block import (
 from gradkeep.store._encoding import Encoded, encode
 from gradkeep.store._ids import IdSet, as_ids
 from gradkeep.store._incoming import checked_rows
+from gradkeep.store._layout import Packed, StoredArray, pack
 from gradkeep.store._seal import seal
-from gradkeep.store._segment import Segment, StoredArray
+from gradkeep.store._segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -189,7 +190,7 @@ class Writer:
     def _take(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged] | None) -> None:
         self._check_alive()
         self._check_room(len(ids))
-        repeated = self._seen.add(ids)
+        repeated = self._seen.among(ids)
         if len(repeated):
             raise InvalidRows(
                 "an id was given before",
@@ -197,6 +198,15 @@ class Writer:
                 found=f"id {int(repeated[0])}",
                 expected="each id once in a block",
             )
+        self._seen.add(ids)
+        try:
+            self._place(ids, arrays)
+        except BaseException as error:
+            # Some of the rows may be in and some not: only a new writer can tell.
+            self._failure = error
+            raise
+
+    def _place(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged] | None) -> None:
         at = 0
         while at < len(ids):
             number = self._number(self._position)
@@ -212,7 +222,10 @@ class Writer:
                         found=f"row {self._position}",
                         fix="skip only while needs() is False",
                     )
-                self._fill(ids[chunk], arrays, chunk)
+                if self._filling is None and count == self._rows_of(number):
+                    self._write_whole(number, ids[chunk], arrays, chunk)
+                else:
+                    self._fill(ids[chunk], arrays, chunk)
             at += count
             self._position += count
             if self._filling is not None and self._position == self._end_of(number):
@@ -229,6 +242,22 @@ class Writer:
             self._filling.begin(self._position)
         self._filling.add(ids, arrays, chunk)
 
+    def _write_whole(
+        self,
+        number: int,
+        ids: AnyArray,
+        arrays: Mapping[str, AnyArray | Ragged],
+        chunk: slice,
+    ) -> None:
+        """Write a segment that came in one piece from where it lies, without a copy."""
+        self._await_background()
+        stored = {}
+        for array in self.schema.arrays:
+            encoded, lengths = _encoded(array, arrays[array.name], chunk)
+            stored[array.name] = StoredArray(encoded, None if lengths is None else _bounds(lengths))
+        self._put(number, pack(self.schema, ids, stored, first_row=self._position))
+        self._done.add(number)
+
     def _hand_over(self) -> None:
         """Give the full buffer to the background; waits for the one before it."""
         assert self._filling is not None
@@ -239,10 +268,12 @@ class Writer:
         self._done.add(number)
 
     def _commit(self, number: int, filling: _Filling) -> _Filling:
-        packed = filling.pack()
+        self._put(number, filling.pack())
+        return filling
+
+    def _put(self, number: int, packed: Packed) -> None:
         key = f"{self.folder}/{segment_file(number)}"
         self._backend.put_if_absent(key, packed.parts, durability=self._durability)
-        return filling
 
     def _await_background(self) -> None:
         if self._under_way is None:
@@ -338,6 +369,13 @@ class Writer:
     def _end_of(self, number: int) -> int:
         return self._start_of(number + 1)
 
+    def _rows_of(self, number: int) -> int:
+        """The rows of a segment, where that is known; of the last one, only with `num_rows`."""
+        end = self._end_of(number)
+        if self.schema.num_rows is not None:
+            end = min(end, self.schema.num_rows)
+        return end - self._start_of(number)
+
     def _shut(self) -> None:
         self._closed = True
         self._pool.shutdown(wait=True)
@@ -368,11 +406,9 @@ class _Filling:
             slot.add(self.count, encoded, lengths)
         self.count += len(ids)
 
-    def pack(self) -> _segment.Packed:
+    def pack(self) -> Packed:
         stored = {name: slot.stored(self.count) for name, slot in self._slots.items()}
-        return _segment.pack(
-            self._schema, self._ids[: self.count], stored, first_row=self.first_row
-        )
+        return pack(self._schema, self._ids[: self.count], stored, first_row=self.first_row)
 
 
 def _encoded(
@@ -422,8 +458,12 @@ class _Slot:
         if self._scale is not None:
             scales = [piece.scale for piece in self._pieces if piece.scale is not None]
             scale = np.concatenate([self._scale, *scales])
-        offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *self._lengths]))
+        offsets = _bounds(np.concatenate([np.empty(0, np.int64), *self._lengths]))
         return StoredArray(Encoded(values, scale, self._nonzero, self._flushed), offsets)
+
+
+def _bounds(lengths: AnyArray) -> AnyArray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def enter_schema(backend: Backend, folder: str, schema: Schema, *, durability: Durability) -> None:

@@ -1,0 +1,252 @@
+"""The store against bare system calls, in one process, one thread, CPU time.
+
+Every figure is a ratio to a peer measured in turn with it, the median of several rounds: this holds
+on a noisy machine, seconds do not. `./x bench store [--quick]`
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+import gradkeep as gk
+from gradkeep.store import Memory, _segment
+
+ROWS, WIDTH = 4096, 6144  # a segment of 4096 rows of 6144 float16 values: 48 MiB
+KEY = gk.CaptureKey(checkpoint="final", split="train")
+
+
+@dataclass(frozen=True)
+class Line:
+    what: str
+    ratio: float
+    bar: float
+    note: str = ""
+
+    def show(self) -> str:
+        verdict = "met   " if self.ratio <= self.bar else "MISSED"
+        return f"{self.what:<44}{self.ratio:>9.4g}   <= {self.bar:<6g} {verdict} {self.note}"
+
+
+def ratio(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> float:
+    """The median over rounds of our CPU time by the peer's, each round one of each."""
+    return statistics.median([cpu(ours) / cpu(peer) for _ in range(rounds)])
+
+
+def cpu(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def touch(values: np.ndarray) -> int:
+    return int(values.reshape(-1).view(np.uint64).sum())
+
+
+def fill_store(root: Path, segments: int) -> gk.Store:
+    store = gk.open(root / "store", durability="process")
+    rng = np.random.default_rng(0)
+    with store.write(KEY, schema(segments)) as writer:
+        for index in range(segments):
+            writer.append(*segment_rows(rng, index))
+    return store
+
+
+def schema(segments: int) -> gk.Schema:
+    array = gk.Array("fc.prefix", "float16", (WIDTH,), "prefix", layer="fc", nan="keep")
+    return gk.Schema((array,), num_rows=segments * ROWS, rows_per_segment=ROWS)
+
+
+def segment_rows(rng: np.random.Generator, index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    values = rng.integers(0, 1 << 16, (ROWS, WIDTH), np.uint16).view(np.float16)
+    return np.arange(index * ROWS, (index + 1) * ROWS), {"fc.prefix": values}
+
+
+def streams(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
+    unchecked = gk.open(store.location, verify=False)
+
+    def ours(source: gk.Store) -> int:
+        _segment._verified.clear()
+        block = source.read(KEY)
+        return sum(touch(batch["fc.prefix"]) for batch in block.stream(["fc.prefix"]))
+
+    def bare() -> int:
+        total = 0
+        for path in files:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                start = 8 + int.from_bytes(mapped[:8], "little")
+                size = ROWS * WIDTH * 2
+                # The large array is last but for smaller item sizes, of which there are none.
+                total += touch(np.frombuffer(mapped, np.uint8, size, len(mapped) - size))
+                assert start % 4096 == 0
+        return total
+
+    assert ours(store) == ours(unchecked) == bare()
+    return [
+        Line(
+            "stream, unverified / bare mmap + touch",
+            ratio(lambda: ours(unchecked), bare, rounds),
+            1.15,
+        ),
+        Line("stream, verified / bare mmap + touch", ratio(lambda: ours(store), bare, rounds), 1.8),
+    ]
+
+
+def writes(root: Path, segments: int, rounds: int) -> list[Line]:
+    rng = np.random.default_rng(1)
+    batches = [segment_rows(rng, index) for index in range(segments)]
+    lines = []
+    for durability in ("process", "full"):
+
+        def ours(durability: str = durability) -> None:
+            place = root / "written"
+            with gk.open(place, durability=durability).write(KEY, schema(segments)) as writer:
+                for ids, arrays in batches:
+                    writer.append(ids, arrays)
+
+        def bare(durability: str = durability) -> None:
+            place = root / "raw"
+            place.mkdir()
+            for index, (_, arrays) in enumerate(batches):
+                view = memoryview(arrays["fc.prefix"]).cast("B")
+                xxhash.xxh3_128_hexdigest(view)
+                fd = os.open(place / str(index), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                while view:
+                    view = view[os.write(fd, view) :]
+                if durability == "full":
+                    os.fsync(fd)
+                os.close(fd)
+
+        def swept(work: Callable[[], None], name: str) -> float:
+            spent = cpu(work)
+            shutil.rmtree(root / name)
+            return spent
+
+        found = [swept(ours, "written") / swept(bare, "raw") for _ in range(rounds)]
+        lines.append(Line(f"write, {durability} / raw write + xxh3", statistics.median(found), 1.3))
+    return lines
+
+
+def gathers(store: gk.Store, files: list[Path], rounds: int) -> list[Line]:
+    rng = np.random.default_rng(2)
+    size = WIDTH * 2
+    handles = [(os.open(path, os.O_RDONLY), path.stat().st_size - ROWS * size) for path in files]
+    block = store.read(KEY)
+    block.read([0])
+    draws = [rng.choice(len(block), 256, replace=False) for _ in range(16)]
+
+    def bare() -> None:
+        for ids in draws:
+            out = np.empty((256, WIDTH), np.float16)
+            for at, number in enumerate(ids.tolist()):
+                fd, start = handles[number // ROWS]
+                data = os.pread(fd, size, start + number % ROWS * size)
+                out[at] = np.frombuffer(data, np.float16)
+
+    def ours() -> None:
+        # A fresh block each time would count its opening; what is verified is forgotten instead,
+        # so that every row is checked again.
+        for segment in block._opened.values():
+            segment._known.clear()
+        for ids in draws:
+            block.read(ids, ["fc.prefix"])
+
+    lines = [Line("256 random rows, verified / raw pread loop", ratio(ours, bare, rounds), 3.0)]
+    for fd, _ in handles:
+        os.close(fd)
+    return lines
+
+
+def size_line(store: gk.Store) -> Line:
+    manifest = store.read(KEY).manifest
+    payload = manifest.rows * (WIDTH * 2 + 8)
+    return Line("bytes on disk / payload", manifest.bytes / payload, 1.002)
+
+
+def mask_line() -> Line:
+    rows, width = 1024, 50_000
+    store = gk.open(Memory())
+    array = gk.Array("mask", "bool", (width,), "mask", "bits")
+    with store.write(KEY, gk.Schema((array,), num_rows=rows)) as writer:
+        writer.append(
+            np.arange(rows), {"mask": np.random.default_rng(3).random((rows, width)) < 0.5}
+        )
+    return Line("mask bytes / (n / 8)", store.read(KEY).manifest.bytes / (rows * width / 8), 1.01)
+
+
+def commit_line(root: Path, rounds: int) -> Line:
+    """The wall time of one durable 16 KB row against a bare durable file of the same size."""
+    store = gk.open(root / "commits")
+    count = 50
+    rows = store.rows(
+        "bench", gk.Schema((gk.Array("out", shape=(4096,)),)), num_rows=count * rounds
+    )
+    value = np.ones(4096, np.float32)
+    folder = root / "bare"
+    folder.mkdir()
+    found = []
+    rows.put(0, {"out": value})
+    for turn in range(rounds):
+        start = time.perf_counter()
+        for row in range(max(1, turn * count), (turn + 1) * count):
+            rows.put(row, {"out": value})
+        middle = time.perf_counter()
+        for row in range(count):
+            fd = os.open(folder / f"{turn}-{row}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            os.write(fd, value)
+            os.fsync(fd)
+            os.close(fd)
+        found.append((middle - start) / (time.perf_counter() - middle))
+    return Line("16 KB row, full, wall / bare write + fsync", statistics.median(found), 3.0)
+
+
+def catalog_line(root: Path, segments: int) -> Line:
+    store = gk.open(root / "many", durability="process")
+    one = gk.Schema((gk.Array("loss"),), rows_per_segment=1)
+    per_block = 1000
+    for index in range(segments // per_block):
+        key = gk.CaptureKey(checkpoint=f"c{index:04d}", split="train")
+        writer = store.write(key, one)
+        for row in range(per_block):
+            writer.append([row], {"loss": [float(row)]})
+        if index % 2:
+            writer.seal()
+        else:
+            writer.flush()
+            writer.close()
+    spent = cpu(store.rebuild_catalog)
+    bar = 10.0 * segments / 100_000
+    return Line(f"catalog of {segments:,} segments, CPU s", spent, bar, "(half sealed, half open)")
+
+
+def main(arguments: list[str]) -> int:
+    quick = "--quick" in arguments
+    segments, rounds = (4, 3) if quick else (12, 9)
+    root = Path(tempfile.mkdtemp(prefix="gradkeep-bench-"))
+    try:
+        store = fill_store(root, segments)
+        files = sorted((root / "store" / KEY.folder / "seg").iterdir())
+        lines = [*streams(store, files, rounds), *writes(root, min(segments, 6), rounds)]
+        lines += [*gathers(store, files, rounds), size_line(store), mask_line()]
+        lines += [commit_line(root, rounds), catalog_line(root, 2_000 if quick else 100_000)]
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    for line in lines:
+        print(line.show())
+    return 0 if all(line.ratio <= line.bar for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
