@@ -2,6 +2,7 @@
 
     GradkeepError
     |-- MissingExtra         an optional dependency is needed for this
+    |-- SqlError             a query that cannot be answered, or that would write
     `-- StoreError
         |-- NotAStore        the path holds something else, or nothing
         |-- FormatTooNew     written by a later gradkeep
@@ -73,6 +74,10 @@ def _rebuild(
 
 class MissingExtra(GradkeepError):
     """An optional dependency is not installed."""
+
+
+class SqlError(GradkeepError):
+    """The SQL is wrong, or asks for more than reading."""
 
 
 class StoreError(GradkeepError):

@@ -108,6 +108,13 @@ class Backend(ABC):
         """The file that holds `key`, for libraries that want a path; None if there is no file."""
         return None
 
+    def replace_cache(self, key: str, data: bytes) -> bool:
+        """Put a value that may be overwritten and may be lost; False where that cannot be.
+
+        For caches only: nothing that a store promises rests on it.
+        """
+        return False
+
     def describe(self, key: str) -> str:
         """How messages name a key of this place."""
         return f"{self.location}/{key}" if key else self.location

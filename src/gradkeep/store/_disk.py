@@ -67,7 +67,7 @@ class LocalDisk(Backend):
         *,
         durability: Durability,
     ) -> bool:
-        temp = os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
+        temp = _temp_in(folder)
         fd = self._calls.create(temp)
         try:
             try:
@@ -253,6 +253,22 @@ class LocalDisk(Backend):
     def local_path(self, key: str) -> str | None:
         return self._path(key)
 
+    def replace_cache(self, key: str, data: bytes) -> bool:
+        target = self._path(key)
+        temp = _temp_in(os.path.dirname(target))
+        try:
+            fd = self._calls.create(temp)
+            try:
+                self._write_all(fd, memoryview(data))
+            finally:
+                self._calls.close(fd)
+            self._calls.rename(temp, target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._calls.unlink(temp)
+            return False
+        return True
+
     def _path(self, key: str) -> str:
         return os.path.join(self.root, key) if key else self.root
 
@@ -334,6 +350,10 @@ class _File(Readable):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _temp_in(folder: str) -> str:
+    return os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:

@@ -15,9 +15,14 @@ ROWS = "datamodels"
 RUNS = "runs"
 
 
+def is_name(name: str) -> bool:
+    """Whether this can be a name in a store; other folders were not made by gradkeep."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_name(what: str, name: str) -> str:
     """The name if it can be a file's name on every system, else a clear error."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_name(name):
         raise StoreError(
             f"{what} {name!r} cannot be a name in a store",
             expected="1 to 100 letters, digits or _ . + = @ -, not beginning with a dot or sign",
