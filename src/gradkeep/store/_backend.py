@@ -52,8 +52,12 @@ class Readable(ABC):
         """Fill `buffer` from `offset`; raises EOFError when the value is too short."""
 
     @abstractmethod
-    def map(self) -> memoryview:
-        """The whole value, without a copy where the place allows it."""
+    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+        """The whole value, without a copy where the place allows it.
+
+        The byte ranges `[start, stop)` in `soon` are about to be read: a place that can read ahead
+        does it now.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SEGMENTS = "seg"
 _OPEN_SEGMENTS = 64
-_BATCH_BYTES = 1 << 23
+_BATCH_BYTES = 1 << 22
 
 
 class Block:
@@ -115,12 +115,12 @@ class Block:
         arrays = self._arrays(names)
         entries = self.manifest.segments
         with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as ahead:
-            coming = ahead.submit(self._open_ahead, entries[0]) if entries else None
+            coming = ahead.submit(self._open_ahead, entries[0], arrays) if entries else None
             for index in range(len(entries)):
                 assert coming is not None
                 segment = coming.result()
                 if index + 1 < len(entries):
-                    coming = ahead.submit(self._open_ahead, entries[index + 1])
+                    coming = ahead.submit(self._open_ahead, entries[index + 1], arrays)
                 try:
                     yield from _batches(segment, arrays, int(self.starts[index]), batch_rows)
                 finally:
@@ -204,9 +204,9 @@ class Block:
             self.backend, self.folder, entry, schema=self.schema, verify=self._verify
         )
 
-    def _open_ahead(self, entry: SegmentEntry) -> Segment:
+    def _open_ahead(self, entry: SegmentEntry, arrays: Sequence[Array]) -> Segment:
         segment = self._open(entry)
-        segment.open_map()
+        segment.read_ahead([array.name for array in arrays])
         return segment
 
     def _gather(self, array: Array, rows: AnyArray) -> Column:

@@ -93,7 +93,7 @@ class InMemory(Readable):
             raise EOFError(offset)
         buffer[:] = piece
 
-    def map(self) -> memoryview:
+    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
         return memoryview(self._value)
 
     def close(self) -> None:

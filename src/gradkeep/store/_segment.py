@@ -104,18 +104,18 @@ class Segment:
         """Bytes of the file."""
         return self._file.size
 
-    def open_map(self) -> None:
-        """Map the file and let the system begin to read it ahead."""
-        if self._map is None:
-            self._map = self._file.map()
+    def read_ahead(self, names: Sequence[str]) -> None:
+        """Map the file and have the tensors of these names read in now."""
+        extents = (self.extents[name] for name in names)
+        self._map = self._file.map([(extent.start, extent.stop) for extent in extents])
 
     def view(self, name: str, start: int = 0, stop: int | None = None) -> AnyArray:
         """Rows `[start, stop)` of a tensor as stored, mapped and verified, without a copy.
 
         The memory is private to the process: torch may take it, and writes never reach the file.
         """
-        self.open_map()
-        assert self._map is not None
+        if self._map is None:
+            self._map = self._file.map()
         extent = self.extents[name]
         stop = extent.shape[0] if stop is None else stop
         part = self._map[extent.start : extent.stop]
