@@ -1,0 +1,95 @@
+"""Encodings against slow, obvious oracles."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import gradkeep as gk
+from gradkeep.store._encoding import decode, encode, from_bfloat16, to_bfloat16
+
+floats = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=1, max_dims=3, max_side=7),
+    elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
+
+
+@given(hnp.arrays(np.uint32, st.integers(0, 200)))
+def test_bfloat16_is_torch_bfloat16_for_every_bit_pattern(bits):
+    values = bits.view(np.float32)
+    ours = from_bfloat16(to_bfloat16(values))
+    theirs = torch.from_numpy(values.copy()).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@given(floats)
+def test_float16_scaled_keeps_eleven_bits_of_each_row(values):
+    array = gk.Array("x", shape=values.shape[1:], kind="suffix", encoding="float16-scaled")
+    stored = encode(array, values)
+    back = decode(array, stored.values, stored.scale)
+    largest = np.abs(values.reshape(len(values), -1)).max(axis=1, initial=0)
+    # Half a unit of float16 relative to the value, or of the smallest float16 after scaling.
+    room = np.abs(values) * 2.0**-11 + (largest * 2.0**-38).reshape(-1, *(1,) * (values.ndim - 1))
+    tiny = 2.0**-149 * 2**15
+    assert (np.abs(back.astype(np.float64) - values) <= room + tiny).all()
+
+
+@given(floats)
+def test_int8_scaled_is_within_half_a_step_of_its_row(values):
+    array = gk.Array("x", shape=values.shape[1:], kind="suffix", encoding="int8-scaled")
+    stored = encode(array, values)
+    back = decode(array, stored.values, stored.scale)
+    largest = np.abs(values.reshape(len(values), -1)).max(axis=1, initial=0)
+    step = np.maximum(largest.astype(np.float64) / 127, np.finfo(np.float32).tiny)
+    room = 0.5001 * step.reshape(-1, *(1,) * (values.ndim - 1))
+    assert (np.abs(back.astype(np.float64) - values) <= room).all()
+
+
+@given(hnp.arrays(np.bool_, hnp.array_shapes(min_dims=2, max_dims=3, max_side=20)))
+def test_bits_are_exact_and_an_eighth(values):
+    array = gk.Array("mask", "bool", values.shape[1:], "mask", "bits")
+    stored = encode(array, values)
+    np.testing.assert_array_equal(decode(array, stored.values, None), values)
+    assert stored.values.nbytes == len(values) * -(-values[0].size // 8)
+
+
+def test_a_zero_row_stays_zero_and_scales_stay_finite():
+    rows = np.array([[0, 0], [1e-45, 0], [3e38, -3e38]], np.float32)
+    for encoding in ("float16-scaled", "int8-scaled"):
+        array = gk.Array("x", shape=(2,), kind="suffix", encoding=encoding)
+        stored = encode(array, rows)
+        assert np.isfinite(stored.scale).all()
+        assert (stored.scale > 0).all()
+        back = decode(array, stored.values, stored.scale)
+        np.testing.assert_array_equal(back[0], 0)
+        np.testing.assert_allclose(back[2], rows[2], rtol=1e-2)
+
+
+def test_flushed_values_are_counted():
+    array = gk.Array("x", shape=(3,), encoding="float16", kind="data")
+    stored = encode(array, np.array([[1.0, 1e-9, 0.0]], np.float32))
+    assert (stored.nonzero, stored.flushed) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": ""}, "name"),
+        ({"name": "ids"}, "name"),
+        ({"name": "a#b"}, "name"),
+        ({"dtype": "complex64"}, "dtype"),
+        ({"shape": (-1,)}, "negative"),
+        ({"kind": "prefixes"}, "not one of"),
+        ({"encoding": "int4"}, "not one of"),
+        ({"compression": "gzip"}, "zstd"),
+        ({"encoding": "bits"}, "bits"),
+        ({"dtype": "int64", "encoding": "bfloat16"}, "float32"),
+        ({"encoding": "int8-scaled", "nan": "keep"}, "cannot keep NaN"),
+    ],
+)
+def test_arrays_that_make_no_sense_are_refused(changes, words):
+    with pytest.raises(gk.GradkeepError, match=words):
+        gk.Array(**{"name": "x", **changes})

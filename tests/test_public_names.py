@@ -1,0 +1,44 @@
+"""The public names: a change here is a change for users."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gradkeep
+import gradkeep.store
+
+NAMES = {
+    "gradkeep": """
+        Array CaptureKey Checkpoint GradkeepError Layer Ragged Run Schema ScoresKey Store open
+    """,
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names_are_these(module):
+    found = sys.modules[module]
+    assert sorted(found.__all__) == sorted(NAMES[module].split())
+    for name in found.__all__:
+        assert getattr(found, name) is not None
+        assert name in dir(found)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = gradkeep.no_such_name
+
+
+def test_importing_gradkeep_imports_nothing_heavy():
+    code = (
+        "import sys, gradkeep; "
+        "print([m for m in ('torch', 'numpy', 'pyarrow', 'duckdb', 'rich') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_store_never_imports_torch():
+    code = "import sys, gradkeep.store; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
