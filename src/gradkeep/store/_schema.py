@@ -154,6 +154,7 @@ class Schema:
     rows_per_segment: int = 0
     layers: tuple[Layer, ...] = ()
     fingerprints: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    _hash: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arrays", tuple(self.arrays))
@@ -192,7 +193,12 @@ class Schema:
     @property
     def hash(self) -> str:
         """A fingerprint of the whole schema; every segment carries it."""
-        return digest(self.to_fields())
+        # Kept once computed: it is compared for every segment that is opened.
+        known = self._hash
+        if known is None:
+            known = digest(self.to_fields())
+            object.__setattr__(self, "_hash", known)
+        return known
 
     def array(self, name: str) -> Array:
         """The array of that name; the nearest names are offered if there is none."""
