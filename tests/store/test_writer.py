@@ -1,0 +1,314 @@
+"""The writer: resuming, refusing, failing."""
+
+import numpy as np
+import pytest
+
+import gradkeep as gk
+from gradkeep._errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
+from gradkeep.store import LocalDisk, Memory, Share, Syscalls
+
+KEY = gk.CaptureKey(checkpoint="final", split="train")
+
+
+def schema(**changes):
+    arrays = (gk.Array("loss"), gk.Array("fc.prefix", shape=(3,), kind="prefix"))
+    return gk.Schema(**{"arrays": arrays, "num_rows": 10, "rows_per_segment": 4, **changes})
+
+
+def batch(ids):
+    ids = np.asarray(ids)
+    return ids, {
+        "loss": ids.astype(np.float32),
+        "fc.prefix": np.stack([ids, ids + 0.5, -ids], axis=1).astype(np.float32),
+    }
+
+
+@pytest.fixture
+def store():
+    return gk.open(Memory())
+
+
+def write_all(store, ids=range(10), step=3, **options):
+    ids = np.asarray(ids)
+    with store.write(KEY, schema(**options)) as writer:
+        for at in range(0, len(ids), step):
+            writer.append(*batch(ids[at : at + step]))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 7, 10])
+def test_batches_of_any_size_give_the_same_bytes(store, step):
+    write_all(store, step=step)
+    other = gk.open(Memory())
+    write_all(other, step=10)
+    assert store.read(KEY).manifest == other.read(KEY).manifest
+
+
+def test_rows_come_back_by_id_in_the_order_asked_for(store):
+    ids = [7, 3, 11, 0, 5, 2, 9, 100, 42, 1]
+    write_all(store, ids)
+    block = store.read(KEY)
+    assert block.ids.tolist() == ids
+    assert block.read([100, 7, 7, 1])["loss"].tolist() == [100, 7, 7, 1]
+    assert block.read_rows([9, 0])["loss"].tolist() == [1, 7]
+    assert [b.first_row for b in block.stream(batch_rows=3)] == [0, 3, 4, 7, 8]
+
+
+def test_the_callers_memory_may_be_used_again_at_once(store):
+    with store.write(KEY, schema()) as writer:
+        ids, arrays = batch(range(3))
+        for at in range(0, 9, 3):
+            arrays["loss"][:] = np.arange(at, at + 3)
+            writer.append(ids + at, arrays)
+        writer.append([9], {"loss": [9.0], "fc.prefix": [[0.0, 0, 0]]})
+        arrays["loss"][:] = -1
+    assert store.read(KEY).column("loss").tolist() == list(range(10))
+
+
+def test_a_second_run_writes_only_what_is_missing(store):
+    writer = store.write(KEY, schema())
+    writer.append(*batch(range(8)))
+    writer.close()
+    again = store.write(KEY, schema())
+    assert not again.needs(8)
+    assert again.needs(9)
+    again.skip(range(8))
+    again.append(*batch([8, 9]))
+    again.seal()
+    assert len(store.read(KEY)) == 10
+
+
+def test_a_sealed_block_needs_nothing(store):
+    write_all(store)
+    before = store.read(KEY).manifest
+    with store.write(KEY, schema()) as writer:
+        assert not writer.needs(10)
+        writer.skip(range(10))
+    assert store.read(KEY).manifest == before
+
+
+def test_another_order_in_the_second_run_is_noticed(store):
+    writer = store.write(KEY, schema())
+    writer.append(*batch(range(4)))
+    writer.close()
+    again = store.write(KEY, schema())
+    with pytest.raises(InvalidRows, match="another order"):
+        again.append(*batch([1, 0, 2, 3]))
+
+
+def test_skipping_rows_that_are_needed_is_refused(store):
+    writer = store.write(KEY, schema())
+    with pytest.raises(MissingRows, match="not in the store yet"):
+        writer.skip([0])
+
+
+def test_closing_with_rows_missing_is_an_error_and_keeps_full_segments(store):
+    with pytest.raises(MissingRows, match="3 rows are missing"), store.write(KEY, schema()) as writer:
+        writer.append(*batch(range(7)))
+    with pytest.raises(NotSealed, match="live=True"):
+        store.read(KEY)
+    assert len(store.read(KEY, live=True)) == 4
+    write_all(store)
+    assert len(store.read(KEY)) == 10
+
+
+def test_close_without_seal_tells_of_rows_it_did_not_keep(store):
+    writer = store.write(KEY, schema())
+    writer.append(*batch([0]))
+    with pytest.raises(MissingRows, match="1 rows were given but not kept"):
+        writer.close()
+
+
+def test_an_error_in_the_loop_leaves_what_is_committed(store):
+    with pytest.raises(ZeroDivisionError), store.write(KEY, schema()) as writer:
+        writer.append(*batch(range(5)))
+        raise ZeroDivisionError
+    assert store.read(KEY, live=True).ids.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ids", "arrays", "words"),
+    [
+        ([0, 0], {}, "twice in one batch"),
+        ([-1, 0], {}, "negative"),
+        ([0, 99], {}, "the store has 50 examples, but the ids reach 99"),
+        ([0.5, 1.5], {}, "whole numbers"),
+        ([[0, 1]], {}, "whole numbers"),
+        ([0, 1], {"loss": np.zeros(3, np.float32)}, r"shape \(3,\)"),
+        ([0, 1], {"loss": np.zeros(2, np.float64)}, "dtype float64"),
+        ([0, 1], {"fc.prefix": np.zeros((2, 4), np.float32)}, r"shape \(2, 4\)"),
+        ([0, 1], {"loss": np.array([0, np.nan], np.float32)}, "NaN or infinity"),
+        ([0, 1], {"loss": np.array([np.inf, 0], np.float32)}, "the first with id 0"),
+        ([0, 1], {"extra": np.zeros(2)}, "unknown \\['extra'\\]"),
+    ],
+)
+def test_bad_rows_are_refused_and_change_nothing(store, ids, arrays, words):
+    with store.write(KEY, schema(num_examples=50)) as writer:
+        good = batch([0, 1])[1]
+        with pytest.raises(InvalidRows, match=words):
+            writer.append(ids, {**good, **arrays})
+        writer.append(*batch(range(10)))
+    assert store.read(KEY).ids.tolist() == list(range(10))
+
+
+def test_a_missing_array_is_named(store):
+    writer = store.write(KEY, schema())
+    with pytest.raises(InvalidRows, match=r"missing \['fc.prefix'\]"):
+        writer.append([0], {"loss": [0.0]})
+
+
+def test_large_values_whose_sum_overflows_are_no_infinity(store):
+    with store.write(KEY, schema(num_rows=2)) as writer:
+        writer.append([0, 1], {"loss": [3e38, 3e38], "fc.prefix": np.zeros((2, 3), np.float32)})
+    assert len(store.read(KEY)) == 2
+
+
+def test_an_id_given_before_is_refused(store):
+    writer = store.write(KEY, schema())
+    writer.append(*batch([5]))
+    with pytest.raises(InvalidRows, match="id 5"):
+        writer.append(*batch([5]))
+    writer.append(*batch([6]))
+
+
+def test_too_many_rows_are_refused(store):
+    writer = store.write(KEY, schema())
+    with pytest.raises(InvalidRows, match="more rows than the block has"):
+        writer.append(*batch(range(11)))
+
+
+def test_a_sealed_block_grows_only_when_asked(store):
+    write_all(store, num_rows=None)
+    open_ended = schema(num_rows=None)
+    with pytest.raises(InvalidRows, match="extend=True"), store.write(KEY, open_ended) as writer:
+        writer.append(*batch(range(12)))
+    with store.write(KEY, open_ended, extend=True) as writer:
+        assert writer.position == 10
+        with pytest.raises(InvalidRows, match="given before"):
+            writer.append(*batch([3]))
+        writer.append(*batch([20, 21]))
+    assert store.read(KEY).version == 1
+    assert len(store.read(KEY)) == 12
+    assert len(store.read(KEY, version=0)) == 10
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_share_the_segments_and_the_last_one_seals(store, workers):
+    whole = gk.open(Memory())
+    write_all(whole)
+    for rank in range(workers):
+        with store.write(KEY, schema(), share=Share(rank, workers)) as writer:
+            for at in range(0, 10, 2):
+                ids, arrays = batch(range(at, at + 2))
+                if writer.needs(2):
+                    writer.append(ids, arrays)
+                else:
+                    writer.skip(ids)
+    assert store.read(KEY).manifest == whole.read(KEY).manifest
+
+
+def test_the_same_id_from_two_workers_is_found_at_seal(store):
+    one = store.write(KEY, schema(), share=Share(0, 2))
+    two = store.write(KEY, schema(), share=Share(1, 2))
+    one.append(*batch(range(10)))
+    two.append(*batch([90, 91, 92, 93, 0, 94, 95, 96, 97, 98]))
+    two.close()
+    with pytest.raises(InvalidRows, match="two segments"):
+        one.seal()
+
+
+def test_two_writers_of_different_rows_conflict_loudly(store):
+    one, two = store.write(KEY, schema()), store.write(KEY, schema())
+    one.append(*batch(range(4)))
+    one.flush()
+    with pytest.raises(Conflict, match="nothing was overwritten"):
+        two.append(*batch(range(10, 14)))
+
+
+def test_two_writers_of_the_same_rows_agree(store):
+    one, two = store.write(KEY, schema()), store.write(KEY, schema())
+    for writer in (one, two):
+        writer.append(*batch(range(10)))
+    assert one.seal() == two.seal()
+
+
+class FailingWrites(Syscalls):
+    def __init__(self):
+        self.failing = False
+
+    def write(self, fd, data):
+        if self.failing:
+            raise OSError(28, "No space left on device")
+        return super().write(fd, data)
+
+
+def test_a_failure_in_the_background_fails_the_next_call_and_close(tmp_path):
+    calls = FailingWrites()
+    store = gk.open(LocalDisk(tmp_path, syscalls=calls))
+    writer = store.write(KEY, schema())
+    calls.failing = True
+    writer.append(*batch(range(3)))
+    writer.append(*batch([3]))  # hands the full segment to the background
+    with pytest.raises(WriteFailed, match="disk is full"):
+        writer.flush()
+    with pytest.raises(WriteFailed, match="disk is full"):
+        writer.append(*batch([4]))
+    with pytest.raises(WriteFailed, match="disk is full"):
+        writer.seal()
+    with pytest.raises(WriteFailed, match="disk is full"):
+        writer.close()
+    calls.failing = False
+    write_all(store)
+    assert len(store.read(KEY)) == 10
+
+
+def test_a_closed_writer_says_so(store):
+    write_all(store)
+    writer = store.write(KEY, schema())
+    writer.close()
+    with pytest.raises(StoreError, match="closed"):
+        writer.append(*batch([0]))
+
+
+def test_an_empty_block_can_be_sealed(store):
+    with store.write(KEY, schema(num_rows=0)):
+        pass
+    block = store.read(KEY)
+    assert len(block) == 0
+    assert block.column("fc.prefix").shape == (0, 3)
+    assert list(block.stream()) == []
+    with pytest.raises(MissingRows):
+        block.read([0])
+
+
+def test_rows_can_be_left_out_and_the_old_version_stays(store):
+    write_all(store)
+    store.drop_rows(KEY, [0, 5, 6, 7, 4])
+    assert store.read(KEY).ids.tolist() == [1, 2, 3, 8, 9]
+    assert store.read(KEY, version=0).ids.tolist() == list(range(10))
+    with pytest.raises(MissingRows, match="id 5"):
+        store.read(KEY).read([5])
+    with pytest.raises(MissingRows, match="id 5"):
+        store.drop_rows(KEY, [5])
+    assert store.read(KEY).read([9, 1])["loss"].tolist() == [9, 1]
+
+
+def test_a_deleted_block_is_gone_and_its_name_is_free(store):
+    write_all(store)
+    store.delete(KEY)
+    assert store.captures() == []
+    with pytest.raises(StoreError, match="no such block"):
+        store.delete(KEY)
+    write_all(store, num_rows=5, ids=range(5))
+    assert len(store.read(KEY)) == 5
+
+
+def test_torch_tensors_come_and_go(store):
+    import torch
+
+    arrays = (gk.Array("x", shape=(2,), kind="suffix", encoding="bfloat16"), gk.Array("y", "int64"))
+    values = torch.randn(5, 2).to(torch.bfloat16)
+    with store.write(KEY, gk.Schema(arrays, num_rows=5)) as writer:
+        writer.append(torch.arange(5), {"x": values, "y": torch.arange(5)})
+    for batch_ in store.read(KEY).stream():
+        assert torch.equal(batch_.tensor("x"), values.float())
+        assert batch_.tensor("y").dtype == torch.int64
