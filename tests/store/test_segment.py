@@ -98,7 +98,9 @@ def test_every_tensor_is_aligned_for_its_type():
 def test_gathered_rows_are_the_rows(ids, compression):
     rows = 700
     shapes = {"wide": (3000,), "narrow": (7,), "scalar": ()}
-    arrays = [gk.Array(name, shape=shape, compression=compression) for name, shape in shapes.items()]
+    arrays = [
+        gk.Array(name, shape=shape, compression=compression) for name, shape in shapes.items()
+    ]
     values = {name: RNG.normal(size=(rows, *shape)).astype("f4") for name, shape in shapes.items()}
     _, store = write(arrays, values, rows)
     batch = store.read(KEY).read(ids)
@@ -113,7 +115,9 @@ def test_a_gather_checks_only_what_it_reads():
     start = Segment(backend, NAME).extents["fc.prefix"].start
     data[start + 100 * 12000] ^= 1  # in row 100
     backend._values[NAME] = bytes(data)
-    np.testing.assert_array_equal(store.read(KEY).read([99])["fc.prefix"][0], values["fc.prefix"][99])
+    np.testing.assert_array_equal(
+        store.read(KEY).read([99])["fc.prefix"][0], values["fc.prefix"][99]
+    )
     with pytest.raises(Damaged, match=r"tensor 'fc\.prefix'") as caught:
         store.read(KEY).read([100])
     assert caught.value.tensor == "fc.prefix"

@@ -102,7 +102,10 @@ def test_skipping_rows_that_are_needed_is_refused(store):
 
 
 def test_closing_with_rows_missing_is_an_error_and_keeps_full_segments(store):
-    with pytest.raises(MissingRows, match="3 rows are missing"), store.write(KEY, schema()) as writer:
+    with (
+        pytest.raises(MissingRows, match="3 rows are missing"),
+        store.write(KEY, schema()) as writer,
+    ):
         writer.append(*batch(range(7)))
     with pytest.raises(NotSealed, match="live=True"):
         store.read(KEY)
