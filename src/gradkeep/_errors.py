@@ -10,6 +10,7 @@
         |-- InvalidRows      wrong dtype, shape, ids or not-a-number (also a ValueError)
         |-- MissingRows      rows that were never written, or are gone (also a LookupError)
         |-- NotSealed        a block that is still being written
+        |-- NotExpressible   another format cannot show what is stored
         |-- Conflict         the name is taken by other bytes
         |-- Damaged          bytes that are not what was written
         |-- LeaseLost        somebody else holds the row now
@@ -106,6 +107,10 @@ class MissingRows(StoreError, LookupError):
 
 class NotSealed(StoreError):
     """The block is still being written; its rows are not complete."""
+
+
+class NotExpressible(StoreError):
+    """Another format cannot show what is stored as it is stored."""
 
 
 class Conflict(StoreError):

@@ -3,6 +3,7 @@
 from gradkeep.store._backend import Backend, Durability, Entry, Readable
 from gradkeep.store._batch import Batch, Column, Ragged
 from gradkeep.store._block import Block
+from gradkeep.store._bucket import Bucket
 from gradkeep.store._disk import LocalDisk
 from gradkeep.store._gc import Swept, gc
 from gradkeep.store._lease import Lease
@@ -16,6 +17,7 @@ from gradkeep.store._store import Checkpoint, Run, Store, open
 from gradkeep.store._syscalls import Syscalls
 from gradkeep.store._verify import Damage, Verdict, verify
 from gradkeep.store._writer import Share, Writer
+from gradkeep.store._zarr import zarr_references, zarr_view
 
 __all__ = [
     "Array",
@@ -23,6 +25,7 @@ __all__ = [
     "Batch",
     "Block",
     "BlockKey",
+    "Bucket",
     "CaptureKey",
     "Checkpoint",
     "Column",
@@ -52,4 +55,6 @@ __all__ = [
     "gc",
     "open",
     "verify",
+    "zarr_references",
+    "zarr_view",
 ]
