@@ -4,6 +4,8 @@ Early in training every encoding looks fine; at convergence most gradients are t
 without a scale per row flushes them to zero and loses the ranking.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def factors():
     x = torch.tensor(digits.data / 16.0, dtype=torch.float32)
     y = torch.tensor(digits.target)
     sizes = (64, 256, 256, 10)
-    layers = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     optimizer = torch.optim.Adam([p for layer in layers for p in layer.parameters()], lr=3e-3)
 
     def forward(rows):

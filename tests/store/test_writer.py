@@ -122,9 +122,13 @@ def test_close_without_seal_tells_of_rows_it_did_not_keep(store):
 
 
 def test_an_error_in_the_loop_leaves_what_is_committed(store):
-    with pytest.raises(ZeroDivisionError), store.write(KEY, schema()) as writer:
-        writer.append(*batch(range(5)))
-        raise ZeroDivisionError
+    def interrupted():
+        with store.write(KEY, schema()) as writer:
+            writer.append(*batch(range(5)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
     assert store.read(KEY, live=True).ids.tolist() == [0, 1, 2, 3]
 
 

@@ -92,9 +92,11 @@ def _train(digits: Digits, say: Callable[[str], None]) -> Iterator[Kept]:
     model = torch.nn.Sequential(hidden, torch.nn.ReLU(), out)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(1, EPOCHS + 1):
-        for batch in torch.randperm(len(images)).split(64):
+        order = torch.randperm(len(images))
+        for at in range(0, len(order), 64):
+            batch = order[at : at + 64]
             optimizer.zero_grad()
-            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            torch.autograd.backward(F.cross_entropy(model(images[batch]), labels[batch]))
             optimizer.step()
         if epoch % KEEP_EVERY:
             continue
@@ -147,7 +149,8 @@ def _kill_and_resume(
         store.delete(INTERRUPTED)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kept.npz"
-        np.savez(path, weights=kept.weights, **kept.arrays)
+        arrays: dict[str, Any] = {"weights": np.array(kept.weights), **kept.arrays}
+        np.savez(path, **arrays)
         command = [sys.executable, "-m", "gradkeep.cli._demo", store.location, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
