@@ -121,14 +121,24 @@ class LocalDisk(Backend):
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
         try:
-            same = self.same_bytes(key, parts)
+            self._require_same(key, parts)
+            if durability == "full":
+                # The other writer may not have come to its own fsync yet: what we acknowledge
+                # must be durable by our own doing.
+                self._make_durable(key)
         except FileNotFoundError as error:
+            if not os.path.islink(self._path(key)):
+                # Deleted since we saw it, as leases and packed rows are: the name is free again.
+                return self.put_if_absent(key, parts, durability=durability)
             raise Damaged(
                 "the name is taken by a link that leads nowhere",
                 path=self._path(key),
                 fix="remove the link, then run again",
             ) from error
-        if not same:
+        return False
+
+    def _require_same(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
+        if not self.same_bytes(key, parts):
             raise Conflict(
                 "the name is taken by other bytes; nothing was overwritten",
                 path=self._path(key),
@@ -136,17 +146,16 @@ class LocalDisk(Backend):
                 fix="check that both writers use the same model, data and options; "
                 "`gradkeep verify` tells if the file is damaged",
             )
-        if durability == "full":
-            # The other writer may not have come to its own fsync yet: what we acknowledge must
-            # be durable by our own doing.
-            self._ensure_folder(os.path.dirname(self._path(key)), durability=durability)
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._calls.sync(fd)
-            finally:
-                self._calls.close(fd)
-            self._calls.sync_folder(os.path.dirname(self._path(key)))
-        return False
+
+    def _make_durable(self, key: str) -> None:
+        folder = os.path.dirname(self._path(key))
+        self._ensure_folder(folder, durability="full")
+        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._calls.sync(fd)
+        finally:
+            self._calls.close(fd)
+        self._calls.sync_folder(folder)
 
     def _ensure_folder(self, folder: str, *, durability: Durability) -> None:
         """Create the folder and make the whole chain of names up to the root durable once."""
