@@ -108,6 +108,14 @@ class Backend(ABC):
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         """Keys of unfinished writes whose writer is gone, or is older than so many seconds."""
 
+    def ensure_durable(self, keys: Iterable[str]) -> None:
+        """Make values that another process may have put survive a power cut, like our own.
+
+        It may have died, or be about to, between the name and its fsync. FileNotFoundError if one
+        is gone. Nothing to do in places where a value that can be seen is durable.
+        """
+        return
+
     def local_path(self, key: str) -> str | None:
         """The file that holds `key`, for libraries that want a path; None if there is no file."""
         return None

@@ -95,7 +95,7 @@ class LocalDisk(Backend):
             self._calls.link(temp, target)
         except FileExistsError:
             # Over NFS the reply to a link that worked can be lost and the retry says "exists".
-            return os.stat(temp).st_nlink == 2 and os.path.samefile(temp, target)
+            return os.stat(temp).st_nlink == 2 and _same_file(temp, target)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -125,7 +125,7 @@ class LocalDisk(Backend):
             if durability == "full":
                 # The other writer may not have come to its own fsync yet: what we acknowledge
                 # must be durable by our own doing.
-                self._make_durable(key)
+                self._make_durable([key])
         except FileNotFoundError as error:
             if not os.path.islink(self._path(key)):
                 # Deleted since we saw it, as leases and packed rows are: the name is free again.
@@ -147,15 +147,26 @@ class LocalDisk(Backend):
                 "`gradkeep verify` tells if the file is damaged",
             )
 
-    def _make_durable(self, key: str) -> None:
-        folder = os.path.dirname(self._path(key))
-        self._ensure_folder(folder, durability="full")
-        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+    def ensure_durable(self, keys: Iterable[str]) -> None:
         try:
-            self._calls.sync(fd)
-        finally:
-            self._calls.close(fd)
-        self._calls.sync_folder(folder)
+            self._make_durable(list(keys))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._refusal(error, "") from error
+
+    def _make_durable(self, keys: Sequence[str]) -> None:
+        folders = sorted({os.path.dirname(self._path(key)) for key in keys})
+        for folder in folders:
+            self._ensure_folder(folder, durability="full")
+        for key in keys:
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._calls.sync(fd)
+            finally:
+                self._calls.close(fd)
+        for folder in folders:
+            self._calls.sync_folder(folder)
 
     def _ensure_folder(self, folder: str, *, durability: Durability) -> None:
         """Create the folder and make the whole chain of names up to the root durable once."""
@@ -383,6 +394,13 @@ def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
                 yield Entry(item.name, 0, is_folder=False)
             continue
         yield Entry(item.name, status.st_size, is_folder=False, modified=status.st_mtime)
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except FileNotFoundError:
+        return False  # the other was removed meanwhile
 
 
 def _few_buffers(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,32 +50,45 @@ def gc(store: Store, *, keep_versions: int = 1, dry_run: bool = False) -> Swept:
     backend = store.backend
     manifests: list[_Item] = []
     rest = [_Item(key, 0) for key in backend.leftovers(older_than=_YOUNG_SECONDS)]
-    for key in store.blocks():
-        manifests += _old_manifests(backend, key.folder, keep_versions)
-        rest += _block_waste(backend, key.folder, keep_versions)
+    kept: list[str] = []
+    blocks = [key.folder for key in store.blocks()]
+    for folder in (*blocks, *(f"{ROWS}/{name}" for name in store.row_sets())):
+        # Listed once: of a version that comes while we look, nothing may go.
+        versions = _manifest.versions(backend, folder)
+        manifests += _old_manifests(backend, folder, versions[:-keep_versions])
+        kept += [_manifest.key(folder, number) for number in versions[-keep_versions:]]
+        if folder in blocks:
+            rest += _block_waste(backend, folder, versions[-keep_versions:])
     for name in store.row_sets():
-        folder = f"{ROWS}/{name}"
-        manifests += _old_manifests(backend, folder, keep_versions)
         rest += _row_waste(store, name)
     if not dry_run:
+        if store.durability == "full":
+            _ensure_durable(backend, kept)
         for items in (manifests, rest):
             backend.delete([item.key for item in items], durability=store.durability)
     everything = (*manifests, *rest)
     return Swept(tuple(item.key for item in everything), sum(item.size for item in everything))
 
 
-def _old_manifests(backend: Backend, folder: str, keep: int) -> list[_Item]:
-    old = {_manifest.key(folder, number) for number in _manifest.versions(backend, folder)[:-keep]}
+def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
+    """What stays must survive a power cut before anything goes; so must an earlier, killed gc."""
+    for key in manifests:
+        # Gone if another gc runs beside us, which then has seen to a later one.
+        with contextlib.suppress(FileNotFoundError):
+            backend.ensure_durable([key])
+
+
+def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_Item]:
+    old = {_manifest.key(folder, number) for number in versions}
     listed = backend.list(f"{folder}/{_manifest.FOLDER}")
     items = [_Item(f"{folder}/{_manifest.FOLDER}/{entry.name}", entry.size) for entry in listed]
     return [item for item in items if item.key in old]
 
 
-def _block_waste(backend: Backend, folder: str, keep: int) -> list[_Item]:
-    versions = _manifest.versions(backend, folder)
+def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_Item]:
     if not versions:
         return []
-    kept = [_manifest.load(backend, folder, number) for number in versions[-keep:]]
+    kept = [_manifest.load(backend, folder, number) for number in versions]
     needed = {entry.file for manifest in kept for entry in manifest.segments}
     now, waste = time.time(), []
     for entry in backend.list(f"{folder}/{SEGMENTS}"):

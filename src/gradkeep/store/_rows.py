@@ -7,6 +7,7 @@ if the manifest says so, else in its own file, else it is missing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback as tracebacks
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class Rows:
                 found=f"{num_rows} rows",
                 expected=f"{largest} or more",
             )
-        if num_rows > largest:
+        if num_rows > 0:
+            # Also when it is known: whoever set it may have died before it was durable.
             set_size(self._backend, self.folder, num_rows, durability=self._durability)
 
     def put(
@@ -124,7 +126,9 @@ class Rows:
                     self._row_key(row), packed.parts, durability=self._durability
                 )
             except Conflict:
-                created = False
+                if self._durability == "full":
+                    with contextlib.suppress(FileNotFoundError):
+                        self._backend.ensure_durable([self._row_key(row)])
             if created:
                 # Compaction may have packed and removed an earlier winner's file in between.
                 self._refresh_packed()
@@ -407,9 +411,10 @@ class Rows:
         """
         moved = 0
         while True:
+            # The manifest first: what it packs must be known when rows are chosen to be packed.
+            newest = _manifest.latest(self._backend, self.folder)
             self._refresh_packed()
             self._remove_packed_files()
-            newest = _manifest.latest(self._backend, self.folder)
             number = 0 if newest is None else newest.next_segment
             file = f"{PACKED}/{number:06d}{SUFFIX}"
             key = f"{self.folder}/{file}"
@@ -444,6 +449,9 @@ class Rows:
             entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
         finally:
             segment.close()
+        if self._durability == "full":
+            # Whoever wrote it may have died before its fsync, and its rows' own files go next.
+            self._backend.ensure_durable([f"{self.folder}/{file}"])
         manifest = Manifest(
             version=0 if newest is None else newest.version + 1,
             schema_hash=self.schema.hash,
@@ -459,6 +467,11 @@ class Rows:
     def _remove_packed_files(self) -> None:
         """Remove the own files of rows that the manifest says are packed."""
         surplus = [self._row_key(row) for row in self._loose() if row in self._packed_ids]
+        if surplus and self._packed is not None and self._durability == "full":
+            # Gone if a later version came and gc ran, which saw to that one.
+            with contextlib.suppress(FileNotFoundError):
+                manifest = _manifest.key(self.folder, self._packed.version)
+                self._backend.ensure_durable([manifest])
         self._backend.delete(surplus, durability=self._durability)
 
     def _refresh_packed(self) -> None:

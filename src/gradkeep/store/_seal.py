@@ -24,21 +24,34 @@ from gradkeep.store._layout import SUFFIX, Packed, StoredArray, pack
 from gradkeep.store._manifest import Manifest, SegmentEntry
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from gradkeep.store._backend import Backend, Durability
     from gradkeep.store._schema import Schema
 
 
-def seal(backend: Backend, folder: str, *, durability: Durability) -> Manifest:
+def seal(
+    backend: Backend, folder: str, *, durability: Durability, own: Collection[str] = ()
+) -> Manifest:
     """Publish a version of everything that is committed, after checking that nothing is missing.
 
-    Sealing again is free: if nothing came since the last version, that version is returned.
+    Sealing again is free: if nothing came since the last version, that version is returned. `own`
+    are segments that the caller has put with this durability itself.
     """
     schema = load_schema(backend, folder)
     while True:
         newest = _manifest.latest(backend, folder)
         candidate = _candidate(backend, folder, schema, newest)
         if candidate is newest and newest is not None:
+            if durability == "full":
+                backend.ensure_durable([_manifest.key(folder, newest.version)])
             return newest
+        if durability == "full":
+            # A version must not outlive its segments, whoever put them.
+            fresh = candidate.segments[0 if newest is None else len(newest.segments) :]
+            backend.ensure_durable(
+                f"{folder}/{entry.file}" for entry in fresh if entry.file not in own
+            )
         try:
             _manifest.publish(backend, folder, candidate, durability=durability)
         except Conflict:

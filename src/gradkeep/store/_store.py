@@ -183,7 +183,8 @@ class Store:
                 schema = dataclasses.replace(schema, num_rows=None)
             enter_schema(self.backend, folder, schema, durability=self.durability)
         rows = Rows(self.backend, folder, durability=self.durability, verify=self.verify_reads)
-        if num_rows is not None and num_rows > rows.num_rows:
+        if num_rows and num_rows >= rows.num_rows:
+            # Also when it is known: whoever set it may have died before it was durable.
             set_size(self.backend, folder, num_rows, durability=self.durability)
         return rows
 

@@ -6,13 +6,14 @@ their ids with the ones it is given, and writes only the rest.
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from gradkeep._errors import InvalidRows, MissingRows, StoreError
+from gradkeep._errors import Conflict, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document, _manifest
 from gradkeep.store._batch import Ragged
 from gradkeep.store._block import (
@@ -81,6 +82,10 @@ class Writer:
         self._sealed_rows: int | None = None
         self._present = set(segment_numbers(backend, folder))
         self._done = set(self._present)
+        if self._present and durability == "full":
+            # One is enough: what they may lack is their names in the folder.
+            backend.ensure_durable([f"{folder}/{segment_file(max(self._present))}"])
+        self._own: set[str] = set()
         self._seen = IdSet()
         if newest is not None and extend:
             self._first_row, self._first_number = newest.next_row, newest.next_segment
@@ -137,7 +142,7 @@ class Writer:
         if self._filling is not None:
             self._hand_over()
         self._await_background()
-        manifest = seal(self._backend, self.folder, durability=self._durability)
+        manifest = seal(self._backend, self.folder, durability=self._durability, own=self._own)
         if self._on_seal is not None:
             self._on_seal(manifest)
         self._shut()
@@ -272,8 +277,10 @@ class Writer:
         return filling
 
     def _put(self, number: int, packed: Packed) -> None:
-        key = f"{self.folder}/{segment_file(number)}"
+        file = segment_file(number)
+        key = f"{self.folder}/{file}"
         self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+        self._own.add(file)
 
     def _await_background(self) -> None:
         if self._under_way is None:
@@ -471,9 +478,7 @@ def enter_schema(backend: Backend, folder: str, schema: Schema, *, durability: D
     key = schema_key(folder)
     if not backend.exists(key):
         data = _document.to_bytes(schema.to_fields())
-        try:
+        # On a conflict another process entered one in this very moment: that one is compared.
+        with contextlib.suppress(Conflict):
             backend.put_if_absent(key, [data], durability=durability)
-        except StoreError:
-            if not backend.exists(key):
-                raise
     load_schema(backend, folder).require_same(schema, path=backend.describe(key))
