@@ -1,0 +1,113 @@
+"""The power fails after every system call; what was not synced is lost, in part or as a whole."""
+
+import copy
+
+import faultkit as kit
+import pytest
+from powerloss import Disk, Keep, Recorder, lay_out
+
+from gradkeep import store as gs
+from gradkeep._errors import StoreError
+
+SCENES = {
+    "capture": [],
+    "extend": [kit.capture],
+    "drop": [kit.capture, kit.extend],
+    "rows": [],
+    "compact": [kit.rows],
+    "gc": [kit.capture, kit.extend, kit.drop, kit.rows, kit.compact],
+}
+KEEPS = [("none", 0), ("all", 0), *(("some", seed) for seed in range(8))]
+
+
+@pytest.fixture(params=SCENES)
+def life(request, ram):
+    """One piece of work, done to its end and written down."""
+    return Life(request.param, ram)
+
+
+class Life:
+    def __init__(self, scene, ram):
+        self.work, self.ram = getattr(kit, scene), ram
+        base = ram / "first"
+        base.mkdir()
+        self.told = [*kit.finish(SCENES[scene], gs.LocalDisk(base / "store")), f"{scene} begun"]
+        self.before = Disk(base)
+        self.events = self.record(base)
+        self.whole = kit.tree(base / "store")
+        self._seen = set()
+
+    def record(self, base):
+        """The events of the work, done to the store in a folder."""
+        recorder = Recorder(base)
+        for ack in self.work(gs.LocalDisk(base / "store", syscalls=recorder), "full"):
+            recorder.acknowledge(ack)
+        return recorder.events
+
+    def check(self, files, told):
+        """After a power cut all that was acknowledged is there, and nothing torn can be read."""
+        lasting = {path: content for path, content in files.items() if ".tmp-" not in path}
+        state = hash((frozenset(lasting.items()), frozenset(told)))
+        if state in self._seen:
+            return None
+        self._seen.add(state)
+        base = self.ram / f"state-{len(self._seen)}"
+        lay_out(files, base)
+        if "store/STORE.json" not in files:
+            # A second process that found the store may have been told of it before it was durable,
+            # but of nothing in it.
+            assert not set(told) - {self.told[-1], "store"}
+            gs.open(base / "store")
+        kit.check(base / "store", told)
+        return base
+
+    def finish(self, base):
+        """Doing the work again ends as if nothing had happened."""
+        kit.finish([self.work], gs.LocalDisk(base / "store"), "full")
+        found = kit.tree(base / "store")
+        kit.assert_same({key: found[key] for key in found if ".tmp-" not in key}, self.whole)
+
+
+def test_power_cut_after_any_call(life):
+    cut_power_after_each(life, life.events)
+
+
+@pytest.mark.parametrize("call", ["sync", "sync_folder"])
+def test_a_store_that_does_not_sync_would_be_caught(call, ram):
+    life = Life("capture", ram)
+    with pytest.raises((AssertionError, StoreError)):
+        cut_power_after_each(life, [event for event in life.events if event[0] != call])
+
+
+def cut_power_after_each(life, events):
+    disk, told = copy.deepcopy(life.before), list(life.told)
+    for step, event in enumerate(events):
+        if event[0] == "ack":
+            told.append(event[1])
+        else:
+            disk.apply(event)
+        for what, seed in KEEPS:
+            files = disk.after_power_cut(Keep(what, seed=(step, seed)))
+            base = life.check(files, told)
+            if base is not None and what == "none":
+                life.finish(base)
+
+
+def test_power_cut_after_a_kill_and_a_second_try(life):
+    """The second process finds files of the first that were never synced; it must not trust them."""
+    killed = copy.deepcopy(life.before)
+    for step, event in enumerate(life.events):
+        if event[0] == "ack":
+            continue
+        killed.apply(event)
+        disk = copy.deepcopy(killed)
+        base = life.ram / f"second-{step}"
+        lay_out(disk.after_power_cut(Keep("all")), base)
+        disk.follow(base)
+        told = list(life.told)
+        for second in life.record(base):
+            if second[0] != "ack":
+                disk.apply(second)
+                continue
+            told.append(second[1])
+            life.check(disk.after_power_cut(Keep("none")), told)
