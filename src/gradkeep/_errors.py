@@ -2,6 +2,8 @@
 
     GradkeepError
     |-- MissingExtra         an optional dependency is needed for this
+    |-- RematError           something about rematerialization (also a ValueError)
+    |   `-- LogError         a log that is not one, with the line
     |-- SqlError             a query that cannot be answered, or that would write
     `-- StoreError
         |-- NotAStore        the path holds something else, or nothing
@@ -79,6 +81,14 @@ class MissingExtra(GradkeepError):
 
 class SqlError(GradkeepError):
     """The SQL is wrong, or asks for more than reading."""
+
+
+class RematError(GradkeepError, ValueError):
+    """Something about rematerialization: a budget, a heuristic, a program."""
+
+
+class LogError(RematError):
+    """A log of operators that cannot be read; the message names the line."""
 
 
 class StoreError(GradkeepError):
