@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -56,7 +57,7 @@ class Segment:
         self._checked: dict[str, CheckedRows] = {}
 
     def _open_header(self) -> None:
-        head = self._file.read(0, 16384)
+        head = self._file.read(0, min(16384, self._file.size))
         length = int.from_bytes(head[:8], "little")
         if len(head) < DIGEST_END or length > self._file.size - 8:
             raise self._damage("the header", "is cut off or not a segment's")
@@ -69,20 +70,25 @@ class Segment:
             raise self._damage("the header", "does not fit its checksum")
         layout = json.loads(head[8:])
         self.metadata: dict[str, str] = layout.pop("__metadata__")
-        base = 8 + length
-        self.extents = {
-            name: Extent(
-                DTYPES[item["dtype"]],
-                tuple(item["shape"]),
-                base + item["data_offsets"][0],
-                base + item["data_offsets"][1],
-            )
-            for name, item in layout.items()
-        }
-        end = max((extent.stop for extent in self.extents.values()), default=base)
+        self._layout: dict[str, Any] = layout
+        self._base = 8 + length
+        end = self._base + max((item["data_offsets"][1] for item in layout.values()), default=0)
         if end != self._file.size:
             what = "is cut off" if end > self._file.size else "has bytes at its end"
             raise self._damage("the file", f"{what}: {self._file.size} bytes instead of {end}")
+
+    @cached_property
+    def extents(self) -> dict[str, Extent]:
+        """Where each tensor lies; worked out when asked for, as a scan needs only the header."""
+        return {
+            name: Extent(
+                DTYPES[item["dtype"]],
+                tuple(item["shape"]),
+                self._base + item["data_offsets"][0],
+                self._base + item["data_offsets"][1],
+            )
+            for name, item in self._layout.items()
+        }
 
     @property
     def rows(self) -> int:
