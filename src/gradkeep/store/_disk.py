@@ -244,6 +244,8 @@ class LocalDisk(Backend):
         try:
             self._ensure_folder(self._path(QUARANTINE), durability="full")
             self._calls.rename(self._path(key), self._path(aside))
+            # The new name first: a power cut may leave two names, but never none.
+            self._calls.sync_folder(self._path(QUARANTINE))
             self._calls.sync_folder(os.path.dirname(self._path(key)))
         except OSError as error:
             raise self._refusal(error, key) from error
