@@ -184,7 +184,10 @@ def _append(writer, ids):
     for at in range(0, len(ids), ROWS_PER_SEGMENT):
         part = ids[at : at + ROWS_PER_SEGMENT]
         if writer.needs(len(part)):
-            writer.append(part, values(part))
+            # The first in one piece, which is written at once; the rest in two, which are gathered
+            # and written in the background.
+            for piece in [part] if at == 0 else [part[:3], part[3:]]:
+                writer.append(piece, values(piece))
         else:
             writer.skip(part)
         if len(part) == ROWS_PER_SEGMENT:
