@@ -395,6 +395,13 @@ class Refuse(Watched):
         return call(*args)
 
 
+def tell(log, word):
+    """Write down for the parent what the store has acknowledged."""
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, f"{word}\n".encode())
+    os.close(fd)
+
+
 def read_acks(log):
     """What a child has told."""
     return log.read_text().splitlines() if log.exists() else []
@@ -410,9 +417,8 @@ def steps_of(path, work):
 def do_killed(path, acks, work, step, when):
     """A child's job: do the work and die at the step; tell of each acknowledgement."""
     disk = gs.LocalDisk(path, syscalls=KillAt(step, when))
-    fd = os.open(acks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for ack in globals()[work](disk, "full"):
-        os.write(fd, f"{ack}\n".encode())
+        tell(acks, ack)
 
 
 # Children ---------------------------------------------------------------------------------------
