@@ -1,0 +1,104 @@
+"""Run a program in a budget and tell what it cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from gradkeep._errors import RematError
+from gradkeep.remat._core import Core, OutOfMemory, Policy, Thrashing, run_program
+from gradkeep.remat._heuristics import Heuristic
+from gradkeep.remat._heuristics import heuristic as heuristic_named
+
+if TYPE_CHECKING:
+    from gradkeep.remat._program import Program
+    from gradkeep.remat._timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened; where the run did not finish, the counters are those at that point."""
+
+    status: Literal["ok", "oom", "thrash"]
+    heuristic: str
+    policy: Policy
+    budget: float
+    """Bytes."""
+    overhead: float
+    """Time taken by the time of running every operator once."""
+    peak: int
+    """Bytes."""
+    compute: int
+    """Time taken, recomputation included."""
+    base_compute: int
+    """Time of running every operator once."""
+    remat_compute: int
+    evictions: int
+    rematerializations: int
+    ops_run: int
+    heuristic_evaluations: int
+    accesses: int
+
+
+def simulate(
+    program: Program,
+    *,
+    heuristic: str | Heuristic = "dtr-eq",
+    budget: float = math.inf,
+    policy: Policy = "eager",
+    limit: float = math.inf,
+    timeline: Timeline | None = None,
+) -> Outcome:
+    """Run the program in `budget` bytes; it counts as thrashing beyond `limit` times the base cost.
+
+    >>> from gradkeep.remat import chain
+    >>> simulate(chain(10, size=1, cost=1), budget=5).status
+    'ok'
+    """
+    if policy not in ("ignore", "eager", "banish"):
+        raise RematError("unknown policy", found=policy, expected="'ignore', 'eager' or 'banish'")
+    if math.isnan(budget) or budget < 0:
+        raise RematError("a budget is a number of bytes", found=budget)
+    if limit < 1:
+        raise RematError("the limit is a factor of at least 1", found=limit)
+    chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
+    core = Core(
+        chooser,
+        budget=budget - program.output_bytes,
+        policy=policy,
+        remat_limit=program.compute * (limit - 1),
+        timeline=timeline,
+    )
+    status: Literal["ok", "oom", "thrash"] = "ok"
+    try:
+        run_program(core, program)
+    except OutOfMemory:
+        status = "oom"
+    except Thrashing:
+        status = "thrash"
+    return Outcome(
+        status=status,
+        heuristic=chooser.name,
+        policy=policy,
+        budget=budget,
+        overhead=core.clock / program.compute if program.compute else 1.0,
+        peak=core.peak + program.output_bytes,
+        compute=core.clock,
+        base_compute=program.compute,
+        remat_compute=core.remat_compute,
+        evictions=core.evictions,
+        rematerializations=core.rematerializations,
+        ops_run=core.ops_run,
+        heuristic_evaluations=chooser.evaluations,
+        accesses=chooser.accesses,
+    )
+
+
+def unlimited_peak(program: Program) -> int:
+    """Bytes that the program needs at once if nothing is ever recomputed.
+
+    What nothing refers to any more is gone for good (the policy `banish`); ratios of a budget are
+    taken of this.
+    """
+    return simulate(program, heuristic=Heuristic(), policy="banish").peak
