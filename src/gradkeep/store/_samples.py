@@ -39,7 +39,7 @@ def is_samples(name: str) -> bool:
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
-def check(data: bytes, name: str, *, path: str) -> None:
+def check(data: bytes | memoryview, name: str, *, path: str) -> None:
     """Raise `Damaged` unless the bytes are those that the name promises."""
     if xxhash.xxh3_128_hexdigest(data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
         raise Damaged(

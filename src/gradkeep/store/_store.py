@@ -10,10 +10,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
-from gradkeep.store import _document, _manifest, _samples
+from gradkeep.store import _document, _info, _manifest, _refresh, _samples, _sql
 from gradkeep.store._block import SEGMENTS, Block, schema_key
 from gradkeep.store._disk import LocalDisk
-from gradkeep.store._names import BLOCKS, ROWS, RUNS, SCORES, CaptureKey, ScoresKey, checked_name
+from gradkeep.store._names import (
+    BLOCKS,
+    ROWS,
+    RUNS,
+    SCORES,
+    CaptureKey,
+    ScoresKey,
+    checked_name,
+    is_name,
+)
 from gradkeep.store._rows import Rows, set_size
 from gradkeep.store._seal import without
 from gradkeep.store._writer import Share, Writer, enter_schema
@@ -22,8 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gradkeep.store._backend import Backend, Durability
+    from gradkeep.store._catalog import Catalog
+    from gradkeep.store._info import Info
     from gradkeep.store._manifest import Manifest
     from gradkeep.store._names import BlockKey
+    from gradkeep.store._result import Result
     from gradkeep.store._schema import Schema
 
 FORMAT = "gradkeep-store"
@@ -91,7 +103,36 @@ class Store:
         return self.backend.location
 
     def __repr__(self) -> str:
-        return f"Store({self.location!r}, {len(self.blocks())} blocks)"
+        return repr(self.info())
+
+    def _repr_html_(self) -> str:
+        return self.info()._repr_html_()
+
+    def info(self) -> Info:
+        """What the store holds, with sizes and ratios: a tree that shows itself as a table."""
+        return _info.info(self)
+
+    def catalog(self) -> Catalog:
+        """Facts about every block in SQLite, brought up to date; a context manager."""
+        return _refresh.up_to_date(self)
+
+    def sql(self, query: str) -> Result:
+        """The answer to one reading SQL statement over `samples`, `captures`, `scores`, `runs`
+        and `checkpoints`.
+
+        Costs the columns that the query names; needs the extra `sql`.
+
+        >>> import gradkeep as gk, tempfile
+        >>> store = gk.open(tempfile.mkdtemp())
+        >>> schema = gk.Schema((gk.Array("loss"), gk.Array("label", "int64")))
+        >>> with store.write(gk.CaptureKey(checkpoint="final", split="train"), schema) as writer:
+        ...     writer.append([0, 1, 2], {"loss": [0.5, 2.0, 1.0], "label": [7, 3, 3]})
+        >>> store.sql("select label, avg(loss) as loss from samples group by label order by label")
+        label  loss
+            3   1.5
+            7   0.5
+        """
+        return _sql.sql(self, query)
 
     def add_run(self, run: Run) -> Run:
         """Record a run; adding it again is free, adding another one under its name is refused."""
@@ -221,7 +262,8 @@ class Store:
             _samples.ensure(self.backend, block, key.labels, durability=self.durability)
 
     def _folders(self, prefix: str) -> list[str]:
-        return [entry.name for entry in self.backend.list(prefix) if entry.is_folder]
+        listed = self.backend.list(prefix)
+        return [entry.name for entry in listed if entry.is_folder and is_name(entry.name)]
 
     def _record(self, key: str) -> dict[str, Any] | None:
         try:
@@ -276,7 +318,7 @@ def open(
     """
     if durability not in ("full", "process"):
         raise StoreError("unknown durability", found=durability, expected="'full' or 'process'")
-    backend = _backend_for(path)
+    backend = backend_for(path)
     if not backend.exists(STORE_FILE):
         _check_free(backend, create=create)
         fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
@@ -286,7 +328,8 @@ def open(
     return Store(backend, durability=durability, verify=verify)
 
 
-def _backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
+def backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
+    """The place that a path or address names; a place is handed back as it is."""
     if not isinstance(path, str | os.PathLike):
         return path
     if "://" in os.fspath(path):
