@@ -6,6 +6,7 @@ from gradkeep.store._block import Block
 from gradkeep.store._bucket import Bucket
 from gradkeep.store._catalog import Catalog
 from gradkeep.store._disk import LocalDisk
+from gradkeep.store._display import format_ratio, format_size
 from gradkeep.store._facts import (
     BlockFacts,
     CheckpointFacts,
@@ -15,7 +16,14 @@ from gradkeep.store._facts import (
     SegmentFacts,
 )
 from gradkeep.store._gc import Swept, gc
-from gradkeep.store._info import CheckpointInfo, Info, RowSetInfo, RunInfo
+from gradkeep.store._info import (
+    CheckpointInfo,
+    Info,
+    RowSetInfo,
+    RunInfo,
+    describe_rows,
+    describe_state,
+)
 from gradkeep.store._lease import Lease
 from gradkeep.store._manifest import Manifest, SegmentEntry
 from gradkeep.store._memory import Memory
@@ -76,6 +84,10 @@ __all__ = [
     "Verdict",
     "Writer",
     "backend_for",
+    "describe_rows",
+    "describe_state",
+    "format_ratio",
+    "format_size",
     "gc",
     "open",
     "verify",

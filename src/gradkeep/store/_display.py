@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Bytes in decimal units.
 
-    >>> size(999), size(7_030_000), size(165_900_000_000)
+    >>> format_size(999), format_size(7_030_000), format_size(165_900_000_000)
     ('999 B', '7.0 MB', '165.9 GB')
     """
     if count < 1000:
@@ -25,19 +25,19 @@ def size(count: float) -> str:
     return f"{count / 1000:.1f} PB"
 
 
-def times(ratio: float | None) -> str:
+def format_ratio(ratio: float | None) -> str:
     """How many times smaller; a dash if that cannot be said.
 
-    >>> times(23.61), times(None)
+    >>> format_ratio(23.61), format_ratio(None)
     ('23.6x', '-')
     """
     return "-" if ratio is None else f"{ratio:.1f}x"
 
 
-def moment(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """A time in UTC, to the second; a dash if it is unknown.
 
-    >>> moment(0.0), moment(1_700_000_000.5)
+    >>> format_time(0.0), format_time(1_700_000_000.5)
     ('-', '2023-11-14 22:13:20')
     """
     return "-" if not seconds else datetime.fromtimestamp(int(seconds), UTC).strftime("%F %T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import GradkeepError
 from gradkeep.store import _refresh
-from gradkeep.store._display import html_table, moment, size, text_table, times
+from gradkeep.store._display import format_ratio, format_size, format_time, html_table, text_table
 from gradkeep.store._rows import Rows
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Info:
             _count(len(self.scores), "scores", "scores"),
             _count(len(self.row_sets), "row set"),
         ]
-        return f"Store {self.location!r}: {', '.join(counts)}, {size(self.bytes)}"
+        return f"Store {self.location!r}: {', '.join(counts)}, {format_size(self.bytes)}"
 
     def __repr__(self) -> str:
         if not self.blocks:
@@ -119,12 +119,12 @@ class Info:
             [
                 block.place.kind,
                 block.place.folder.partition("/")[2],
-                rows_of(block),
-                size(block.data_bytes),
-                size(block.dense_bytes) if block.dense_bytes else "-",
-                times(block.ratio),
-                state_of(block),
-                moment(block.modified),
+                describe_rows(block),
+                format_size(block.data_bytes),
+                format_size(block.dense_bytes) if block.dense_bytes else "-",
+                format_ratio(block.ratio),
+                describe_state(block),
+                format_time(block.modified),
             ]
             for block in self.blocks
         ]
@@ -193,7 +193,7 @@ def _row_set(store: Store, facts: BlockFacts) -> RowSetInfo:
     return RowSetInfo(facts, *(counts[state] for state in _ROW_STATES))
 
 
-def rows_of(block: BlockFacts) -> str:
+def describe_rows(block: BlockFacts) -> str:
     """How many rows there are, of how many, and how many wait to be sealed."""
     text = f"{block.rows}"
     if block.num_rows is not None and block.num_rows != block.rows:
@@ -201,7 +201,7 @@ def rows_of(block: BlockFacts) -> str:
     return f"{text} + {block.unsealed_rows} open" if block.unsealed_rows else text
 
 
-def state_of(block: BlockFacts) -> str:
+def describe_state(block: BlockFacts) -> str:
     """The state in a few words."""
     if block.state == "sealed" and block.place.kind != "rows":
         return f"sealed, version {block.version}" if block.version else "sealed"

@@ -1,0 +1,12 @@
+"""The `gradkeep` command; everything else is loaded when it is needed."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    import sys
+
+    from gradkeep.cli._app import run
+
+    run(sys.argv[1:])

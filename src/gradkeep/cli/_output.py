@@ -1,0 +1,50 @@
+"""What commands print: answers to stdout, messages and progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradkeep._errors import GradkeepError
+
+
+def print_json(fields: Any) -> None:
+    """Print one JSON document; what JSON has no number for becomes null."""
+    print(json.dumps(_plain(fields), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def show_error(error: GradkeepError, *, as_json: bool) -> None:
+    """Print an error: a message to stderr, or a JSON document to stdout."""
+    if not as_json:
+        print(f"gradkeep: {error}", file=sys.stderr)
+        return
+    print_json(
+        {
+            "error": {
+                "type": type(error).__name__,
+                "message": error.what,
+                "path": error.path,
+                "found": None if error.found is None else str(error.found).strip(),
+                "expected": None if error.expected is None else str(error.expected),
+                "fix": error.fix,
+            }
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The value in the types of JSON."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value)
