@@ -210,6 +210,11 @@ class Exact(_Ratio):
     upwards = True
     downwards = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed: list[Storage] = []
+        """Storages that came or went since the last choice."""
+
     def numerator(self, storage: Storage) -> float:
         total = storage.compute
         if self.upwards:
@@ -235,18 +240,26 @@ class Exact(_Ratio):
         return found
 
     def evicted(self, storage: Storage) -> None:
-        self._forget_around(storage)
+        self._changed.append(storage)
 
     def arrived(self, storage: Storage, *, again: bool) -> None:
         storage.cached = None
         if again:
-            self._forget_around(storage)
+            self._changed.append(storage)
 
-    def _forget_around(self, storage: Storage) -> None:
-        """Whoever reaches this storage through evicted ones must work out its numerator anew."""
+    def choose(self, pool: Pool, clock: int) -> Storage:
+        self._forget()
+        return super().choose(pool, clock)
+
+    def _forget(self) -> None:
+        """Forget the numerators that changes since the last choice have made wrong.
+
+        A storage in memory is affected only if it reaches a changed one through evicted ones, so
+        one search from all changed storages at once finds them, each evicted storage once.
+        """
         for upwards in (True, False):
-            seen = {storage}
-            stack = [storage]
+            seen = set(self._changed)
+            stack = list(seen)
             while stack:
                 place = stack.pop()
                 for other in place.above if upwards else place.below:
@@ -255,6 +268,7 @@ class Exact(_Ratio):
                     elif other not in seen:
                         seen.add(other)
                         stack.append(other)
+        self._changed.clear()
 
 
 class Ancestors(Exact):
