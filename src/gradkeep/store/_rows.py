@@ -8,6 +8,7 @@ if the manifest says so, else in its own file, else it is missing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import traceback as tracebacks
 from dataclasses import dataclass
@@ -517,6 +518,17 @@ class Rows:
 
     def _arrays(self, names: Sequence[str] | None) -> list[Any]:
         return list(self.schema.arrays) if names is None else [self.schema.array(n) for n in names]
+
+
+def leave_out(backend: Backend, folder: str, key: str) -> bool:
+    """Publish a version without a packed file that is gone, so that its rows are made again."""
+    newest = _manifest.latest(backend, folder)
+    segments = () if newest is None else newest.segments
+    kept = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
+    if newest is None or kept == segments:
+        return False
+    manifest = dataclasses.replace(newest, version=newest.version + 1, segments=kept)
+    return _manifest.publish(backend, folder, manifest, durability="full")
 
 
 def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:

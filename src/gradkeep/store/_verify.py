@@ -12,7 +12,8 @@ from gradkeep.store import _document, _lease, _manifest, _samples
 from gradkeep.store._backend import QUARANTINE
 from gradkeep.store._block import SEGMENTS, load_schema, schema_key
 from gradkeep.store._layout import SUFFIX
-from gradkeep.store._rows import LOOSE, PACKED
+from gradkeep.store._names import ROWS
+from gradkeep.store._rows import LOOSE, PACKED, leave_out
 from gradkeep.store._segment import Segment
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store
 
@@ -180,6 +181,8 @@ def _check_document(
     with contextlib.suppress(StoreError):
         if load_schema(backend, folder).hash != manifest.schema_hash:
             damage.append(Damage(key, None, "it belongs to another schema than its block's"))
+    if parts[0] == ROWS and manifest.version not in _manifest.versions(backend, folder)[-1:]:
+        return  # of packed rows, nobody reads an older version
     for entry in manifest.segments:
         file = f"{folder}/{entry.file}"
         if file not in known and not backend.exists(file):
@@ -214,6 +217,21 @@ def _block_folder(key: str) -> str:
     return "/".join(parts[:-1])
 
 
+def _follow_up(backend: Backend, key: str) -> Iterator[str]:
+    """What must change because a file is gone, told in a sentence each."""
+    folder, _, name = key.rpartition("/")
+    block, _, part = folder.rpartition("/")
+    version = name.removesuffix(".json")
+    if part == _manifest.FOLDER and version.isdigit():
+        # The number will be given again, perhaps to other rows.
+        derived = _samples.find(backend, block, int(version))
+        if derived is not None:
+            backend.delete([derived], durability="full")
+            yield f"removed {derived}, which was derived from it"
+    if part == PACKED and block.startswith(f"{ROWS}/") and leave_out(backend, block, key):
+        yield f"published a version without {key}; its rows count as not done"
+
+
 def _repair(backend: Backend, damage: list[Damage], orphans: tuple[str, ...]) -> tuple[str, ...]:
     done = []
     for key in dict.fromkeys(item.path for item in damage):
@@ -228,6 +246,7 @@ def _repair(backend: Backend, damage: list[Damage], orphans: tuple[str, ...]) ->
             fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
             backend.put_if_absent(key, [_document.to_bytes(fields)], durability="full")
             done.append(f"wrote a new {STORE_FILE}; the store's old uuid is lost")
+        done += _follow_up(backend, key)
     if orphans:
         backend.delete(orphans, durability="full")
         done += [f"removed the unfinished write {key}" for key in orphans]
