@@ -39,7 +39,7 @@ def encode(array: Array, values: AnyArray) -> Encoded:
     if array.encoding == "plain":
         return Encoded(values, None)
     if array.encoding == "bits":
-        flat = values.reshape(len(values), -1)
+        flat = values.reshape(len(values), math.prod(array.shape))
         return Encoded(np.packbits(flat, axis=1, bitorder="little"), None)
     if array.encoding == "bfloat16":
         return Encoded(to_bfloat16(values), None)
@@ -101,7 +101,7 @@ def from_bfloat16(bits: AnyArray) -> FloatArray:
 
 
 def _encode_scaled(array: Array, values: AnyArray) -> Encoded:
-    flat = values.reshape(len(values), -1)
+    flat = values.reshape(len(values), math.prod(array.shape))
     largest = np.abs(flat).max(axis=1, initial=0.0) if flat.size else np.zeros(len(flat), "f4")
     if array.encoding == "float16-scaled":
         # A power of two changes no mantissa: only range is gained. The exponent is bounded so
