@@ -25,9 +25,10 @@ class Memory(Backend):
     ) -> bool:
         value = b"".join(flat(part) for part in parts)
         with self._lock:
-            present = self._values.setdefault(key, value)
-        if present is value:
-            return True
+            if key not in self._values:
+                self._values[key] = value
+                return True
+            present = self._values[key]
         if present != value:
             raise Conflict(
                 "the name is taken by other bytes; nothing was overwritten",
