@@ -1,0 +1,52 @@
+"""A folder of a place, as a place of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradkeep.store import Backend, Durability, Entry, Readable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Below(Backend):
+    """Every key lies below a folder of another backend, so that each example starts empty."""
+
+    def __init__(self, backend: Backend, folder: str) -> None:
+        self.location = backend.describe(folder)
+        self._backend, self._folder = backend, folder
+
+    def put_if_absent(
+        self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
+    ) -> bool:
+        return self._backend.put_if_absent(self._key(key), parts, durability=durability)
+
+    def open(self, key: str) -> Readable:
+        return self._backend.open(self._key(key))
+
+    def list(self, prefix: str) -> list[Entry]:
+        return self._backend.list(self._key(prefix))
+
+    def exists(self, key: str) -> bool:
+        return self._backend.exists(self._key(key))
+
+    def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
+        return self._backend.delete(map(self._key, keys), durability=durability)
+
+    def move_aside(self, key: str) -> str:
+        return self._backend.move_aside(self._key(key))
+
+    def stamp(self, prefix: str) -> int | None:
+        return self._backend.stamp(self._key(prefix))
+
+    def leftovers(self, *, older_than: float) -> Sequence[str]:
+        start = f"{self._folder}/"
+        found = self._backend.leftovers(older_than=older_than)
+        return [key.removeprefix(start) for key in found if key.startswith(start)]
+
+    def local_path(self, key: str) -> str | None:
+        return self._backend.local_path(self._key(key))
+
+    def _key(self, key: str) -> str:
+        return f"{self._folder}/{key}" if key else self._folder
