@@ -32,6 +32,7 @@ class Command:
 
 
 COMMANDS = (
+    Command("demo", "_demo", "Train on real digits, keep what is left behind, break it, ask it."),
     Command("info", "_info", "Show what a store holds: runs, captures, layers, sizes, ratios."),
     Command("verify", "_verify", "Check every byte of a store; name what is damaged."),
     Command("sql", "_sql", "Ask a store in SQL: samples, captures, scores, runs, checkpoints."),
