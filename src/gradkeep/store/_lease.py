@@ -88,7 +88,10 @@ def take(
 
 def renew(backend: Backend, folder: str, lease: Lease, *, seconds: float) -> Lease:
     """The same lease with a later end; raises `LeaseLost` if it was taken over."""
-    renewed = take(backend, folder, lease.row, lease.number + 1, owner=lease.owner, seconds=seconds)
+    renewed = None
+    if _stands(backend, folder, lease):
+        number = lease.number + 1
+        renewed = take(backend, folder, lease.row, number, owner=lease.owner, seconds=seconds)
     if renewed is None:
         raise LeaseLost(
             f"row {lease.row} was taken over by another worker",
@@ -100,5 +103,11 @@ def renew(backend: Backend, folder: str, lease: Lease, *, seconds: float) -> Lea
 
 
 def release(backend: Backend, folder: str, lease: Lease) -> None:
-    """Give the row back."""
-    backend.delete([key(folder, lease.row, lease.number)], durability="process")
+    """Give the row back; if it was taken over meanwhile, it is the other's to give back."""
+    if _stands(backend, folder, lease):
+        backend.delete([key(folder, lease.row, lease.number)], durability="process")
+
+
+def _stands(backend: Backend, folder: str, lease: Lease) -> bool:
+    """Whether the lease is still the one under its number: numbers begin anew for a free row."""
+    return load(backend, folder, lease.row, lease.number) == lease
