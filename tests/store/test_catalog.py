@@ -1,0 +1,464 @@
+"""The catalog says what the files say, at any moment, and can be thrown away."""
+
+import itertools
+import os
+import sqlite3
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gradkeep as gk
+from gradkeep.store import LocalDisk, Memory, Store, Syscalls, _refresh, gc, verify
+
+LAYERS = (gk.Layer("fc", "Linear", 100),)
+FACTOR = gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc")
+
+
+def schema(**options):
+    return gk.Schema((FACTOR, gk.Array("loss")), rows_per_segment=4, layers=LAYERS, **options)
+
+
+def key(checkpoint="final", **parts):
+    return gk.CaptureKey(checkpoint=checkpoint, split="train", **parts)
+
+
+def rows(start, stop):
+    count = stop - start
+    return np.arange(start, stop), {
+        "fc.prefix": np.ones((count, 4), "f4"),
+        "loss": np.ones(count, "f4"),
+    }
+
+
+def write(store, where, count, **options):
+    with store.write(where, schema(), **options) as writer:
+        start = writer.position
+        writer.append(*rows(start, start + count))
+
+
+def write_open(store, where, count):
+    writer = store.write(where, schema(num_rows=1000))
+    writer.append(*rows(0, count // 4 * 4))
+    writer.flush()
+    writer.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return gk.open(tmp_path / "store", durability="process")
+
+
+@contextmanager
+def rebuilt(store):
+    with _refresh.rebuilt(store) as catalog:
+        yield catalog
+
+
+def facts(store, kind="capture"):
+    with store.catalog() as catalog:
+        return catalog.blocks(kind)
+
+
+OLD_TIMES = itertools.count(10**17)
+
+
+def settle(store):
+    """Give every folder an old, new-to-us time, as if it had last changed long ago."""
+    for folder, _, _ in os.walk(store.location):
+        if os.stat(folder).st_mtime_ns > 10**18:
+            old = next(OLD_TIMES)
+            os.utime(folder, ns=(old, old))
+
+
+class Counting(LocalDisk):
+    """Remembers which keys were opened."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.opened = []
+
+    def open(self, key):
+        self.opened.append(key)
+        return super().open(key)
+
+
+class ReadOnlyCalls(Syscalls):
+    """A filesystem mounted for reading only."""
+
+    def create(self, path):
+        raise OSError(30, "Read-only file system")
+
+    make_folder = unlink = create
+
+
+def test_facts_of_a_sealed_capture(store):
+    write(store, key(), 10)
+    (found,) = facts(store)
+    assert (found.state, found.version, found.rows, found.num_segments) == ("sealed", 0, 10, 3)
+    assert found.data_bytes == store.read(key()).manifest.bytes
+    assert found.dense_bytes == 10 * 4 * 100
+    assert found.ratio == found.dense_bytes / found.data_bytes
+    assert found.bytes > found.data_bytes
+    assert found.schema_hash == schema().hash
+    assert [layer.row_bytes for layer in found.layers] == [16.0]
+    assert found.arrays == schema().arrays
+    assert abs(found.modified - time.time()) < 60
+
+
+def test_facts_of_a_capture_under_way(store):
+    write_open(store, key(), 10)
+    (found,) = facts(store)
+    assert (found.state, found.version, found.rows, found.num_rows) == ("open", None, 8, 1000)
+    assert found.data_bytes == sum(
+        file.stat().st_size for file in Path(store.location).rglob("*.safetensors")
+    )
+
+
+def test_rows_after_the_newest_version_count_apart(store):
+    write(store, key(), 8)
+    writer = store.write(key(), schema(), extend=True)
+    writer.append(*rows(8, 16))
+    writer.flush()
+    writer.close()
+    (found,) = facts(store)
+    assert (found.state, found.rows, found.unsealed_rows, found.num_segments) == ("sealed", 8, 8, 2)
+    with store.catalog() as catalog:
+        segments = catalog.segments(key().folder)
+    assert [segment.sealed for segment in segments] == [True, True, False, False]
+
+
+def test_ragged_and_compressed_layers_are_measured(store):
+    array = gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc", ragged=True)
+    where = key()
+    with store.write(where, gk.Schema((array,), layers=LAYERS)) as writer:
+        writer.append([0, 1], {"fc.prefix": [np.ones((3, 4), "f4"), np.ones((5, 4), "f4")]})
+    (found,) = facts(store)
+    assert found.layers[0].row_bytes == (8 * 16 + 3 * 8) / 2  # values and offsets
+
+
+def test_facts_of_scores_and_row_sets(store):
+    write(store, gk.ScoresKey("kernel"), 4)
+    many = store.rows("farm", gk.Schema((gk.Array("loss"),)), num_rows=5)
+    for row in range(3):
+        many.put(row, {"loss": np.float32(row)})
+    many.compact(rows_per_file=2)
+    (scores,) = facts(store, "scores")
+    (farm,) = facts(store, "rows")
+    assert (scores.place.name, scores.rows) == ("kernel", 4)
+    assert (farm.rows, farm.num_rows, farm.num_segments) == (3, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [
+        ("schema.json", "not as it was written"),
+        ("manifest/000000.json", "not as it was written"),
+        ("seg/000001.safetensors", "bytes instead of"),
+    ],
+)
+@pytest.mark.parametrize("how", ["truncated", "gone"])
+def test_a_damaged_block_is_unreadable_with_the_reason(store, victim, said, how):
+    write(store, key(), 10)
+    write(store, key("other"), 4)
+    file = Path(store.location, key().folder, victim)
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-20])
+    found = {block.place.checkpoint: block for block in facts(store)}
+    assert found["other"].state == "sealed"
+    if (victim, how) == ("manifest/000000.json", "gone"):
+        assert found["final"].state == "open"  # as before it was sealed
+        return
+    assert found["final"].state == "unreadable"
+    assert f"{key().folder}/{victim}: " in found["final"].problem
+    assert (said if how == "truncated" else "gone" if "schema" in victim else "missing") in found[
+        "final"
+    ].problem
+
+
+def test_a_damaged_header_of_an_open_block_is_unreadable(store):
+    write_open(store, key(), 8)
+    file = Path(store.location, key().folder, "seg/000001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[60] ^= 1
+    file.write_bytes(data)
+    (found,) = facts(store)
+    assert (found.state, found.rows) == ("unreadable", 4)
+    assert "seg/000001.safetensors: the header" in found.problem
+
+
+def test_damaged_records_are_found_too(store):
+    store.add_run(gk.Run("main"))
+    store.add_checkpoint(gk.Checkpoint("main", "final", "w"))
+    for name in ("run.json", "ckpt/final/ckpt.json"):
+        Path(store.location, "runs/main", name).write_text("{}")
+    with store.catalog() as catalog:
+        (run,), (checkpoint,) = catalog.runs(), catalog.checkpoints()
+    assert "run.json: " in run.problem
+    assert "ckpt.json: " in checkpoint.problem
+
+
+def test_folders_that_gradkeep_did_not_make_are_passed_over(store):
+    write(store, key(), 4)
+    for name in ("blocks/.trash/a/b/c", "blocks/main/final/train/a b", "scores/empty"):
+        Path(store.location, name).mkdir(parents=True)
+    with store.catalog() as catalog:
+        assert len(catalog.blocks()) == 1
+    assert store.captures() == [key()]
+
+
+def test_a_deleted_capture_leaves_the_catalog(store):
+    write(store, key(), 4)
+    assert facts(store)
+    store.delete(key())
+    assert not facts(store)
+
+
+def test_rebuilding_gives_the_same_dump(store):
+    write(store, key(), 10)
+    write_open(store, key("b"), 8)
+    store.add_run(gk.Run("main", config={"lr": 0.1}))
+    settle(store)
+    with rebuilt(store) as one, rebuilt(store) as two, store.catalog() as three:
+        dumps = [list(catalog.connection.iterdump()) for catalog in (one, two, three)]
+    assert dumps[0] == dumps[1] == dumps[2]
+
+
+def test_the_file_is_plain_sqlite_without_a_write_ahead_log(store):
+    write(store, key(), 10)
+    assert facts(store)
+    file = Path(store.location, _refresh.FILE)
+    assert file.read_bytes()[18:20] == b"\x01\x01"  # the format versions of the rollback journal
+    connection = sqlite3.connect(file)
+    assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+    assert connection.execute("select sum(rows) from segments").fetchall() == [(10,)]
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"\0" * 5000, b"SQLite format 3\0" * 400, "cut", "other store"]
+)
+def test_a_catalog_that_cannot_be_used_is_made_again(store, tmp_path, content):
+    write(store, key(), 10)
+    with store.catalog() as catalog:
+        dump = catalog.dump()
+    file = Path(store.location, _refresh.FILE)
+    if content == "cut":
+        content = file.read_bytes()[:-100]
+    elif content == "other store":
+        other = gk.open(tmp_path / "other")
+        assert facts(other) == []
+        content = Path(other.location, _refresh.FILE).read_bytes()
+    file.write_bytes(content)
+    with store.catalog() as catalog:
+        assert catalog.dump() == dump
+    assert _refresh.load(store) is not None
+
+
+def test_every_flipped_byte_of_the_catalog_is_noticed(store):
+    write(store, key(), 4)
+    assert facts(store)
+    file = Path(store.location, _refresh.FILE)
+    good = file.read_bytes()
+    for at in np.random.default_rng(0).integers(0, len(good), 100).tolist():
+        bad = bytearray(good)
+        bad[at] ^= 1 << (at % 8)
+        file.write_bytes(bad)
+        assert _refresh.load(store) is None
+
+
+def test_a_folder_in_the_place_of_the_catalog_does_no_harm(store):
+    write(store, key(), 4)
+    Path(store.location, _refresh.FILE).mkdir()
+    assert len(facts(store)) == 1
+    assert _refresh.load(store) is None
+
+
+def test_a_store_that_may_only_be_read_has_a_catalog_in_memory(store):
+    write(store, key(), 10)
+    frozen = Store(LocalDisk(store.location, syscalls=ReadOnlyCalls()))
+    assert facts(frozen)[0].rows == 10
+    assert not Path(store.location, _refresh.FILE).exists()
+
+
+def test_a_store_in_memory_has_a_catalog():
+    store = gk.open(Memory())
+    write(store, key(), 10)
+    assert facts(store)[0].rows == 10
+    write(store, key(), 4, extend=True)
+    assert facts(store)[0].rows == 14
+
+
+def test_blocks_that_did_not_change_are_not_looked_at_again(store):
+    for checkpoint in "abc":
+        write_open(store, key(checkpoint), 8)
+    settle(store)
+    assert len(facts(store)) == 3
+    counting = Counting(store.location)
+    again = Store(counting)
+    counting.opened.clear()
+    assert len(facts(again)) == 3
+    assert counting.opened == [_refresh.FILE]
+
+
+def test_of_a_growing_block_only_the_new_headers_are_read(store):
+    write_open(store, key(), 40)
+    assert facts(store)
+    write_open_more = store.write(key(), schema(num_rows=1000))
+    write_open_more.append(*rows(0, 44))
+    write_open_more.flush()
+    write_open_more.close()
+    counting = Counting(store.location)
+    again = Store(counting)
+    counting.opened.clear()
+    assert facts(again)[0].rows == 44
+    headers = [name for name in counting.opened if name.endswith(".safetensors")]
+    assert headers == [f"{key().folder}/seg/000010.safetensors"]
+
+
+def test_a_change_within_one_tick_of_the_clock_is_seen(store):
+    write_open(store, key(), 4)
+    folder = Path(store.location, key().folder, "seg")
+    before = folder.stat().st_mtime_ns
+    assert facts(store)[0].rows == 4
+    write_open(store, key(), 8)
+    os.utime(folder, ns=(before, before))
+    assert facts(store)[0].rows == 8
+
+
+def test_a_catalog_may_be_written_by_many_at_once(store):
+    write(store, key(), 10)
+    one, two = _refresh.rebuilt(store), _refresh.rebuilt(store)
+    assert _refresh.save(store, one)
+    assert _refresh.save(store, two)
+    one.close()
+    two.close()
+    assert facts(store)[0].rows == 10
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing after it runs."""
+
+
+class KilledAt(Syscalls):
+    def __init__(self, step):
+        self._left = step
+
+    def __getattribute__(self, name):
+        call = super().__getattribute__(name)
+        if name.startswith("_") or not callable(call):
+            return call
+
+        def counted(*args):
+            if self._left < 0:
+                raise Killed
+            self._left -= 1
+            if self._left < 0:
+                raise Killed
+            return call(*args)
+
+        return counted
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_a_kill_while_the_catalog_is_written_leaves_a_good_store(store, step):
+    write(store, key(), 4)
+    with store.catalog() as catalog:
+        old = catalog.dump()
+    write(store, key("b"), 4)
+    dying = Store(LocalDisk(store.location, syscalls=KilledAt(step)))
+    try:
+        _refresh.rebuilt(dying).close()
+    except Killed:
+        left = _refresh.load(store)
+        assert left is not None
+        assert left.dump() == old
+    else:
+        assert step == 4
+    assert len(facts(store)) == 2
+    assert verify(store.backend).healthy
+
+
+def test_two_thousand_segments_are_scanned_quickly(store):
+    writer = store.write(key(), gk.Schema((FACTOR,), rows_per_segment=1, layers=LAYERS))
+    for start in range(0, 2000, 500):
+        ids = np.arange(start, start + 500)
+        writer.append(ids, {"fc.prefix": np.ones((500, 4), "f4")})
+    writer.flush()
+    writer.close()
+    begin = time.process_time()
+    with rebuilt(store) as catalog:
+        assert catalog.blocks()[0].num_segments == 2000
+    assert time.process_time() - begin < 2  # about 0.1 when nothing else runs
+
+
+NAMES = st.sampled_from(["a", "b"])
+OPERATIONS = st.one_of(
+    st.tuples(st.just("write"), NAMES, st.integers(1, 9)),
+    st.tuples(st.just("open"), NAMES, st.integers(1, 12)),
+    st.tuples(st.just("extend"), NAMES, st.integers(1, 6)),
+    st.tuples(st.sampled_from(["drop", "delete", "scores", "checkpoint", "lose"]), NAMES),
+    st.tuples(st.just("row"), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["compact", "grow", "gc", "settle", "repair"])),
+)
+
+
+def apply(store, name, *values):
+    """One change of the store; those that the store refuses change nothing."""
+    farm = gk.Schema((gk.Array("loss"),))
+    if name == "write":
+        write(store, key(values[0]), values[1])
+    elif name == "open":
+        write_open(store, key(values[0], capture="open"), values[1])
+    elif name == "extend":
+        write(store, key(values[0]), values[1], extend=True)
+    elif name == "drop":
+        store.drop_rows(key(values[0]), store.read(key(values[0])).ids[:1])
+    elif name == "delete":
+        store.delete(key(values[0]))
+    elif name == "scores":
+        write(store, gk.ScoresKey(values[0]), 4)
+    elif name == "checkpoint":
+        store.add_run(gk.Run(values[0]))
+        store.add_checkpoint(gk.Checkpoint(values[0], "final", "w", step=1))
+    elif name == "lose":
+        store.backend.move_aside(f"{key(values[0]).folder}/seg/000000.safetensors")
+    elif name == "row":
+        store.rows("farm", farm, num_rows=4).put(values[0], {"loss": np.float32(1)})
+    elif name == "compact":
+        store.rows("farm").compact(rows_per_file=2)
+    elif name == "grow":
+        store.rows("farm").grow(6)
+    elif name == "gc":
+        gc(store)
+    elif name == "settle":
+        settle(store)
+    elif name == "repair":
+        verify(store.backend, repair=True)
+
+
+@settings(
+    max_examples=settings().max_examples // 4,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
+@given(operations=st.lists(OPERATIONS, max_size=12))
+def test_refreshing_finds_what_rebuilding_finds(tmp_path_factory, operations):
+    store = gk.open(tmp_path_factory.mktemp("store"), durability="process")
+    for operation in operations:
+        with suppress(gk.GradkeepError, FileNotFoundError):
+            apply(store, *operation)
+        with store.catalog() as refreshed:
+            found = refreshed.dump()
+        assert _refresh.load(store).dump() == found
+        file = Path(store.location, _refresh.FILE)
+        kept = file.read_bytes()
+        with rebuilt(store) as catalog:
+            assert catalog.dump() == found
+        file.write_bytes(kept)  # go on from what refreshing left
