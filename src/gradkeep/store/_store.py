@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
+from gradkeep._errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document, _info, _manifest, _refresh, _samples, _sql
 from gradkeep.store._block import SEGMENTS, Block, schema_key
 from gradkeep.store._disk import LocalDisk
@@ -92,10 +92,14 @@ class Store:
 
     @staticmethod
     def require_some(backend: Backend) -> None:
-        """Raise `NotAStore` unless there is a store, damaged or not, at this place."""
+        """Raise unless there is a store, damaged or not, that this version understands."""
         names = {entry.name for entry in backend.list("")}
         if not names & {STORE_FILE, BLOCKS, SCORES, ROWS}:
             _check_free(backend, create=False)
+        if STORE_FILE in names:
+            # What a later version wrote is not damage, and must not be repaired as if it were.
+            with contextlib.suppress(Damaged):
+                Store(backend)
 
     @property
     def location(self) -> str:
