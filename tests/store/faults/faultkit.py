@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from gradkeep import store as gs
-from gradkeep.store import _samples
+from gradkeep.store import _refresh, _samples
 
 ARRAYS = (
     gs.Array("loss"),
@@ -162,6 +162,15 @@ def gc(disk, durability):
     """Remove what the newest versions do not need."""
     gs.gc(gs.open(disk, durability=durability))
     yield "swept"
+
+
+def catalog(disk, durability):
+    """Bring the catalog up to date; it must say what one made anew from the files says."""
+    store = gs.open(disk, durability=durability)
+    with _refresh.up_to_date(store) as kept, _refresh.rebuilt(store) as fresh:
+        assert kept.dump() == fresh.dump()
+        assert len(kept.blocks()) == len(store.blocks()) + len(store.row_sets())
+    yield "catalog"
 
 
 def repair(disk, durability):

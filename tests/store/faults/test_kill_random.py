@@ -16,7 +16,7 @@ KILLS = 100  # for each seed
 
 def stages(number):
     """What is done in one round, which has a capture and a set of rows of its own."""
-    yield from ("capture", "extend", "drop", "rows", "compact")
+    yield from ("capture", "extend", "catalog", "drop", "rows", "compact")
     if number % 3 == 1:
         yield "delete"
     if number % 4 == 3:
@@ -24,7 +24,7 @@ def stages(number):
 
 
 def arguments(stage, number):
-    return {} if stage == "gc" else {"name": f"round{number}"}
+    return {} if stage in ("gc", "catalog") else {"name": f"round{number}"}
 
 
 def work_on(path, log, rounds=None):
