@@ -6,7 +6,7 @@ its service calls it): one winner per name, without a lock, and no reader ever s
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,8 +21,9 @@ _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory", 
 _LARGEST = 5_000 << 20
 """The largest value that one conditional PUT takes everywhere: Azure ends here, S3 at 5 GiB."""
 _TIMEOUT = "10min"
+_CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "proxy_url", "timeout")
 _OPENING_BYTES = 1 << 16
-_AT_ONCE = 16
+_WORTH_LISTING = 8
 _ATTEMPTS = 5
 
 
@@ -126,23 +127,30 @@ class Bucket(Backend):
         return True
 
     def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
-        names = list(keys)
-        if len(names) < 2:
-            return sum(map(self._remove, names))
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="gradkeep-delete") as pool:
-            return sum(pool.map(self._remove, names))
-
-    def _remove(self, key: str) -> bool:
         # Asked first, as S3 does not tell whether there was anything to delete.
-        if not self.exists(key):
-            return False
+        there = self._present(keys)
         try:
-            self._obs.delete(self._store, key)
+            self._obs.delete(self._store, there)
         except FileNotFoundError:
-            return False
+            # Somebody else was faster with one of them, and the rest may still be there.
+            return sum(self.delete([key], durability=durability) for key in self._present(there))
         except (self._obs.exceptions.BaseError, OSError) as error:
-            raise self._failure(error, key) from error
-        return True
+            raise self._failure(error, there[0]) from error
+        return len(there)
+
+    def _present(self, keys: Iterable[str]) -> Sequence[str]:
+        """Those of the keys that are there; of many in one folder, told by its listing."""
+        folders: dict[str, dict[str, None]] = {}
+        for key in keys:
+            folders.setdefault(key.rpartition("/")[0], {})[key] = None
+        found = []
+        for folder, members in folders.items():
+            if len(members) < _WORTH_LISTING:
+                found += [key for key in members if self.exists(key)]
+            else:
+                names = {entry.name for entry in self.list(folder) if not entry.is_folder}
+                found += [key for key in members if _name(key) in names]
+        return found
 
     def move_aside(self, key: str) -> str:
         free = f"{QUARANTINE}/{key.replace('/', '__')}"
@@ -273,8 +281,7 @@ def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
             return obs.store.MemoryStore()
         if scheme == "file":
             return obs.store.from_url(url, mkdir=True, **options)
-        # The usual 30 seconds are not enough for a segment over a slow line.
-        client = {"timeout": _TIMEOUT, **options.pop("client_options", {})}
+        client = {**_client_options(scheme), **options.pop("client_options", {})}
         return obs.store.from_url(url, client_options=client, **options)
     except obs.exceptions.BaseError as error:
         raise StoreError(
@@ -283,6 +290,14 @@ def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
             found=_first_line(error),
             fix="check the URL, the options and the credentials in the environment",
         ) from error
+
+
+def _client_options(scheme: str) -> dict[str, str]:
+    """What the environment says of the connection: options that are given hide it from obstore."""
+    service = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
+    named = {name: os.environ.get(f"{service}_{name.upper()}") for name in _CLIENT_OPTIONS}
+    # The usual 30 seconds are not enough for a segment over a slow line.
+    return {"timeout": _TIMEOUT} | {name: value for name, value in named.items() if value}
 
 
 def _obstore() -> Any:

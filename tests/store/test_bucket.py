@@ -1,0 +1,361 @@
+"""Buckets: a real S3 protocol on 127.0.0.1, and a network that loses what it carries."""
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import gradkeep as gk
+from gradkeep._errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
+from gradkeep.store import Bucket, _bucket, verify
+from gradkeep.testing import StoreTests
+
+# One request at a time: moto itself does not make looking and putting one step.
+SERVER = """
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app))
+"""
+ANYBODY = {"access_key_id": "any", "secret_access_key": "body", "region": "us-east-1"}
+ONCE = {"max_retries": 0}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The address of an S3 server with a bucket named `bucket`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert server.poll() is None, "the S3 server ended"
+                time.sleep(0.05)
+        urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
+        yield address
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture
+def url(request):
+    """A folder in the bucket for each test."""
+    return f"s3://bucket/{abs(hash(request.node.nodeid)):x}"
+
+
+def connect(url, address, **options):
+    return Bucket(url, endpoint=address, client_options={"allow_http": True}, **ANYBODY, **options)
+
+
+class TestS3(StoreTests):
+    # Thousands of requests to a server that takes one at a time.
+    test_any_sequence_of_steps_does_what_a_dictionary_would = None
+
+    @pytest.fixture
+    def backend(self, url, s3):
+        return connect(url, s3)
+
+
+class Line(ThreadingHTTPServer):
+    """A proxy that can lose requests and replies, or answer on its own."""
+
+    def __init__(self, address):
+        super().__init__(("127.0.0.1", 0), Carrier)
+        self.target = address.removeprefix("http://")
+        self.fault = lambda method: "none"
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        """The other side hung up: that is what these tests are about."""
+
+
+class Carrier(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def carry(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.server.fault(self.command)
+        if fault == "lose request":
+            self.close_connection = True
+            return
+        if isinstance(fault, int):
+            self.send_response(fault)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        line = http.client.HTTPConnection(self.server.target)
+        line.request(self.command, self.path, body, dict(self.headers))
+        reply = line.getresponse()
+        content = reply.read()
+        line.close()
+        if fault == "lose reply":
+            self.close_connection = True
+            return
+        self.send_response(reply.status)
+        for name, value in reply.getheaders():
+            if name.lower() not in ("server", "date", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = carry
+
+    def log_message(self, *_):
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def line(s3):
+    with Line(s3) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def on_put(fault):
+    return lambda method: fault if method == "PUT" else "none"
+
+
+def put(bucket, key, content):
+    return bucket.put_if_absent(key, [content], durability="full")
+
+
+def test_a_lost_reply_is_no_error_if_the_value_arrived(line, url):
+    bucket = connect(url, line.address, retry_config=ONCE)
+    line.fault = on_put("lose reply")
+    assert put(bucket, "key", b"value") is True
+    assert bucket.read("key") == b"value"
+
+
+def test_a_lost_request_is_an_error_and_leaves_the_name_free(line, url):
+    bucket = connect(url, line.address, retry_config=ONCE)
+    line.fault = on_put("lose request")
+    with pytest.raises(WriteFailed, match="not there") as caught:
+        put(bucket, "key", b"value")
+    assert not isinstance(caught.value, ReadOnly)
+    assert not bucket.exists("key")
+    line.fault = on_put("none")
+    assert put(bucket, "key", b"value") is True
+
+
+def test_a_lost_request_for_a_taken_name_is_a_conflict(line, url):
+    bucket = connect(url, line.address, retry_config=ONCE)
+    put(bucket, "key", b"other")
+    line.fault = on_put("lose request")
+    with pytest.raises(Conflict):
+        put(bucket, "key", b"value")
+
+
+def test_an_error_that_cannot_be_looked_into_is_the_first_one(line, url):
+    bucket = connect(url, line.address, retry_config=ONCE)
+    line.fault = lambda method: "lose request"
+    with pytest.raises(WriteFailed) as caught:
+        put(bucket, "key", b"value")
+    assert "PUT" in str(caught.value.found)
+
+
+def test_a_server_that_fails_once_is_asked_again(line, url):
+    bucket = connect(url, line.address)
+    answers = iter([500, 503])
+    line.fault = lambda method: next(answers, "none")
+    assert put(bucket, "key", b"value") is True
+
+
+def test_a_bucket_that_may_only_be_read_is_read_only(line, url, s3):
+    put(connect(url, s3), "there", b"value")
+    bucket = connect(url, line.address)
+    line.fault = lambda method: "none" if method in ("GET", "HEAD") else 403
+    with pytest.raises(ReadOnly):
+        put(bucket, "key", b"value")
+    with pytest.raises(ReadOnly):
+        put(bucket, "there", b"other")
+    with pytest.raises(ReadOnly):
+        bucket.delete(["there"], durability="full")
+    with pytest.raises(ReadOnly):
+        bucket.move_aside("there")
+    assert put(bucket, "there", b"value") is False
+    assert bucket.read("there") == b"value"
+
+
+def test_a_bucket_that_cannot_be_read_says_so(line, url):
+    bucket = connect(url, line.address, retry_config=ONCE)
+    put(bucket, "key", b"x" * 200_000)
+    opened = bucket.open("key")
+    line.fault = lambda method: 403
+    for read in (
+        lambda: bucket.read("key"),
+        lambda: bucket.exists("key"),
+        lambda: bucket.list(""),
+        lambda: opened.read(100_000, 10),
+        lambda: opened.map(),
+    ):
+        with pytest.raises(StoreError, match="cannot be read"):
+            read()
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3):
+    with pytest.raises(StoreError, match="s3://nowhere/store"):
+        gk.open(connect("s3://nowhere/store", s3))
+    with pytest.raises(WriteFailed, match="no such bucket"):
+        put(connect("s3://nowhere/store", s3), "key", b"value")
+
+
+def test_a_block_written_over_a_bad_line_is_whole(line, url, s3):
+    replies = iter(range(10**9))
+    faults = {3: "lose reply", 5: "lose request"}
+    line.fault = lambda method: faults.get(next(replies) % 7, "none") if method == "PUT" else "none"
+    key = gk.CaptureKey(checkpoint="final", split="train")
+    schema = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
+    losses = {"loss": [float(row) for row in range(24)]}
+    for _ in range(50):
+        try:
+            store = gk.open(connect(url, line.address, retry_config=ONCE))
+            with store.write(key, schema) as writer:
+                writer.append(range(24), losses)
+            break
+        except WriteFailed:
+            continue  # run again, as the message says
+    calm = gk.open(connect(url, s3), create=False)
+    assert calm.read(key).column("loss").tolist() == losses["loss"]
+    assert verify(calm.backend).healthy
+
+
+def test_a_url_and_the_environment_are_enough(s3, url, monkeypatch):
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "body",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": s3,
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    made = gk.open(url)
+    assert gk.open(f"{url}/", create=False).uuid == made.uuid
+    assert made.location == url
+
+
+def test_an_e_tag_lets_a_segment_be_verified_once(s3, url):
+    bucket = connect(url, s3)
+    put(bucket, "key", b"value")
+    assert bucket.open("key").settled
+    assert bucket.open("key").identity == bucket.open("key").identity
+
+
+def test_small_values_cost_one_request(line, url):
+    bucket = connect(url, line.address)
+    put(bucket, "key", b"value")
+    seen = []
+    line.fault = lambda method: seen.append(method) or "none"
+    assert bucket.read("key") == b"value"
+    assert seen == ["GET"]
+
+
+COMPETE = """
+import json, sys
+from gradkeep._errors import Conflict
+from gradkeep.store import Bucket
+url, options, worker = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+bucket = Bucket(url, **options)
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(10):
+    try:
+        won = bucket.put_if_absent(f"prize/{turn}", [worker.encode()], durability="full")
+    except Conflict:
+        won = False
+    same = bucket.put_if_absent(f"same/{turn}", [b"same"], durability="full")
+    print(int(won), int(same))
+"""
+
+
+@pytest.mark.parametrize("place", ["s3", "file"])
+def test_of_many_processes_one_wins(place, s3, url, tmp_path):
+    target, options = f"file://{tmp_path}", {}
+    if place == "s3":
+        target = url
+        options = {**ANYBODY, "endpoint": s3, "client_options": {"allow_http": True}}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPETE, target, json.dumps(options), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for worker in workers:
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    results = [worker.communicate(timeout=60)[0].split() for worker in workers]
+    won = [[int(flag) for flag in result[0::2]] for result in results]
+    made = [[int(flag) for flag in result[1::2]] for result in results]
+    bucket = Bucket(target, **options)
+    for turn in range(10):
+        assert sum(flags[turn] for flags in won) == 1
+        assert sum(flags[turn] for flags in made) == 1
+        assert bucket.read(f"prize/{turn}") == b"%d" % [f[turn] for f in won].index(1)
+
+
+def test_what_one_put_cannot_take_is_refused_before_it_is_sent(monkeypatch):
+    monkeypatch.setattr(_bucket, "_LARGEST", 10)
+    bucket = Bucket("memory://")
+    assert put(bucket, "key", b"x" * 10) is True
+    with pytest.raises(WriteFailed, match="11 bytes"):
+        bucket.put_if_absent("more", [b"x" * 5, b"x" * 6], durability="full")
+    assert not bucket.exists("more")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_only_be_read_is_read_only(tmp_path):
+    bucket = Bucket(f"file://{tmp_path}")
+    tmp_path.chmod(0o500)
+    with pytest.raises(ReadOnly):
+        put(bucket, "key", b"value")
+
+
+@pytest.mark.parametrize("url", ["http://x/y", "ftp://x", "S3//bucket", "nonsense://x"])
+def test_other_urls_are_refused(url):
+    with pytest.raises(StoreError, match="not the URL"):
+        Bucket(url)
+
+
+def test_options_that_are_none_are_refused():
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Bucket("s3://bucket", no_such_option="1")
+
+
+def test_every_bucket_in_memory_is_new():
+    put(Bucket("memory://"), "key", b"1")
+    assert gk.open("memory://scratch").blocks() == []
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingExtra, match=r"gradkeep\[s3\]"):
+        Bucket("memory://")
