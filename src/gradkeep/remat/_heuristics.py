@@ -159,10 +159,9 @@ class Classes(_Ratio):
     def numerator(self, storage: Storage) -> float:
         total, seen = storage.compute, []
         for neighbour in (*storage.above, *storage.below):
-            if not neighbour.material and neighbour is not storage:
-                group = neighbour.group
-                assert isinstance(group, _Group)
-                root = _root(group)
+            # A storage without a group was never in memory: its operator is waiting for this one.
+            if not neighbour.material and isinstance(neighbour.group, _Group):
+                root = _root(neighbour.group)
                 if root not in seen:
                     seen.append(root)
                     total += root.compute

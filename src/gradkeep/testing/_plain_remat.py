@@ -186,7 +186,7 @@ class PlainCore:
         cost: float = storage.cost
         up = sum(other.cost for other in self.reachable(storage, upwards=True))
         down = sum(other.cost for other in self.reachable(storage, upwards=False))
-        near = {self.label[x] for x in self.beside(storage) if not x.material}
+        near = {self.label[x] for x in self.beside(storage) if x in self.label}
         top, under = {
             "dtr": (cost + up + down, storage.size * stale),
             "dtr-eq": (cost + sum(self.class_cost[n] for n in near), storage.size * stale),
