@@ -31,17 +31,23 @@ if TYPE_CHECKING:
 
 
 def seal(
-    backend: Backend, folder: str, *, durability: Durability, own: Collection[str] = ()
+    backend: Backend,
+    folder: str,
+    *,
+    durability: Durability,
+    own: Collection[str] = (),
+    adding: bool = True,
 ) -> Manifest:
     """Publish a version of everything that is committed, after checking that nothing is missing.
 
-    Sealing again is free: if nothing came since the last version, that version is returned. `own`
-    are segments that the caller has put with this durability itself.
+    Sealing again is free: if nothing came since the last version, that version is returned; so it
+    is, checked, unless `adding`. `own` are segments that the caller has put with this durability
+    itself.
     """
     schema = load_schema(backend, folder)
     while True:
         newest = _manifest.latest(backend, folder)
-        candidate = _candidate(backend, folder, schema, newest)
+        candidate = _candidate(backend, folder, schema, newest, adding=adding)
         if candidate is newest and newest is not None:
             if durability == "full":
                 backend.ensure_durable([_manifest.key(folder, newest.version)])
@@ -59,10 +65,12 @@ def seal(
         return candidate
 
 
-def _candidate(backend: Backend, folder: str, schema: Schema, newest: Manifest | None) -> Manifest:
+def _candidate(
+    backend: Backend, folder: str, schema: Schema, newest: Manifest | None, *, adding: bool
+) -> Manifest:
     first = 0 if newest is None else newest.next_segment
     old = () if newest is None else newest.segments
-    fresh = [number for number in segment_numbers(backend, folder) if number >= first]
+    fresh = [number for number in segment_numbers(backend, folder) if number >= first and adding]
     present = {f"{SEGMENTS}/{item.name}" for item in backend.list(f"{folder}/{SEGMENTS}")}
     gone = [entry.file for entry in old if entry.file not in present]
     holes = sorted(set(range(first, max(fresh, default=first - 1) + 1)) - set(fresh))

@@ -80,6 +80,7 @@ class Writer:
         newest = _manifest.latest(backend, folder)
         self._first_row = self._first_number = 0
         self._sealed_rows: int | None = None
+        self._sealed: dict[str, str] = {}
         self._present = set(segment_numbers(backend, folder))
         self._done = set(self._present)
         if self._present and durability == "full":
@@ -94,11 +95,11 @@ class Writer:
             self._sealed_rows = newest.next_row
             # What the version does not list was left out of it on purpose: only what it lists
             # and is gone (moved to quarantine) has to be made again.
-            listed = {entry.file for entry in newest.segments}
+            self._sealed = {entry.file: entry.xxh3 for entry in newest.segments}
             self._done |= {
                 number
                 for number in range(newest.next_segment)
-                if segment_file(number) not in listed
+                if segment_file(number) not in self._sealed
             }
         self._position = self._first_row
         self._filling: _Filling | None = None
@@ -142,7 +143,14 @@ class Writer:
         if self._filling is not None:
             self._hand_over()
         self._await_background()
-        manifest = seal(self._backend, self.folder, durability=self._durability, own=self._own)
+        manifest = seal(
+            self._backend,
+            self.folder,
+            durability=self._durability,
+            own=self._own,
+            # A run that repeats a sealed block must not publish rows that another is adding.
+            adding=self._sealed_rows is None,
+        )
         if self._on_seal is not None:
             self._on_seal(manifest)
         self._shut()
@@ -279,6 +287,16 @@ class Writer:
     def _put(self, number: int, packed: Packed) -> None:
         file = segment_file(number)
         key = f"{self.folder}/{file}"
+        sealed = self._sealed.get(file, packed.digest)
+        if packed.digest != sealed:
+            raise InvalidRows(
+                "these are not the rows that the sealed version lacks; nothing was written",
+                path=self._backend.describe(key),
+                found=f"a segment with digest {packed.digest}",
+                expected=f"the one with digest {sealed}",
+                fix="run the work with the same model, data and order as before, "
+                "or write to another capture name",
+            )
         self._backend.put_if_absent(key, packed.parts, durability=self._durability)
         self._own.add(file)
 

@@ -45,6 +45,9 @@ class Below(Backend):
         found = self._backend.leftovers(older_than=older_than)
         return [key.removeprefix(start) for key in found if key.startswith(start)]
 
+    def ensure_durable(self, keys: Iterable[str]) -> None:
+        self._backend.ensure_durable(map(self._key, keys))
+
     def local_path(self, key: str) -> str | None:
         return self._backend.local_path(self._key(key))
 

@@ -187,6 +187,29 @@ class WholeStoreTests:
         write(store, more, extend=True)
         holds(store.read(KEY), SHUFFLED + more)
 
+    def test_a_repeated_run_does_not_seal_an_unfinished_extension(self, store: Store) -> None:
+        write(store, SHUFFLED)
+        more = [Row(number) for number in range(100, 106)]
+        writer = store.write(KEY, schema(), extend=True)
+        append(writer, more[:4])
+        writer.close()
+        assert write(store, SHUFFLED).version == 0
+        assert write(store, more, extend=True).version == 1
+        holds(store.read(KEY), SHUFFLED + more)
+
+    def test_a_lost_segment_is_made_again_from_the_same_rows_only(self, store: Store) -> None:
+        manifest = write(store, SHUFFLED)
+        key = f"{KEY.folder}/{manifest.segments[1].file}"
+        store.backend.delete([key], durability="process")
+        swapped = [*SHUFFLED[:4], SHUFFLED[5], SHUFFLED[4], *SHUFFLED[6:]]
+        other = [*SHUFFLED[:4], Row(SHUFFLED[4].id, salt=1), *SHUFFLED[5:]]
+        for wrong in (swapped, other):
+            with pytest.raises(InvalidRows, match="not the rows"):
+                write(store, wrong)
+            assert not store.backend.exists(key)
+        assert write(store, SHUFFLED) == manifest
+        holds(store.read(KEY), SHUFFLED)
+
     def test_dropped_rows_are_gone_from_the_new_version_only(self, store: Store) -> None:
         write(store, SHUFFLED)
         assert store.drop_rows(KEY, [3, 8, 70_000]).version == 1
