@@ -7,6 +7,9 @@ def main() -> None:
     """Run the command line of this process."""
     import sys
 
-    from gradkeep.cli._app import run
+    try:
+        from gradkeep.cli._app import run
 
-    run(sys.argv[1:])
+        run(sys.argv[1:])
+    except KeyboardInterrupt:  # it came while we still load
+        sys.exit(130)

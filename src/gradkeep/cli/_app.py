@@ -21,7 +21,7 @@ import typer
 from gradkeep import __version__
 from gradkeep._errors import GradkeepError
 from gradkeep.cli import _output
-from gradkeep.cli._commands import COMMANDS
+from gradkeep.cli._commands import COMMANDS, GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,27 +29,37 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> None:
     """Run one command line; ends by raising SystemExit."""
-    named = next((item for item in arguments if not item.startswith("-")), None)
+    words = [item for item in arguments if not item.startswith("-")]
+    named = tuple(words[:2]) if words and words[0] in GROUPS else tuple(words[:1])
     _application(named)(args=list(arguments), prog_name="gradkeep")
 
 
-def _application(named: str | None) -> typer.Typer:
+def _application(named: tuple[str, ...]) -> typer.Typer:
     """All commands, of which only the named one is loaded: help needs no more than their lines."""
-    app = typer.Typer(
+    app = _typer("gradkeep keeps what training leaves behind and answers questions about it.")
+    app.callback()(_global_options)
+    groups = {name: _typer(summary) for name, summary in GROUPS.items()}
+    for command in COMMANDS:
+        place = app if command.group is None else groups[command.group]
+        words = (command.name,) if command.group is None else (command.group, command.name)
+        if words == named:
+            function = command.load()
+            place.command(command.name, help=function.__doc__)(_with_exit_codes(function))
+        else:
+            place.command(command.name, help=command.summary)(_not_loaded)
+    for name, group in groups.items():
+        app.add_typer(group, name=name)
+    return app
+
+
+def _typer(summary: str) -> typer.Typer:
+    return typer.Typer(
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="gradkeep keeps what training leaves behind and answers questions about it.",
+        help=summary,
     )
-    app.callback()(_global_options)
-    for command in COMMANDS:
-        if command.name == named:
-            function = command.load()
-            app.command(command.name, help=function.__doc__)(_with_exit_codes(function))
-        else:
-            app.command(command.name, help=command.summary)(_not_loaded)
-    return app
 
 
 def _not_loaded() -> None:

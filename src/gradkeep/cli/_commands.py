@@ -23,6 +23,8 @@ class Command:
     """The module below `gradkeep.cli`."""
     summary: str
     """The line that `gradkeep --help` shows."""
+    group: str | None = None
+    """The word that stands before the name, as in `gradkeep remat simulate`."""
 
     def load(self) -> Callable[..., Any]:
         """The function behind the command."""
@@ -38,4 +40,14 @@ COMMANDS = (
     Command("sql", "_sql", "Ask a store in SQL: samples, captures, scores, runs, checkpoints."),
     Command("gc", "_gc", "Free the space of old versions and unfinished writes."),
     Command("delete", "_delete", "Delete a capture or saved scores with all versions."),
+    Command("simulate", "_remat", "Run a recorded step in a smaller memory budget.", "remat"),
+    Command("pareto", "_remat_figures", "Draw what every budget costs, per heuristic.", "remat"),
+    Command("ablate", "_remat_figures", "The same for the parts of the heuristic.", "remat"),
+    Command("accesses", "_remat_figures", "How much looking around choosing takes.", "remat"),
+    Command("banish", "_remat_figures", "What happens to what nobody refers to.", "remat"),
+    Command("optimal", "_remat", "The best any schedule can do, proven.", "remat"),
+    Command("record", "_remat_record", "Record the training step of a script.", "remat"),
 )
+
+GROUPS = {"remat": "Training in fewer bytes: record a step, simulate smaller budgets."}
+"""What `gradkeep --help` says of each group."""

@@ -1,0 +1,174 @@
+"""`gradkeep remat simulate` and `optimal`: what would a smaller memory budget cost?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradkeep._errors import RematError
+from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._output import print_json
+
+LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
+RatioOption = Annotated[
+    float | None, typer.Option("--ratio", help="The budget as a share of the peak without one.")
+]
+BudgetOption = Annotated[
+    str | None, typer.Option("--budget", help="The budget in bytes, such as 2GiB.")
+]
+LimitOption = Annotated[
+    float, typer.Option("--limit", help="More than so many times the base cost is thrashing.")
+]
+
+
+def simulate(
+    log: LogArgument,
+    heuristic: Annotated[
+        str, typer.Option("--heuristic", help="Which storage to evict: dtr, dtr-eq, msps, ...")
+    ] = "dtr-eq",
+    ratio: RatioOption = None,
+    budget: BudgetOption = None,
+    policy: Annotated[
+        str, typer.Option("--policy", help="What nobody refers to: ignore, eager or banish.")
+    ] = "eager",
+    limit: LimitOption = 10.0,
+    keep_releases: Annotated[
+        bool, typer.Option("--releases/--no-releases", help="Drop all releases from the log.")
+    ] = True,
+    json: JsonOption = False,
+) -> None:
+    """Run a recorded step inside a smaller memory budget and tell what it costs.
+
+    Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
+    """
+    from gradkeep.remat import read_log, unlimited_peak
+    from gradkeep.remat import simulate as run
+    from gradkeep.remat._budget import format_bytes
+
+    program = read_log(log)
+    peak = unlimited_peak(program)
+    allowed = chosen_budget(peak, ratio=ratio, budget=budget)
+    least = program.constant_bytes
+    outcome = run(
+        program if keep_releases else program.without_releases(),
+        heuristic=heuristic,
+        budget=allowed,
+        policy=policy,  # type: ignore[arg-type]
+        limit=limit,
+    )
+    if json:
+        fields: dict[str, Any] = dataclasses.asdict(outcome)
+        fields["budget"] = int(allowed)
+        print_json({**fields, "ratio": allowed / peak, "unlimited_peak": peak, "log": str(log)})
+    else:
+        print(
+            f"{log.name}: {len(program.ops)} operators, peak {format_bytes(peak)} without a budget"
+        )
+        words = {
+            "ok": f"takes {outcome.overhead:.4f}x the time",
+            "oom": "runs out of memory",
+            "thrash": f"thrashes: more than {limit:g}x the time",
+        }
+        print(
+            f"in {format_bytes(allowed)} ({allowed / peak:.0%}) with {outcome.heuristic} it "
+            f"{words[outcome.status]}"
+        )
+        print(
+            f"peak {format_bytes(outcome.peak)}, {outcome.evictions} evictions, "
+            f"{outcome.rematerializations} operators run again"
+        )
+        if outcome.status == "oom":
+            need = max(least, program.bottleneck_bytes)
+            print(
+                f"inputs and parameters take {format_bytes(least)}; no budget below "
+                f"{format_bytes(need)} can work"
+            )
+    if outcome.status != "ok":
+        raise typer.Exit(3)
+
+
+def optimal(
+    log: LogArgument,
+    ratio: RatioOption = None,
+    budget: BudgetOption = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", help="Seconds for the integer program.")
+    ] = 60.0,
+    json: JsonOption = False,
+) -> None:
+    """The cheapest schedule within a budget, with a proven bound, beside known ones and heuristics.
+
+    For small programs (up to some 30 operators it takes seconds); the log's aliases are collapsed,
+    and its inputs and parameters are always in memory.
+    """
+    import gradkeep.remat as remat
+    from gradkeep.remat._budget import format_bytes
+
+    program = remat.simplify(remat.read_log(log))
+    graph = remat.Graph.of(remat.read_log(log))
+    keep = remat.keep_all(graph)
+    allowed = int(chosen_budget(keep.peak, ratio=ratio, budget=budget))
+    best = remat.optimal(graph, budget=allowed, time_limit=time_limit)
+    chen = remat.chen(graph)
+    heuristics = {
+        name: remat.simulate(program, heuristic=name, budget=allowed)
+        for name in ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
+    }
+    cost = None if best.schedule is None else best.schedule.compute
+    if json:
+        print_json(
+            {
+                "log": str(log),
+                "nodes": len(graph),
+                "budget": allowed,
+                "base_compute": graph.compute,
+                "status": best.status,
+                "compute": cost,
+                "overhead": None if cost is None else cost / graph.compute,
+                "bound": best.bound,
+                "gap": best.gap,
+                "peak": None if best.schedule is None else best.schedule.peak,
+                "keep_all": {"compute": keep.compute, "peak": keep.peak},
+                "chen": {"compute": chen.compute, "peak": chen.peak},
+                "heuristics": {
+                    name: {"status": found.status, "overhead": found.overhead, "peak": found.peak}
+                    for name, found in heuristics.items()
+                },
+            }
+        )
+    else:
+        print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
+        print(f"keep all      1.000x in {format_bytes(keep.peak)}")
+        if cost is None:
+            print(
+                f"optimum       {best.status}; no schedule costs less than "
+                f"{best.bound / graph.compute:.3f}x"
+            )
+        else:
+            proof = "proven" if best.gap == 0 else f"at most {best.gap:.1%} above the best"
+            print(f"optimum       {cost / graph.compute:.3f}x ({proof})")
+        print(f"chen sqrt(n)  {chen.compute / graph.compute:.3f}x in {format_bytes(chen.peak)}")
+        for name, found in heuristics.items():
+            told = f"{found.overhead:.3f}x" if found.status == "ok" else found.status
+            print(f"{name:<13} {told}")
+    if cost is None:
+        raise typer.Exit(3)
+
+
+def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> float:
+    """The budget in bytes from one of the two ways to say it."""
+    from gradkeep.remat._budget import parse_bytes
+
+    if (ratio is None) == (budget is None):
+        raise RematError(
+            "say either --ratio or --budget", fix="for example --ratio 0.5, or --budget 2GiB"
+        )
+    if budget is not None:
+        return parse_bytes(budget)
+    assert ratio is not None
+    if not ratio > 0:
+        raise RematError("a ratio is a share of the peak above 0", found=ratio)
+    return int(peak * ratio)
