@@ -265,6 +265,33 @@ def test_an_e_tag_lets_a_segment_be_verified_once(s3, url):
     assert bucket.open("key").identity == bucket.open("key").identity
 
 
+@pytest.mark.parametrize("place", ["memory://", "file://{}"])
+def test_counters_and_times_are_not_taken_for_proof(place, tmp_path):
+    bucket = Bucket(place.format(tmp_path))
+    put(bucket, "key", b"value")
+    assert not bucket.open("key").settled
+
+
+def test_a_name_that_is_freed_while_it_is_compared_is_taken(monkeypatch):
+    bucket = Bucket("memory://")
+    put(bucket, "key", b"other")
+
+    def deleted_meanwhile(key, parts):
+        bucket.delete([key], durability="full")
+        raise FileNotFoundError(key)
+
+    monkeypatch.setattr(bucket, "same_bytes", deleted_meanwhile)
+    assert put(bucket, "key", b"value") is True
+    assert bucket.read("key") == b"value"
+
+    def never_there(key, parts):
+        raise FileNotFoundError(key)
+
+    monkeypatch.setattr(bucket, "same_bytes", never_there)
+    with pytest.raises(WriteFailed, match="nothing under it"):
+        put(bucket, "key", b"third")
+
+
 def test_small_values_cost_one_request(line, url):
     bucket = connect(url, line.address)
     put(bucket, "key", b"value")

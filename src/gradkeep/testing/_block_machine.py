@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import gradkeep.store as gs
 from gradkeep._errors import InvalidRows, MissingRows, NotSealed, StoreError
@@ -50,6 +50,15 @@ class BlockMachine(RuleBasedStateMachine):
     def newest(self) -> list[Row]:
         """The rows of the newest version."""
         return self.versions[max(self.versions)] if self.versions else []
+
+    @initialize(sealed=st.lists(_IDS, max_size=9, unique=True), more=st.integers(0, 9))
+    def begin_with_some_rows(self, sealed: list[int], more: int) -> None:
+        # Else most examples end before there is much that could go wrong.
+        self.open_a_writer(step=1, skip=False)
+        self.append_rows(sealed)
+        self.seal()
+        self.open_a_writer(step=1, skip=False)
+        self.append_rows([100 + number for number in range(more)])
 
     @precondition(lambda self: self.writer is None)
     @rule(step=st.integers(1, 9), skip=st.booleans())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import gradkeep.store as gs
 from gradkeep._errors import Conflict, InvalidRows, LeaseLost, MissingRows
@@ -47,6 +47,13 @@ class RowsMachine(RuleBasedStateMachine):
             and self.failures.get(row, 0) < _ATTEMPTS
             and (row not in self.standing or self.standing[row].expired)
         }
+
+    @initialize(done=st.sets(st.integers(0, 4)), ended=st.integers(0, 3))
+    def begin_with_some_rows(self, done: set[int], ended: int) -> None:
+        # Else most examples end before there is much that could go wrong.
+        for number in sorted(done):
+            self.put(number, 0)
+        self.claim(count=1 + ended, seconds=_OVER, owner="a")
 
     @rule(count=st.integers(1, 4), seconds=st.sampled_from([_LONG, _OVER]), owner=st.text())
     def claim(self, count: int, seconds: float, owner: str) -> None:

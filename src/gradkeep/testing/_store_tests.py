@@ -41,7 +41,7 @@ class StoreTests(BackendTests, WholeStoreTests):
             cast("type[RuleBasedStateMachine]", start),
             settings=settings(
                 # A fraction of what the profile asks for: one example is many steps.
-                max_examples=max(1, settings().max_examples // 5),
+                max_examples=max(1, settings().max_examples // 8),
                 stateful_step_count=25,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),

@@ -239,6 +239,17 @@ class WholeStoreTests:
         assert gs.gc(store).files == ()
         assert gs.verify(store.backend).healthy
 
+    def test_gc_leaves_work_that_is_under_way(self, store: Store) -> None:
+        write(store, SHUFFLED)
+        more = [Row(number) for number in range(100, 108)]
+        writer = store.write(KEY, schema(), extend=True)
+        append(writer, more)
+        writer.flush()
+        gs.gc(store)
+        holds(store.read(KEY, live=True), SHUFFLED + more)
+        writer.seal()
+        holds(store.read(KEY), SHUFFLED + more)
+
     def test_a_deleted_block_is_gone_and_can_be_written_anew(self, store: Store) -> None:
         write(store, SHUFFLED)
         store.delete(KEY)
@@ -363,6 +374,23 @@ class WholeStoreTests:
         with pytest.raises(LeaseLost):
             rows.renew(ended[0])
         assert rows.renew(taken_over[0]).row == mine[0].row
+
+    def test_a_late_worker_leaves_the_leases_of_others_alone(self, store: Store) -> None:
+        rows = self._rows(store, num_rows=1)
+        (late,) = rows.claim(owner="late", seconds=-1)
+        (between,) = rows.claim(owner="between")
+        rows.release(between)
+        (now,) = rows.claim(owner="now")
+        with pytest.raises(LeaseLost):
+            rows.renew(late)
+        rows.release(late)
+        rows.fail(late, "too late")
+        assert rows.claim(owner="next") == []
+        assert [(state.state, state.owner) for state in rows.states()] == [("leased", "now")]
+        renewed = rows.renew(rows.renew(now))
+        with pytest.raises(LeaseLost):
+            rows.renew(now)
+        assert rows.finish(renewed, Row(0).values())
 
     def test_failed_rows_are_tried_again_and_then_left(self, store: Store) -> None:
         rows = self._rows(store, num_rows=1)
