@@ -30,12 +30,13 @@ def record(
     It is run once before, so that first-time work is not counted.
     """
     from gradkeep.remat import read_log, unlimited_peak
-    from gradkeep.remat import record as recorder_for
     from gradkeep.remat._budget import format_bytes
     from gradkeep.remat._script import step_of
 
     step = step_of(script, function)
     step()
+    from gradkeep.remat import record as recorder_for  # loads torch
+
     recorder = recorder_for(log)
     for _ in range(repeats):
         with recorder:

@@ -360,8 +360,8 @@ def _lines(event: _Event, spent: int) -> Iterator[str]:
             yield _line("CONSTANT", NAME=event.name)
             yield _line("MEMORY", NAME=event.name, MEMORY=str(event.results[0][1]))
         case "MUTATE":
-            changed = [str(at) for at in event.changed]
-            args = list(event.args)
+            # The one list of numbers in the format.
+            changed, args = list(event.changed), list(event.args)
             yield _line("MUTATE", NAME=event.name, ARGS=args, MUTATE=changed, TIME=str(spent))
         case _:
             names = [name for name, _, _ in event.results]

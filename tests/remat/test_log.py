@@ -1,0 +1,153 @@
+"""Reading logs: what each instruction does, and what is wrong with bad ones."""
+
+import json
+
+import pytest
+
+from gradkeep._errors import LogError
+from gradkeep.remat import Kind, read_log, simulate, unlimited_peak
+
+
+def line(instruction, **values):
+    return json.dumps({"INSTRUCTION": instruction, **values})
+
+
+def constant(name, size):
+    return [line("CONSTANT", NAME=name), line("MEMORY", NAME=name, MEMORY=str(size))]
+
+
+def call(result, args, *, size=4, alias=-1, time=10, name="op"):
+    return [
+        line("CALL", NAME=name, RESULT=[result], ARGS=args, TIME=str(time)),
+        line("MEMORY", NAME=result, MEMORY=str(size)),
+        line("ALIAS", NAME=result, ALIAS=str(alias)),
+    ]
+
+
+def read(*parts, **options):
+    lines = [text for part in parts for text in ([part] if isinstance(part, str) else part)]
+    return read_log(lines, from_start=False, **options)
+
+
+def steps(program):
+    return [(step.kind.name, step.index) for step in program.steps]
+
+
+def test_constants_calls_and_outputs():
+    program = read(constant("w", 8), call("y", ["w"]))
+    assert [op.name for op in program.ops] == ["constant", "op"]
+    assert steps(program) == [("RUN", 0), ("PIN", 0), ("RUN", 1), ("PIN", 0), ("PIN", 1)]
+    assert (program.compute, program.constant_bytes, program.bottleneck_bytes) == (10, 8, 12)
+
+
+def test_an_alias_takes_no_bytes():
+    program = read(constant("w", 8), call("y", ["w"]), call("v", ["w", "y"], alias=1))
+    assert program.ops[2].sizes == (0,)
+    assert unlimited_peak(program) == 12
+
+
+def test_a_mutation_is_a_copy_under_the_same_name():
+    program = read(
+        constant("w", 8),
+        call("y", ["w"]),
+        call("v", ["y"], alias=0),
+        line("MUTATE", NAME="add_", ARGS=["v", "w"], MUTATE=[0], TIME="5"),
+        line("RELEASE", NAME="v"),
+    )
+    assert program.ops[3].sizes == (4,)
+    assert program.tensors[3] == "v$"
+    assert steps(program)[4:] == [
+        *[("RUN", 3), ("RELEASE", 2), ("RELEASE", 3)],
+        *[("PIN", 0), ("PIN", 1)],
+    ]
+
+
+def test_copies_are_references():
+    program = read(
+        constant("w", 8),
+        call("y", ["w"]),
+        line("COPY", DST="z", SRC="y"),
+        line("RELEASE", NAME="y"),
+        call("u", ["w"]),
+        line("COPY_FROM", DST="u", SRC="z"),
+    )
+    assert ("GET", 1) in steps(program)
+    assert steps(program)[-6:-4] == [("RELEASE", 2), ("GET", 1)]
+    # All three names mean the same tensor now, and each is an output.
+    assert steps(program)[-4:] == [("PIN", 0), ("PIN", 1), ("PIN", 1), ("PIN", 1)]
+
+
+def test_everything_before_start_is_dropped_and_backward_is_marked():
+    lines = [
+        *constant("old", 99),
+        line("ANNOTATE", ANNOTATION="START"),
+        *constant("w", 8),
+        *call("y", ["w"]),
+        *call("g", ["y"], name="mul_backward"),
+        *call("h", ["g"]),
+    ]
+    program = read_log(lines)
+    assert program.constant_bytes == 8
+    assert [op.backward for op in program.ops] == [False, False, True, True]
+
+
+def test_outputs_can_be_set_aside_instead():
+    parts = (constant("w", 8), call("y", ["w"]), call("v", ["y"], alias=0))
+    program = read(*parts, outputs="preallocate")
+    assert program.output_bytes == 12
+    assert all(step.kind is not Kind.PIN or step.index == 0 for step in program.steps)
+    assert simulate(program, budget=23).status == "oom"
+    assert simulate(program, budget=24).status == "ok"
+
+
+def test_releases_of_unknown_names_are_counted():
+    assert read(constant("w", 8), line("RELEASE", NAME="nobody")).ignored_releases == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (["{broken"], "line 1: not JSON"),
+        (["[]"], "line 1: no INSTRUCTION"),
+        ([line("EXPLODE", NAME="x")], "unknown instruction"),
+        ([line("CONSTANT")], "CONSTANT without NAME"),
+        ([line("CONSTANT", NAME="w")], "ends too early"),
+        (
+            [line("CONSTANT", NAME="w"), line("MEMORY", NAME="v", MEMORY="1")],
+            "line 2: another line",
+        ),
+        ([line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="x")], "line 2: MEMORY of"),
+        ([line("CONSTANT", NAME="w"), line("MEMORY", NAME="w", MEMORY="-1")], "negative size"),
+        ([line("MEMORY", NAME="w", MEMORY="1")], "belongs to no CALL"),
+        ([*constant("w", 1), *call("y", ["q"])], "line 3: a tensor that no line before defines"),
+        ([*constant("w", 1), *call("y", ["w"], alias=1)], "an alias of no argument"),
+        ([*constant("w", 1), *call("y", ["w"], time=-3)], "negative TIME"),
+        ([*constant("w", 1), *call("w", ["w"])], "a result that exists already"),
+        ([*constant("w", 1), line("COPY", DST="w", SRC="w")], "a copy to a name that exists"),
+        (
+            [*constant("w", 1), line("MUTATE", NAME="m", ARGS=["w"], MUTATE=[3], TIME="1")],
+            "a mutation of no argument",
+        ),
+        (
+            [*constant("w", 1), *[line("RELEASE", NAME="w")] * 2],
+            "line 4: a release of a storage without references",
+        ),
+        ([line("CALL", NAME="f", RESULT="y", ARGS=[], TIME="1")], "RESULT of CALL is not a list"),
+    ],
+)
+def test_bad_logs_are_told_with_their_line(parts, words):
+    with pytest.raises(LogError, match=words):
+        read(parts)
+
+
+def test_a_log_without_start_says_what_to_do():
+    with pytest.raises(LogError, match="from_start=False"):
+        read_log(constant("w", 1))
+
+
+def test_a_missing_or_binary_log(tmp_path):
+    with pytest.raises(LogError, match="cannot be read"):
+        read_log(tmp_path / "none.log")
+    (tmp_path / "binary.log").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LogError, match="cannot be read"):
+        read_log(tmp_path / "binary.log")

@@ -1,0 +1,226 @@
+"""The optimum against brute force, and everything else against the optimum."""
+
+import heapq
+import math
+import random
+
+import pytest
+
+from gradkeep._errors import RematError
+from gradkeep.remat import (
+    Action,
+    Graph,
+    Kind,
+    Op,
+    Program,
+    Step,
+    chain,
+    checked,
+    chen,
+    keep_all,
+    keeping,
+    optimal,
+    read_log,
+    revolve,
+    simplify,
+    simulate,
+    unlimited_peak,
+)
+
+HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
+
+
+def brute_force(graph, budget):
+    """The cheapest way over all states (nodes run so far, nodes in memory)."""
+    needs = [sum(1 << parent for parent in parents) for parents in graph.parents]
+    wanted = sum(1 << node for node in graph.outputs)
+
+    def size(mask):
+        return sum(graph.sizes[node] for node in range(len(graph)) if mask >> node & 1)
+
+    best = {(0, 0): 0}
+    queue = [(0, 0, 0)]
+    while queue:
+        cost, frontier, mask = heapq.heappop(queue)
+        if best[frontier, mask] < cost:
+            continue
+        if frontier == len(graph) and mask & wanted == wanted:
+            return cost
+        for node in range(len(graph)):
+            if mask >> node & 1:
+                after = (cost, frontier, mask & ~(1 << node))
+            elif (
+                node <= frontier
+                and not needs[node] & ~mask
+                and size(mask) + graph.sizes[node] <= budget
+            ):
+                after = (cost + graph.costs[node], max(frontier, node + 1), mask | 1 << node)
+            else:
+                continue
+            if after[0] < best.get(after[1:], math.inf):
+                best[after[1:]] = after[0]
+                heapq.heappush(queue, after)
+    return None
+
+
+def random_graph(rng, nodes):
+    parents = tuple(
+        tuple(sorted(rng.sample(range(node), min(node, rng.randint(0, 2)))))
+        for node in range(nodes)
+    )
+    used = {parent for several in parents for parent in several}
+    loose = [node for node in range(nodes - 1) if node not in used and rng.random() < 0.3]
+    return Graph(
+        costs=tuple(rng.randint(1, 5) for _ in range(nodes)),
+        sizes=tuple(rng.randint(1, 4) for _ in range(nodes)),
+        parents=parents,
+        outputs=frozenset([nodes - 1, *loose]),
+        backward=(False,) * nodes,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_optimum_is_that_of_brute_force(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(2, 7))
+    for budget in range(graph.bottleneck, keep_all(graph).peak + 1):
+        found = optimal(graph, budget=budget)
+        exact = brute_force(graph, budget)
+        assert found.status == ("infeasible" if exact is None else "optimal")
+        if exact is not None:
+            assert (found.schedule.compute, found.bound, found.gap) == (exact, exact, 0.0)
+            assert found.schedule.peak <= budget
+
+
+def training_program(rng, layers):
+    """Layers with skips, then gradients that read the activations: the shape of real steps."""
+    ops, steps, names = [], [], []
+
+    def run(args, *, backward=False):
+        number = len(names)
+        names.append(f"t{number}")
+        steps.append(Step(Kind.RUN, len(ops)))
+        size, cost = rng.randint(1, 6), rng.randint(1, 9)
+        ops.append(Op("op", cost, tuple(args), (number,), (size,), (-1,), backward))
+        return number
+
+    forward = [run([])]
+    for _ in range(layers - 1):
+        skip = [forward[-2]] if len(forward) > 1 and rng.random() < 0.3 else []
+        forward.append(run([forward[-1], *skip]))
+    gradient = run([forward[-1]], backward=True)
+    for activation in reversed(forward[:-1]):
+        after = run([gradient, activation], backward=True)
+        steps.append(Step(Kind.RELEASE, gradient))
+        steps.append(Step(Kind.RELEASE, activation))
+        gradient = after
+    steps.append(Step(Kind.PIN, gradient))
+    return Program(tuple(ops), tuple(steps), tuple(names))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_heuristic_is_below_the_optimum(seed):
+    rng = random.Random(seed)
+    program = training_program(rng, rng.randint(4, 7))
+    graph = Graph.of(program)
+    for ratio in (0.8, 0.6):
+        budget = max(graph.bottleneck, int(ratio * unlimited_peak(program)))
+        best = optimal(graph, budget=budget, time_limit=60)
+        if best.status != "optimal":
+            continue
+        for name in HEURISTICS:
+            outcome = simulate(program, heuristic=name, budget=budget, limit=20)
+            if outcome.status == "ok":
+                assert outcome.compute - 1 >= best.schedule.compute
+
+
+def test_a_time_limit_gives_a_proven_gap():
+    found = optimal(Graph.of(chain(14)), budget=6, time_limit=0.5)
+    assert found.status in ("optimal", "time limit")
+    assert 0 <= found.gap <= 1
+    assert found.bound > 0
+
+
+def test_too_small_a_budget_says_the_least():
+    graph = Graph.of(chain(4))
+    with pytest.raises(RematError, match=f"at least {graph.bottleneck} bytes"):
+        optimal(graph, budget=graph.bottleneck - 1)
+
+
+def test_too_large_a_graph_is_refused():
+    with pytest.raises(RematError, match="too large"):
+        optimal(Graph.of(chain(150)), budget=10)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 40])
+def test_known_schedules_are_valid_and_trade_time_for_memory(length):
+    graph = Graph.of(chain(length))
+    everything = keep_all(graph)
+    assert everything.compute == graph.compute
+    square_root = chen(graph)
+    assert square_root.peak <= everything.peak
+    assert square_root.compute <= 2 * graph.compute
+    for slots in (1, 2, 4):
+        few = revolve(graph, slots)
+        assert few.peak <= max(slots + 4, 3)
+        assert few.compute >= graph.compute
+
+
+def test_chens_rule_takes_the_square_root_of_the_memory():
+    graph = Graph.of(chain(100))
+    assert keep_all(graph).peak == 101
+    assert chen(graph).peak <= 2 * 10 + 3
+
+
+def test_more_slots_cost_less_time():
+    graph = Graph.of(chain(30))
+    costs = [revolve(graph, slots).compute for slots in range(1, 8)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1]
+
+
+def test_revolve_is_for_chains_only():
+    with pytest.raises(RematError, match="for chains"):
+        revolve(random_graph(random.Random(1), 6), 2)
+
+
+def test_keeping_recomputes_the_rest():
+    graph = Graph.of(chain(9))
+    some = keeping(graph, [2, 5])
+    assert some.compute > graph.compute
+    assert some.peak < keep_all(graph).peak
+
+
+def test_an_impossible_schedule_is_refused():
+    graph = Graph.of(chain(2))
+    for actions in ([Action("run", 1)], [Action("drop", 0)], [Action("run", 0)]):
+        with pytest.raises(RematError):
+            checked(graph, actions)
+
+
+def test_rewrites_keep_the_cost_and_lose_aliases_tuples_and_constants(tmp_path):
+    ops = (
+        Op("constant", 0, (), (0,), (8,), (-1,)),
+        Op("split", 3, (0,), (1, 2), (4, 4), (-1, -1)),
+        Op("view", 0, (1,), (3,), (0,), (0,)),
+        Op("add", 5, (3, 2), (4,), (4,), (-1,)),
+    )
+    steps = [Step(Kind.RUN, 0), Step(Kind.PIN, 0), *(Step(Kind.RUN, at) for at in (1, 2, 3))]
+    steps += [Step(Kind.RELEASE, at) for at in (1, 3, 2)]
+    steps.append(Step(Kind.PIN, 4))
+    simple = simplify(Program(ops, tuple(steps), ("w", "a", "b", "v", "y")))
+    assert [(op.name, op.args, op.sizes) for op in simple.ops] == [
+        ("split", (), (8,)),
+        ("add", (0, 0), (4,)),
+    ]
+    assert simulate(simple, budget=12).status == "ok"
+    assert simple.compute == 8
+
+
+def test_a_recorded_log_becomes_a_graph():
+    from pathlib import Path
+
+    log = Path(__file__).parent / "data" / "cnn-alias.log"
+    graph = Graph.of(read_log(log))
+    assert graph.constant_bytes > 0
+    assert keep_all(graph).compute == graph.compute

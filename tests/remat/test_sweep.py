@@ -1,0 +1,165 @@
+"""Sweeps, their tables and pictures, and the commands around them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradkeep._errors import RematError
+from gradkeep.remat import _sweep
+from gradkeep.remat._budget import parse_bytes
+from gradkeep.remat._picture import Look, draw, sentences
+from gradkeep.remat._sweep import Case, cases, read_table, run_case, sweep
+
+LOG = Path(__file__).parent / "data" / "cnn-alias.log"
+
+
+def gradkeep(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "gradkeep", *map(str, words)], capture_output=True, text=True
+    )
+
+
+def test_a_sweep_does_every_case_once_and_resumes(tmp_path, monkeypatch):
+    table = tmp_path / "out" / "table.csv"
+    wanted = cases([LOG], heuristics=("dtr-eq", "lru"), ratios=(0.9, 0.6))
+    rows = sweep(wanted[:2], table, workers=1)
+    assert [row.case for row in rows] == wanted[:2]
+    with table.open("a") as file:
+        file.write("cut off,by a ki")
+    again = sweep(wanted, table, workers=2)
+    assert [row.case for row in again] == wanted
+    assert again[:2] == rows
+    assert read_table(table) == again
+    monkeypatch.setattr(_sweep, "ProcessPoolExecutor", None)  # nothing is left to run
+    assert sweep(wanted, table) == again
+
+
+def test_a_row_is_the_simulation():
+    row = run_case(Case(str(LOG), "dtr", 0.65, limit=3.0))
+    assert row.status in ("ok", "oom", "thrash")
+    assert row.peak <= row.budget
+
+
+def test_bad_sweeps_are_refused_before_anything_runs():
+    with pytest.raises(RematError, match="no heuristic 'dtrr'"):
+        cases([LOG], heuristics=("dtrr",))
+    with pytest.raises(RematError, match="above 0"):
+        cases([LOG], ratios=(0.0,))
+
+
+def test_pictures_are_written_and_the_same_each_time(tmp_path):
+    rows = [run_case(case) for case in cases([LOG], heuristics=("dtr-eq", "lru"))]
+    for folder in ("one", "two"):
+        paths = draw(rows, tmp_path / folder, "pareto", Look("A title <with> signs"))
+        assert [path.suffix for path in paths] == [".png", ".svg", ".html"]
+    one, two = (tmp_path / folder / "pareto.svg" for folder in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    page = (tmp_path / "one" / "pareto.html").read_text()
+    assert "A title &lt;with&gt; signs" in page
+    assert "<svg" in page
+    assert "http-equiv" not in page
+    assert "<script" not in page
+    assert sentences(rows)[0].startswith("At 50% of its memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GiB", 2**31), ("500 MB", 500_000_000), ("12", 12), ("1e3kb", 10**6)]
+)
+def test_budgets_as_people_write_them(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "5 apples", "1.2.3"])
+def test_budgets_that_are_none(text):
+    with pytest.raises(RematError, match="not a number of bytes"):
+        parse_bytes(text)
+
+
+def test_simulate_command_has_the_promised_keys():
+    done = gradkeep("remat", "simulate", LOG, "--ratio", "0.9", "--heuristic", "dtr-eq", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    keys = (
+        "status overhead peak budget evictions rematerializations heuristic_evaluations accesses "
+        "compute base_compute"
+    )
+    assert set(keys.split()) <= set(found)
+    assert found["status"] == "ok"
+
+
+def test_simulate_command_tells_of_failure_by_exit_code():
+    done = gradkeep("remat", "simulate", LOG, "--budget", "1kB")
+    assert done.returncode == 3
+    assert "runs out of memory" in done.stdout
+    assert "no budget below" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulate", LOG], "either --ratio or --budget"),
+        (["simulate", LOG, "--ratio", "0.5", "--heuristic", "dtrx"], "did you mean dtr"),
+        (["simulate", LOG, "--ratio", "0.5", "--policy", "never"], "unknown policy"),
+        (["simulate", LOG, "--ratio", "-1"], "share of the peak"),
+        (["simulate", LOG, "--budget", "lots"], "not a number of bytes"),
+        (["simulate", "nowhere.log", "--ratio", "0.5"], "cannot be read"),
+        (["pareto", LOG, "--ratios", "a,b"], "numbers with commas"),
+        (["optimal", LOG, "--budget", "1"], "at least"),
+        (["record", "nowhere.py"], "no such script"),
+    ],
+)
+def test_bad_command_lines_get_a_message_and_no_traceback(words, message, tmp_path):
+    done = gradkeep("remat", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_pareto_command_writes_its_files(tmp_path):
+    done = gradkeep(
+        *("remat", "pareto", LOG, "--out", tmp_path, "--ratios", "0.9,0.5"),
+        *("--heuristics", "dtr-eq,lru", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 4
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"pareto.csv", "pareto.png", "pareto.svg", "pareto.html"} <= names
+
+
+@pytest.mark.parametrize("figure", ["ablate", "accesses", "banish"])
+def test_the_other_figures(figure, tmp_path):
+    done = gradkeep("remat", figure, LOG, "--out", tmp_path, "--ratios", "0.8")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+def test_record_command_records_a_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "net = torch.nn.Linear(4, 4)\n"
+        "def step():\n"
+        "    net.zero_grad(set_to_none=True)\n"
+        "    net(torch.ones(2, 4)).sum().backward()\n"
+    )
+    log = tmp_path / "step.log"
+    done = gradkeep("remat", "record", script, "--log", log, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak"] == found["live_peak"]
+    assert gradkeep("remat", "simulate", log, "--ratio", "1.0").returncode == 0
+    wrong = gradkeep("remat", "record", script, "--function", "train")
+    assert wrong.returncode == 2
+    assert "--function" in wrong.stderr
+
+
+def test_the_commands_do_without_torch():
+    code = (
+        "import sys; from gradkeep.cli import _remat; import gradkeep.remat; "
+        "from gradkeep.remat._sweep import sweep; print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
