@@ -1,5 +1,14 @@
-"""Example data that comes with packages: nothing is downloaded."""
+"""Example data that comes with packages, and small reference models: nothing is downloaded."""
 
 from gradkeep.data._digits import Digits, load_digits
+from gradkeep.data._zoo import Workload, build, default_sizes, published_sizes, zoo
 
-__all__ = ["Digits", "load_digits"]
+__all__ = [
+    "Digits",
+    "Workload",
+    "build",
+    "default_sizes",
+    "load_digits",
+    "published_sizes",
+    "zoo",
+]
