@@ -15,6 +15,7 @@ from gradkeep import store as gs
 from gradkeep._errors import Damaged, MissingRows, StoreError
 from gradkeep.store import _samples
 
+pytestmark = pytest.mark.slow
 ARRAYS = (
     gs.Array("loss"),
     gs.Array("label", "int64"),

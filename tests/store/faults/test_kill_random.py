@@ -11,16 +11,17 @@ import pytest
 
 from gradkeep import store as gs
 
+pytestmark = pytest.mark.slow
 KILLS = 100  # for each seed
 
 
 def stages(number):
     """What is done in one round, which has a capture and a set of rows of its own."""
-    yield from ("capture", "extend", "catalog", "drop", "rows", "compact")
+    yield from ("capture", "extend", "drop", "rows", "compact")
     if number % 3 == 1:
         yield "delete"
     if number % 4 == 3:
-        yield "gc"
+        yield from ("catalog", "gc")
 
 
 def arguments(stage, number):
@@ -56,13 +57,28 @@ def rounds_begun(log):
     return 1 + max((int(line.split()[0]) for line in kit.read_acks(log)), default=-1)
 
 
+def wait_for_more(log, size):
+    """Wait for progress, not for time: the machine may be busy with something else."""
+    patience = time.monotonic() + 60
+    while not log.exists() or log.stat().st_size < size:
+        if time.monotonic() > patience:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kills_at_random_moments_lose_nothing(seed, ram, zygote):
     chance = random.Random(seed)
     path, log = ram / "store", ram / "acks"
     for _ in range(KILLS):
         pid = zygote.start(job, str(path), str(log))
-        time.sleep(chance.uniform(0.002, 0.08))
+        written = log.stat().st_size if log.exists() else 0
+        if not wait_for_more(log, written + chance.randrange(200)):
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(1)
+            pytest.fail(f"the child is stuck: {zygote.errors()}")
+        time.sleep(chance.uniform(0, 0.005))
         os.kill(pid, signal.SIGKILL)
         assert zygote.wait(pid) == -signal.SIGKILL, zygote.errors()
         latest = rounds_begun(log)

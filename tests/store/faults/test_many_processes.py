@@ -15,6 +15,7 @@ from gradkeep import store as gs
 from gradkeep._errors import Conflict
 from gradkeep.store import _manifest
 
+pytestmark = pytest.mark.slow
 PROCESSES, ROWS, LIARS, KILLED = 64, 4096, 2, 8
 SCHEMA = gs.Schema((gs.Array("outputs", shape=(3,), kind="data"), gs.Array("seed", "int64")))
 

@@ -10,6 +10,7 @@ import pytest
 from gradkeep import store as gs
 from gradkeep._errors import WriteFailed
 
+pytestmark = pytest.mark.slow
 SCENES = {
     "capture": [],
     "extend": [kit.capture],
