@@ -9,32 +9,40 @@ for a copy.
 
 from __future__ import annotations
 
-import json
-import os
-import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradkeep._errors import RematError
+from gradkeep.remat._recorded import BACKWARD, Call, Constant, Mutation, Notes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import os
+    from collections.abc import Iterable
     from types import TracebackType
+
+
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """Calls back when the storage is gone, and still knows which one it was."""
+
+    __slots__ = ("key",)
+    key: int
 
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A storage that is alive, and the names that its tensors have in the log."""
+    """A storage that is alive, and the numbers that its tensors have in the log."""
 
-    root: str
+    root: int
     size: int
-    watch: object
-    views: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    watch: _Watch
+    views: dict[tuple[Any, ...], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,56 +50,50 @@ class _Signature:
     """What the log needs to know of an operator."""
 
     name: str
-    writes: tuple[int, ...]
-    """Positions of arguments that it changes in place."""
-    writes_named: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """One line to be, or several."""
-
-    kind: str
-    name: str
-    args: tuple[str, ...] = ()
-    results: tuple[tuple[str, int, int], ...] = ()
-    """Name, bytes and alias index of each result."""
-    changed: tuple[int, ...] = ()
+    writes: tuple[tuple[int, str], ...]
+    """Position and name of the arguments that it changes in place."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside `with`; the log is written when it ends.
 
-    Entered again for the same step, it keeps for every operator the least time that was seen.
-    `live_peak` is the largest number of bytes that were alive at once.
+    Entered again for the same step, it keeps for every operator the least time that was seen;
+    `repeats` says of how many runs. `live_peak` is the largest number of bytes alive at once.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps every call and loads its compiler at the first: seconds, for nothing.
+        return False
 
     def __init__(
         self, path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
     ) -> None:
+        if in_place not in ("alias", "mutate"):
+            raise RematError(
+                "unknown way to record in-place operators",
+                found=repr(in_place),
+                expected="'alias' or 'mutate'",
+            )
         super().__init__()  # type: ignore[no-untyped-call]
         self.path = Path(path)
         self.in_place = in_place
         self.live_peak = 0
-        self._signatures: dict[Any, _Signature] = {}
-        self._best: list[int] | None = None
-        self._shape: list[_Event] = []
         self.repeats = 0
+        self._signatures: dict[Any, _Signature] = {}
+        self._best: Notes | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._events: list[_Event] = []
-        self._times: list[int] = []
+        self._notes = Notes()
         self._alive: dict[int, _Followed] = {}
         self._count = 0
         self._live = 0
         self._backward = False
-        self._recording = False
+        self.live_peak = 0
 
     def __enter__(self) -> Self:
         self._begin()
-        self.live_peak = 0
-        self._recording = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -102,40 +104,50 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._recording = False
+        # Whoever dies from here on does so outside the step: the watches go first.
         self._alive.clear()
         if error is None:
-            self._keep_least_times()
-            self._write()
+            best = self._notes if self._best is None else self._best.least(self._notes)
+            # Another step than before: earlier times mean nothing here.
+            self.repeats = 1 if best is self._notes else self.repeats + 1
+            self._best = best
+            best.write(self.path)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        start = time.perf_counter_ns()
-        out = func(*args, **kwargs)
-        spent = time.perf_counter_ns() - start
-        if isinstance(out, torch.Tensor):
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)
-                spent = time.perf_counter_ns() - start
-            self._saw(func, args, kwargs, (out,), spent)
+        start = perf_counter_ns()
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        spent = perf_counter_ns() - start
+        made: tuple[Tensor, ...]
+        if isinstance(out, Tensor):
+            made = (out,)
         elif isinstance(out, tuple | list):
-            made = tuple(item for item in out if isinstance(item, torch.Tensor))
-            if made and made[0].is_cuda:
-                torch.cuda.synchronize(made[0].device)
-                spent = time.perf_counter_ns() - start
-            self._saw(func, args, kwargs, made, spent)
+            made = tuple(item for item in out if isinstance(item, Tensor))
         elif out is None:
-            self._saw(func, args, kwargs, (), spent)
+            made = ()
+        else:
+            return out
+        if made and made[0].is_cuda:
+            torch.cuda.synchronize(made[0].device)
+            spent = perf_counter_ns() - start
+        try:
+            self._saw(func, args, kwargs, made, spent)
+        except NotImplementedError as error:
+            raise RematError(
+                "a tensor without a storage cannot be recorded",
+                found=f"{func} ({error})",
+                expected="strided tensors",
+                fix="switch sparse gradients off for the recorded step",
+            ) from error
         return out
 
     def _saw(
         self,
         func: Any,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        made: tuple[torch.Tensor, ...],
+        kwargs: dict[str, Any] | None,
+        made: tuple[Tensor, ...],
         spent: int,
     ) -> None:
         signature = self._signatures.get(func)
@@ -143,158 +155,139 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             signature = self._signatures[func] = _signature(func)
         if not self._backward and torch._C._current_autograd_node() is not None:
             self._backward = True
-            self._note(_Event("ANNOTATE", "BACKWARD"))
-        given = list(_tensors(args))
+            self._notes.events.append(BACKWARD)
+        given: list[Tensor] = []
+        _collect(args, given)
         if kwargs:
-            given.extend(_tensors(tuple(kwargs.values())))
-        storages = [tensor.untyped_storage()._cdata for tensor in given]
-        names = [self._name(tensor, key) for tensor, key in zip(given, storages, strict=True)]
-        if signature.writes or signature.writes_named:
-            changed = {
-                tensor.untyped_storage()._cdata for tensor in _written(signature, args, kwargs)
-            }
-            made = tuple(t for t in made if t.untyped_storage()._cdata not in changed)
-            if changed and self.in_place == "mutate":
-                self._mutated(signature.name, names, storages, changed, spent)
-            elif changed:
-                self._changed(signature.name, names, storages, changed, made, spent)
-                return
+            _collect(kwargs.values(), given)
+        # Everything below is per argument of every operator: hence the plain loop.
+        alive, names, keys = self._alive, [], []
+        for tensor in given:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            followed = alive.get(key)
+            if followed is None:
+                name = self._follow(storage, key)
+                self._notes.events.append(Constant(name, alive[key].size))
+            elif followed.views:
+                name = followed.views.get(_geometry(tensor), followed.root)
+            else:
+                name = followed.root
+            keys.append(key)
+            names.append(name)
+        if signature.writes:
+            changed = _written(signature, args, kwargs or {})
+            if changed:
+                made = tuple(t for t in made if id(t.untyped_storage()) not in changed)
+                if self.in_place == "alias":
+                    self._changed(signature.name, names, keys, changed, made, spent)
+                    return
+                self._mutated(signature.name, names, keys, changed, spent)
+                spent = 0  # it is told once
         if made:
-            self._called(signature.name, names, storages, made, spent)
+            self._called(signature.name, names, keys, made, spent)
 
     def _called(
         self,
         name: str,
-        names: list[str],
-        storages: list[int],
-        made: tuple[torch.Tensor, ...],
+        names: list[int],
+        keys: list[int],
+        made: tuple[Tensor, ...],
         spent: int,
-        aliases: tuple[tuple[str, int, int], ...] = (),
+        aliases: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        results, replaced = list(aliases), []
+        alive, results, replaced = self._alive, list(aliases), []
         for tensor in made:
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            followed = self._alive.get(key)
+            key = id(storage)
+            followed = alive.get(key)
             if followed is None:
                 result = self._follow(storage, key)
-                results.append((result, storage.nbytes(), -1))
-            elif key in storages:
-                result, shape = self._fresh(), _geometry(tensor)
-                if shape in followed.views:
+                results.append((result, alive[key].size, -1))
+            elif key in keys:
+                self._count = result = self._count + 1
+                shape = _geometry(tensor)
+                if followed.views is None:
+                    followed.views = {}
+                elif shape in followed.views:
                     # The same view once more: the newer name stands for both.
                     replaced.append(followed.views[shape])
                 followed.views[shape] = result
-                results.append((result, followed.size, storages.index(key)))
+                results.append((result, followed.size, keys.index(key)))
         if results:
-            self._note(_Event("CALL", name, tuple(names), tuple(results)), spent)
-        for old in replaced:
-            self._note(_Event("RELEASE", old))
-        if self._live > self.live_peak:
-            self.live_peak = self._live
+            self._notes.events.append(Call(name, tuple(names), tuple(results)))
+            self._notes.times.append(spent)
+            self._notes.events.extend(replaced)
 
     def _changed(
         self,
         name: str,
-        names: list[str],
-        storages: list[int],
-        changed: set[int],
-        made: tuple[torch.Tensor, ...],
+        names: list[int],
+        keys: list[int],
+        changed: dict[int, torch.UntypedStorage],
+        made: tuple[Tensor, ...],
         spent: int,
     ) -> None:
-        """The storage stays and goes on under a new name; the old ones end here."""
-        renamed = {key: self._fresh() for key in changed}
-        aliases = tuple(
-            (new, self._alive[key].size, storages.index(key)) for key, new in renamed.items()
-        )
-        self._called(name, names, storages, made, spent, aliases)
-        for key, new in renamed.items():
+        """The storage stays and goes on under a new number; the old ones end here."""
+        results, ended = [], []
+        for key, storage in changed.items():
             followed = self._alive[key]
-            for old in (followed.root, *followed.views.values()):
-                self._note(_Event("RELEASE", old))
-            followed.views.clear()
-            followed.root = new
+            self._count = new = self._count + 1
+            ended += [followed.root, *(followed.views or {}).values()]
+            size = storage.nbytes()
+            if size == followed.size:
+                results.append((new, size, keys.index(key)))
+            else:
+                # It was resized: other memory, which was taken before the old was given back.
+                results.append((new, size, -1))
+                self._grew(size)
+                self._live -= followed.size
+                followed.size = size
+            followed.root, followed.views = new, None
+        self._called(name, names, keys, made, spent, results)
+        self._notes.events.extend(ended)
 
     def _mutated(
-        self, name: str, names: list[str], storages: list[int], changed: set[int], spent: int
+        self,
+        name: str,
+        names: list[int],
+        keys: list[int],
+        changed: dict[int, torch.UntypedStorage],
+        spent: int,
     ) -> None:
         """The whole storage changes: its other names mean what it was before, and end here."""
-        names = list(names)
-        positions = []
+        args = list(names)
+        positions = [keys.index(key) for key in changed]
+        for key, at in zip(changed, positions, strict=True):
+            args[at] = self._alive[key].root
+        self._notes.events.append(Mutation(name, tuple(args), tuple(sorted(positions))))
+        self._notes.times.append(spent)
         for key in changed:
             followed = self._alive[key]
-            at = storages.index(key)
-            positions.append(at)
-            names[at] = followed.root
-        self._note(_Event("MUTATE", name, tuple(names), changed=tuple(sorted(positions))), spent)
-        for key in changed:
-            followed = self._alive[key]
-            for view in followed.views.values():
-                self._note(_Event("RELEASE", view))
-            followed.views.clear()
+            self._notes.events.extend((followed.views or {}).values())
+            followed.views = None
 
-    def _name(self, tensor: torch.Tensor, key: int) -> str:
-        followed = self._alive.get(key)
-        if followed is None:
-            storage = tensor.untyped_storage()
-            name = self._follow(storage, key)
-            self._note(_Event("CONSTANT", name, results=((name, storage.nbytes(), -1),)))
-            return name
-        if followed.views:
-            return followed.views.get(_geometry(tensor), followed.root)
-        return followed.root
+    def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
+        self._count = number = self._count + 1
+        size = storage.nbytes()
+        watch = _Watch(storage, self._gone)
+        watch.key = key
+        self._alive[key] = _Followed(number, size, watch)
+        self._grew(size)
+        return number
 
-    def _follow(self, storage: torch.UntypedStorage, key: int) -> str:
-        name, size, mine = self._fresh(), storage.nbytes(), weakref.ref(self)
-
-        def gone(_: object) -> None:
-            recorder = mine()
-            if recorder is not None and recorder._recording:
-                recorder._died(key)
-
-        self._alive[key] = _Followed(name, size, weakref.ref(storage, gone))
+    def _grew(self, size: int) -> None:
         self._live += size
         if self._live > self.live_peak:
             self.live_peak = self._live
-        return name
 
-    def _died(self, key: int) -> None:
-        followed = self._alive.pop(key, None)
+    def _gone(self, watch: _Watch) -> None:
+        followed = self._alive.pop(watch.key, None)
         if followed is not None:
             self._live -= followed.size
-            self._note(_Event("RELEASE", followed.root))
-            for view in followed.views.values():
-                self._note(_Event("RELEASE", view))
-
-    def _fresh(self) -> str:
-        self._count += 1
-        return f"x{self._count}"
-
-    def _note(self, event: _Event, spent: int = 0) -> None:
-        self._events.append(event)
-        self._times.append(spent)
-
-    def _keep_least_times(self) -> None:
-        self.repeats += 1
-        if self._best is None or self._shape != self._events:
-            # The first time, or the step did something else: earlier times mean nothing here.
-            self._shape, self._best = self._events, self._times
-            return
-        self._best = [min(pair) for pair in zip(self._best, self._times, strict=True)]
-
-    def _write(self) -> None:
-        lines = [_line("ANNOTATE", ANNOTATION="START")]
-        for event, spent in zip(self._shape, self._best or [], strict=True):
-            lines.extend(_lines(event, spent))
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            temporary.write_text("\n".join(lines) + "\n")
-            temporary.replace(self.path)
-        except OSError as error:
-            raise RematError(
-                "the log cannot be written", path=self.path, found=str(error)
-            ) from error
+            self._notes.events.append(followed.root)
+            if followed.views:
+                self._notes.events.extend(followed.views.values())
 
 
 def record(
@@ -315,62 +308,32 @@ def record(
 
 def _signature(func: Any) -> _Signature:
     arguments = func._schema.arguments
-    written = [
-        argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
-    ]
-    positions = tuple(at for at, writes in enumerate(written) if writes)
-    return _Signature(
-        func._schema.name.partition("::")[2],
-        positions,
-        tuple(arguments[at].name for at in positions),
+    writes = tuple(
+        (at, argument.name)
+        for at, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
+    return _Signature(func._schema.name.partition("::")[2], writes)
 
 
 def _written(
     signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
-    for position, name in zip(signature.writes, signature.writes_named, strict=True):
-        if position < len(args):
-            yield from _tensors((args[position],))
-        elif name in kwargs:
-            yield from _tensors((kwargs[name],))
+) -> dict[int, torch.UntypedStorage]:
+    """The storages that the operator changed, in the order of its arguments."""
+    tensors: list[Tensor] = []
+    for position, name in signature.writes:
+        _collect((args[position] if position < len(args) else kwargs.get(name),), tensors)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {id(storage): storage for storage in storages}
 
 
-def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
+        if isinstance(value, Tensor):
+            found.append(value)
         elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    yield item
+            found.extend(item for item in value if isinstance(item, Tensor))
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-
-
-def _lines(event: _Event, spent: int) -> Iterator[str]:
-    match event.kind:
-        case "ANNOTATE":
-            yield _line("ANNOTATE", ANNOTATION=event.name)
-        case "RELEASE":
-            yield _line("RELEASE", NAME=event.name)
-        case "CONSTANT":
-            yield _line("CONSTANT", NAME=event.name)
-            yield _line("MEMORY", NAME=event.name, MEMORY=str(event.results[0][1]))
-        case "MUTATE":
-            # The one list of numbers in the format.
-            changed, args = list(event.changed), list(event.args)
-            yield _line("MUTATE", NAME=event.name, ARGS=args, MUTATE=changed, TIME=str(spent))
-        case _:
-            names = [name for name, _, _ in event.results]
-            args = list(event.args)
-            yield _line("CALL", NAME=event.name, RESULT=names, ARGS=args, TIME=str(spent))
-            for name, size, alias in event.results:
-                yield _line("MEMORY", NAME=name, MEMORY=str(size))
-                yield _line("ALIAS", NAME=name, ALIAS=str(alias))
-
-
-def _line(instruction: str, **values: Any) -> str:
-    return json.dumps({"INSTRUCTION": instruction, **values})
