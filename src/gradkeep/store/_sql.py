@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import MissingExtra, SqlError
@@ -41,12 +42,7 @@ def sql(store: Store, query: str) -> Result:
     try:
         wanted = _views_in(connection, query)
         _register(connection, store, wanted)
-        relation = connection.sql(query)
-        if relation is None:
-            raise SqlError("the statement gives no rows", fix="begin with SELECT")
-        return Result(_whole_numbers(relation.to_arrow_table()))
-    except duckdb.InterruptException:
-        raise KeyboardInterrupt from None
+        return Result(_whole_numbers(_interruptible(connection, query)))
     except duckdb.Error as error:
         raise SqlError(
             str(error).strip(),
@@ -55,6 +51,26 @@ def sql(store: Store, query: str) -> Result:
         ) from None
     finally:
         connection.close()
+
+
+def _interruptible(connection: Any, query: str) -> Any:
+    """Run the query in a thread: DuckDB itself does not notice every interrupt, we do."""
+
+    def answer() -> Any:
+        relation = connection.sql(query)
+        if relation is None:
+            raise SqlError("the statement gives no rows", fix="begin with SELECT")
+        return relation.to_arrow_table()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-sql") as pool:
+        future = pool.submit(answer)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            # Until it ends: an interrupt that comes before the query has begun is forgotten.
+            while not wait([future], timeout=0.05).done:
+                connection.interrupt()
+            raise
 
 
 def _views_in(connection: Any, query: str) -> set[str]:
