@@ -198,6 +198,23 @@ def test_a_sealed_block_grows_only_when_asked(store):
     assert len(store.read(KEY, version=0)) == 10
 
 
+def test_an_extended_block_can_be_written_again_and_repaired(store):
+    open_ended = schema(num_rows=None)
+    write_all(store, num_rows=None)  # ends in a short segment of two rows
+    with store.write(KEY, open_ended, extend=True) as writer:
+        writer.append(*batch(range(10, 17)))
+    lost = f"{KEY.folder}/seg/000002.safetensors"
+    whole = store.backend.read(lost)
+    store.backend.delete([lost], durability="full")
+    with store.write(KEY, open_ended) as writer:
+        assert not writer.needs(8)
+        writer.skip(range(8))
+        assert writer.needs(2)
+        writer.append(*batch(range(8, 17)))
+    assert store.backend.read(lost) == whole
+    assert store.read(KEY).ids.tolist() == list(range(17))
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_share_the_segments_and_the_last_one_seals(store, workers):
     whole = gk.open(Memory())

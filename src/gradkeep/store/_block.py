@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gradkeep.store._encoding import AnyArray
 
 SEGMENTS = "seg"
+LEFT_OUT = "without-"
+"""How the names of segments begin that were written anew when rows were dropped."""
 _OPEN_SEGMENTS = 64
 _BATCH_BYTES = 1 << 22
 
@@ -284,7 +286,10 @@ def open_segment(
         raise MissingRows(
             f"a segment with {entry.rows} rows is gone",
             path=backend.describe(key),
-            fix="if it was moved to quarantine, run the work again to recreate it; if an old "
+            fix="it was written when rows were dropped and nothing can write it again: open an older "
+            "version, or delete the block and capture it again"
+            if LEFT_OUT in entry.file
+            else "if it was moved to quarantine, run the work again to recreate it; if an old "
             "version was cleaned up meanwhile, open the block again",
         ) from None
     problem = None
@@ -344,9 +349,8 @@ def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
     first = 0 if newest is None else newest.next_segment
     numbers = [number for number in segment_numbers(backend, folder) if number >= first]
     fresh = tuple(entry_of(backend, folder, number, schema=schema) for number in numbers)
-    next_row = (0 if newest is None else newest.next_row) + sum(entry.rows for entry in fresh)
-    following = max([first, *(number + 1 for number in numbers)])
-    return Manifest(-1, schema.hash, segments + fresh, following, next_row)
+    written = (() if newest is None else newest.written) + tuple(entry.rows for entry in fresh)
+    return Manifest(-1, schema.hash, segments + fresh, written)
 
 
 def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema) -> SegmentEntry:

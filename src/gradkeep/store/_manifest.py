@@ -38,10 +38,18 @@ class Manifest:
     version: int
     schema_hash: str
     segments: tuple[SegmentEntry, ...]
-    next_segment: int
-    """The first segment number that was never used: a later one is work in progress, not waste."""
-    next_row: int
-    """How many rows were ever written, those left out since included."""
+    written: tuple[int, ...]
+    """The rows of every numbered segment that was ever written, left out since or not."""
+
+    @property
+    def next_segment(self) -> int:
+        """The first number that was never used: a later segment is work in progress, not waste."""
+        return len(self.written)
+
+    @property
+    def next_row(self) -> int:
+        """How many rows were ever written, those left out since included."""
+        return sum(self.written)
 
     @property
     def rows(self) -> int:
@@ -90,8 +98,7 @@ def load(backend: Backend, folder: str, version: int) -> Manifest:
         version=version,
         schema_hash=fields["schema_hash"],
         segments=tuple(SegmentEntry(**segment) for segment in fields["segments"]),
-        next_segment=fields["next_segment"],
-        next_row=fields["next_row"],
+        written=tuple(fields["written"]),
     )
 
 

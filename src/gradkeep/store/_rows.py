@@ -457,8 +457,7 @@ class Rows:
             version=0 if newest is None else newest.version + 1,
             schema_hash=self.schema.hash,
             segments=(*(() if newest is None else newest.segments), entry),
-            next_segment=(0 if newest is None else newest.next_segment) + 1,
-            next_row=(0 if newest is None else newest.next_row) + entry.rows,
+            written=(*(() if newest is None else newest.written), entry.rows),
         )
         try:
             _manifest.publish(self._backend, self.folder, manifest, durability=self._durability)

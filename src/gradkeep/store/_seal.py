@@ -10,6 +10,7 @@ import numpy as np
 from gradkeep._errors import Conflict, InvalidRows, MissingRows
 from gradkeep.store import _manifest
 from gradkeep.store._block import (
+    LEFT_OUT,
     SEGMENTS,
     Block,
     entry_of,
@@ -89,8 +90,7 @@ def _candidate(
         version=0 if newest is None else newest.version + 1,
         schema_hash=schema.hash,
         segments=(*old, *entries),
-        next_segment=first + len(fresh),
-        next_row=(0 if newest is None else newest.next_row) + sum(x.rows for x in entries),
+        written=(*(() if newest is None else newest.written), *(x.rows for x in entries)),
     )
     _check_rows(backend, folder, schema, candidate, fresh_from=len(old))
     return candidate
@@ -162,7 +162,7 @@ def without(block: Block, ids: Any, *, durability: Durability) -> Manifest:
             packed = _repacked(block, np.asarray(stay + start))
             # Named by content: a second try after a crash, for other rows even, takes no wrong file,
             # and a seal does not mistake it for new rows.
-            file = f"{SEGMENTS}/without-{packed.digest}{SUFFIX}"
+            file = f"{SEGMENTS}/{LEFT_OUT}{packed.digest}{SUFFIX}"
             backend.put_if_absent(f"{folder}/{file}", packed.parts, durability=durability)
             kept.append(SegmentEntry(file, len(stay), packed.size, packed.digest))
     manifest = dataclasses.replace(newest, version=newest.version + 1, segments=tuple(kept))

@@ -6,7 +6,9 @@ their ids with the ones it is given, and writes only the rest.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -78,6 +80,9 @@ class Writer:
         self._on_seal = on_seal
         enter_schema(backend, folder, schema, durability=durability)
         newest = _manifest.latest(backend, folder)
+        written = () if newest is None else newest.written
+        self._starts = list(itertools.accumulate(written, initial=0))
+        """Where each numbered segment begins that a version knows; then come full ones."""
         self._first_row = self._first_number = 0
         self._sealed_rows: int | None = None
         self._sealed: dict[str, str] = {}
@@ -386,10 +391,16 @@ class Writer:
         return number % self._share.of == self._share.rank
 
     def _number(self, row: int) -> int:
-        return self._first_number + (row - self._first_row) // self.schema.rows_per_segment
+        if row < self._starts[-1]:
+            return bisect.bisect_right(self._starts, row) - 1
+        beyond = (row - self._starts[-1]) // self.schema.rows_per_segment
+        return len(self._starts) - 1 + beyond
 
     def _start_of(self, number: int) -> int:
-        return self._first_row + (number - self._first_number) * self.schema.rows_per_segment
+        if number < len(self._starts):
+            return self._starts[number]
+        beyond = number - len(self._starts) + 1
+        return self._starts[-1] + beyond * self.schema.rows_per_segment
 
     def _end_of(self, number: int) -> int:
         return self._start_of(number + 1)
