@@ -183,18 +183,21 @@ class PlainCore:
 
     def score(self, storage: _Storage) -> float:
         stale = self.clock - storage.last_access
-        cost: float = storage.cost
-        up = sum(other.cost for other in self.reachable(storage, upwards=True))
-        down = sum(other.cost for other in self.reachable(storage, upwards=False))
-        near = {self.label[x] for x in self.beside(storage) if x in self.label}
-        top, under = {
-            "dtr": (cost + up + down, storage.size * stale),
-            "dtr-eq": (cost + sum(self.class_cost[n] for n in near), storage.size * stale),
-            "dtr-local": (cost, storage.size * stale),
-            "msps": (cost + up, storage.size),
-            "largest": (1, storage.size),
-            "lru": (storage.last_access, 1),
-        }[self.name]
+        top: float = storage.cost
+        under: float = storage.size
+        if self.name == "lru":
+            top, under = storage.last_access, 1
+        elif self.name == "largest":
+            top = 1
+        elif self.name == "dtr-eq":
+            near = {self.label[x] for x in self.beside(storage) if x in self.label}
+            top += sum(self.class_cost[number] for number in near)
+        if self.name in ("dtr", "msps"):
+            top += sum(other.cost for other in self.reachable(storage, upwards=True))
+        if self.name == "dtr":
+            top += sum(other.cost for other in self.reachable(storage, upwards=False))
+        if self.name.startswith("dtr"):
+            under *= stale
         return top / under if under > 0 else math.inf
 
 

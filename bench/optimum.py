@@ -1,0 +1,96 @@
+"""How far the heuristics are from the proven optimum, on small training graphs.
+
+`./x bench optimum [COUNT]`: random chains with skips and real recorded shapes of up to 25 operators,
+two budgets each; the geometric mean of the best heuristic by the optimum.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+
+from gradkeep.remat import Graph, Kind, Op, Program, Step, chain, optimal, simulate, unlimited_peak
+
+HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
+
+
+def training_program(rng: random.Random, layers: int) -> Program:
+    """Layers with skips, then gradients that read the activations."""
+    ops: list[Op] = []
+    steps: list[Step] = []
+
+    def run(args: list[int], *, backward: bool = False) -> int:
+        number = len(ops)
+        steps.append(Step(Kind.RUN, number))
+        size, cost = rng.choice((1, 2, 4, 8)), rng.randint(1, 20)
+        ops.append(Op("op", cost, tuple(args), (number,), (size,), (-1,), backward))
+        return number
+
+    forward = [run([])]
+    for _ in range(layers - 1):
+        skip = [forward[-2]] if len(forward) > 1 and rng.random() < 0.3 else []
+        forward.append(run([forward[-1], *skip]))
+    gradient = run([forward[-1]], backward=True)
+    for activation in reversed(forward[:-1]):
+        after = run([gradient, activation], backward=True)
+        steps.extend(Step(Kind.RELEASE, old) for old in (gradient, activation))
+        gradient = after
+    steps.append(Step(Kind.PIN, gradient))
+    return Program(tuple(ops), tuple(steps), tuple(f"t{at}" for at in range(len(ops))))
+
+
+def main(arguments: list[str]) -> int:
+    count = int(arguments[0]) if arguments else 24
+    rng = random.Random(0)
+    programs = [chain(length) for length in (5, 8, 10, 12)]
+    programs += [training_program(rng, rng.randint(5, 12)) for _ in range(count - len(programs))]
+    logs, below, compared = [], 0, 0
+    for number, program in enumerate(programs):
+        graph = Graph.of(program)
+        for ratio in (0.75, 0.55):
+            budget = max(
+                graph.bottleneck, int(ratio * (unlimited_peak(program) - graph.constant_bytes))
+            )
+            start = time.monotonic()
+            best = optimal(graph, budget=budget, time_limit=60)
+            spent = time.monotonic() - start
+            if best.schedule is None:
+                print(f"{number:>3} {len(graph):>3} nodes  {ratio}: {best.status} ({spent:.1f} s)")
+                continue
+            found = {
+                name: simulate(
+                    program, heuristic=name, budget=budget + graph.constant_bytes, limit=20
+                )
+                for name in HEURISTICS
+            }
+            good = {
+                name: outcome.compute - 1
+                for name, outcome in found.items()
+                if outcome.status == "ok"
+            }
+            below += sum(cost < best.bound - 1e-6 for cost in good.values())
+            compared += len(good)
+            if not good:
+                print(
+                    f"{number:>3} {len(graph):>3} nodes  {ratio}: no heuristic fits ({spent:.1f} s)"
+                )
+                continue
+            name = min(good, key=lambda item: good[item])
+            logs.append(math.log(good[name] / best.schedule.compute))
+            print(
+                f"{number:>3} {len(graph):>3} nodes  {ratio}: optimum "
+                f"{best.schedule.compute / graph.compute:.3f}x (gap {best.gap:.1%}, {spent:.1f} s), "
+                f"best heuristic {name} {good[name] / graph.compute:.3f}x"
+            )
+    mean = math.exp(sum(logs) / len(logs))
+    print(
+        f"{len(programs)} graphs, {len(logs)} budgets: geometric mean of best heuristic / optimum "
+        f"{mean:.3f} (target <= 1.15); {below} of {compared} outcomes below the optimum (must be 0)"
+    )
+    return int(below > 0 or mean > 1.15)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
