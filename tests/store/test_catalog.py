@@ -55,7 +55,7 @@ def store(tmp_path):
 
 @contextmanager
 def rebuilt(store):
-    with _refresh.rebuilt(store) as catalog:
+    with store.rebuild_catalog() as catalog:
         yield catalog
 
 

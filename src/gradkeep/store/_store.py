@@ -120,6 +120,10 @@ class Store:
         """Facts about every block in SQLite, brought up to date; a context manager."""
         return _refresh.up_to_date(self)
 
+    def rebuild_catalog(self) -> Catalog:
+        """The same made from nothing but the files; never needed, as refreshing finds the same."""
+        return _refresh.rebuilt(self)
+
     def sql(self, query: str) -> Result:
         """The answer to one reading SQL statement over `samples`, `captures`, `scores`, `runs`
         and `checkpoints`.
