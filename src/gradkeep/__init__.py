@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradkeep import remat, store
     from gradkeep._errors import GradkeepError
     from gradkeep.store import (
         Array,
@@ -37,12 +38,17 @@ __all__ = [
     "ScoresKey",
     "Store",
     "open",
+    "remat",
+    "store",
 ]
 
+_ROOMS = ("remat", "store")
 _HOMES = dict.fromkeys(__all__, "gradkeep.store") | {"GradkeepError": "gradkeep._errors"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"gradkeep.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gradkeep' has no attribute {name!r}")
