@@ -112,3 +112,37 @@ def test_power_cut_after_a_kill_and_a_second_try(life):
                 continue
             told.append(second[1])
             life.check(disk.after_power_cut(Keep("none")), told)
+
+
+class DiesBeforeSync(Recorder):
+    """Stops before the names of its segments are durable, as a killed process does."""
+
+    linked = False
+
+    def around(self, name, call, *args):
+        self.linked |= name == "link" and "/seg/" in args[1]
+        if self.linked and name == "sync_folder":
+            raise KeyboardInterrupt
+        return super().around(name, call, *args)
+
+
+def test_power_cut_after_another_died_beside_the_one_that_seals(ram):
+    ids, base = kit.IDS[:8], ram / "first"
+    base.mkdir()
+    disk, ours, theirs = Disk(base), Recorder(base), DiesBeforeSync(base)
+    theirs.events = ours.events
+    with gs.open(gs.LocalDisk(base / "store", syscalls=ours)).write(
+        kit.KEY, kit.SCHEMA, share=gs.Share(0, 2)
+    ) as writer:
+        writer.append(ids, kit.values(ids))
+        store = gs.open(gs.LocalDisk(base / "store", syscalls=theirs))
+        other = store.write(kit.KEY, kit.SCHEMA, share=gs.Share(1, 2))
+        with pytest.raises(KeyboardInterrupt), other:
+            other.append(ids, kit.values(ids))
+    for event in ours.events:
+        disk.apply(event)
+    lay_out(disk.after_power_cut(Keep("none")), ram / "after")
+    block = gs.open(ram / "after/store").read(kit.KEY)
+    assert block.ids.tolist() == ids
+    for batch in block.stream():
+        kit.assert_right(batch)
