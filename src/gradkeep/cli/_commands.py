@@ -46,6 +46,7 @@ COMMANDS = (
     Command("accesses", "_remat_figures", "How much looking around choosing takes.", "remat"),
     Command("banish", "_remat_figures", "What happens to what nobody refers to.", "remat"),
     Command("optimal", "_remat", "The best any schedule can do, proven.", "remat"),
+    Command("experiments", "_remat_experiments", "Run a configuration of trials.", "remat"),
     Command("record", "_remat_record", "Record the training step of a script.", "remat"),
 )
 

@@ -1,0 +1,78 @@
+"""`gradkeep remat experiments`: what a configuration asks for, with tables and pictures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._output import print_json
+from gradkeep.cli._progress import progress
+
+
+def experiments(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="JSON or YAML: commands per model.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for everything; a rerun resumes.")
+    ] = Path("experiments"),
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Simulations at a time; by default one per core."),
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run trials again that failed before.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run the trials of a configuration: plain training steps and budgets simulated on them.
+
+    Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. Interrupt it at any
+    moment and run it again: what is done stays done. Exit code 3 if trials failed.
+    """
+    from gradkeep.remat._experiment_config import read_experiment
+    from gradkeep.remat._experiments import run_experiment
+    from gradkeep.remat._picture import sentences
+
+    experiment = read_experiment(config)
+    for note in experiment.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with progress("experiments", "trials") as told:
+        report = run_experiment(
+            experiment, out, workers=workers, retry_failed=retry_failed, progress=told
+        )
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if json:
+        print_json(
+            {
+                "trials": len(report.results),
+                "ran": report.ran,
+                "reused": report.reused,
+                "failed": report.failed,
+                "results": report.results,
+                "files": [str(path) for path in report.files],
+                "notes": [*experiment.notes, *report.notes],
+            }
+        )
+    else:
+        print(f"{report.ran} trials run, {report.reused} were there already")
+        for line in sentences(report.points):
+            print(line)
+        for path in report.files:
+            print(f"wrote {path}")
+    if report.failed:
+        for result in report.results:
+            if result["status"] in ("error", "timeout"):
+                told_by = str(result.get("message", "")).splitlines() or [""]
+                print(
+                    f"{result['model']} {result['type']} {result['key']}: {result['status']}: "
+                    f"{told_by[-1]}",
+                    file=sys.stderr,
+                )
+        print(f"{report.failed} failed; --retry-failed runs them again", file=sys.stderr)
+        raise typer.Exit(3)

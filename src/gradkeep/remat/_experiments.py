@@ -1,0 +1,230 @@
+"""Experiments by configuration: measure, record, simulate, and put it all in tables and pictures.
+
+    OUT/results/  one JSON file per trial; what is there is not run again
+    OUT/logs/     the recorded steps, one per model with sizes
+    OUT/summary/  a CSV table per model
+    OUT/graphs/   a picture per model
+
+A trial writes its result in one move when it is done, so a kill at any time loses nothing done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._errors import RematError
+from gradkeep.remat._experiment_jobs import FAILED, Job, Processes
+from gradkeep.remat._experiment_tables import points, write_graphs, write_summaries
+from gradkeep.remat._experiment_trial import read_result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gradkeep.remat._experiment_config import Experiment
+    from gradkeep.remat._experiment_trial import Trial, Workplan
+    from gradkeep.remat._sweep import Row
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an experiment gave."""
+
+    results: tuple[Result, ...]
+    """One per trial, in the configuration's order; measurements that a ratio needed come after."""
+    ran: int
+    reused: int
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def points(self) -> list[Row]:
+        """The simulations in budgets, as a sweep's lines."""
+        return points(self.results)
+
+    @property
+    def failed(self) -> int:
+        """Trials that ended with an error or took too long."""
+        return sum(result["status"] in FAILED for result in self.results)
+
+
+def run_experiment(
+    experiment: Experiment,
+    out: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    retry_failed: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Run the trials that have no result yet, then write all tables and pictures.
+
+    Measurements and recordings run one at a time, so that they do not disturb each other;
+    simulations run on `workers` processes.
+    """
+    runner = _Runner(Path(out), experiment, retry_failed=retry_failed, progress=progress)
+    return runner.run(workers or os.cpu_count() or 1)
+
+
+class _Runner:
+    def __init__(
+        self,
+        out: Path,
+        experiment: Experiment,
+        *,
+        retry_failed: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.out, self.retry_failed, self.progress = out, retry_failed, progress
+        self.processes = Processes(report_errors=experiment.report_errors)
+        trials = experiment.trials
+        implied = [trial.baseline for trial in trials if trial.ratio is not None]
+        asked = {(trial.model, trial.key) for trial in trials}
+        extra = {(t.model, t.key): t for t in implied if (t.model, t.key) not in asked}
+        self.trials = (*trials, *extra.values())
+        self.results: dict[str, Result] = {}
+        self.done = 0
+
+    def run(self, workers: int) -> Report:
+        wanted = {trial.key: trial for trial in self.trials}
+        for folder in ("results", "logs"):
+            try:
+                (self.out / folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RematError(
+                    "the folder for results cannot be made", path=self.out, found=str(error)
+                ) from error
+        for key in wanted:
+            found = read_result(self._path(key))
+            if found is not None and not (self.retry_failed and found["status"] in FAILED):
+                self.results[key] = found
+        reused = len(self.results)
+        left = [trial for key, trial in wanted.items() if key not in self.results]
+        self.total = len(wanted)
+        self.done = reused
+        self._tell()
+        measured = [trial for trial in left if trial.type == "baseline"]
+        simulated = [trial for trial in left if trial.type != "baseline"]
+        self._run([self._measurement(trial) for trial in measured], workers=1)
+        logs = self._record(simulated)
+        jobs = [job for trial in simulated if (job := self._simulation(trial, logs)) is not None]
+        self._run(jobs, workers=workers)
+        rows = tuple(self._row(trial) for trial in self.trials)
+        files = write_summaries(rows, self.out / "summary")
+        pictures, notes = write_graphs(rows, self.out / "graphs")
+        return Report(rows, len(left), reused, (*files, *pictures), notes)
+
+    def _run(self, jobs: list[Job], *, workers: int) -> None:
+        if jobs:
+            found = self.processes.run(jobs, workers=workers, done=self._one_more)
+            for job, result in zip(jobs, found, strict=True):
+                self.results[job.about["key"]] = result
+
+    def _record(self, trials: Iterable[Trial]) -> dict[str, Result]:
+        """Record each step that has no log yet; the results by the key of the work."""
+        found: dict[str, Result] = {}
+        jobs: dict[str, Job] = {}
+        for trial in trials:
+            key = trial.work.key
+            log, out = self._log(trial.work), self.out / "logs" / f"{key}.json"
+            there = read_result(out)
+            if log.exists() and there is not None and there["status"] == "ok":
+                found[key] = there
+                continue
+            job = jobs.get(key)
+            jobs[key] = Job(
+                {"do": "record", "work": _plain(trial.work), "log": str(log)},
+                {"key": key, "model": trial.model},
+                out,
+                max(trial.timeout, job.timeout if job else 0.0),
+                max(trial.retries, job.retries if job else 0),
+            )
+        if jobs:
+            made = self.processes.run(list(jobs.values()), workers=1, done=lambda: None)
+            found.update(zip(jobs, made, strict=True))
+        return found
+
+    def _measurement(self, trial: Trial) -> Job:
+        fields = {"do": "measure", "work": _plain(trial.work)}
+        return self._job(trial, fields)
+
+    def _simulation(self, trial: Trial, logs: dict[str, Result]) -> Job | None:
+        """The job, or nothing if what it builds on has failed: then that is its result."""
+        needed = [("recording", logs[trial.work.key])]
+        if trial.ratio is not None:
+            needed.append(("baseline", self.results[trial.baseline.key]))
+        for what, result in needed:
+            if result["status"] in FAILED:
+                message = f"its {what} failed: {result.get('message')}"
+                self.results[trial.key] = {
+                    **_about(trial),
+                    "status": result["status"],
+                    "message": message,
+                }
+                self._one_more()
+                return None
+        budget = trial.budget
+        if trial.ratio is not None:
+            budget = int(trial.ratio * needed[1][1]["peak"])
+        fields = {
+            "do": "simulate",
+            "log": str(self._log(trial.work)),
+            "budget": None if math.isinf(budget) else budget,
+            "asked": {
+                "heuristic": trial.heuristic,
+                "policy": trial.policy,
+                "limit": trial.limit,
+            },
+        }
+        return self._job(trial, fields)
+
+    def _job(self, trial: Trial, fields: dict[str, Any]) -> Job:
+        return Job(fields, _about(trial), self._path(trial.key), trial.timeout, trial.retries)
+
+    def _path(self, key: str) -> Path:
+        return self.out / "results" / f"{key}.json"
+
+    def _log(self, work: Workplan) -> Path:
+        return self.out / "logs" / f"{work.key}.log"
+
+    def _row(self, trial: Trial) -> Result:
+        # The same question may be asked of two names: the result is shared, the names are not.
+        return {**self.results[trial.key], **_about(trial)}
+
+    def _one_more(self) -> None:
+        self.done += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _plain(work: Workplan) -> dict[str, Any]:
+    return dataclasses.asdict(work)
+
+
+def _about(trial: Trial) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "key": trial.key,
+        "model": trial.model,
+        "zoo": trial.work.name,
+        "type": trial.type,
+        "kind": trial.kind,
+        "batch_size": dict(trial.work.sizes)["batch_size"],
+        "sizes": dict(trial.work.sizes),
+        "seed": trial.work.seed,
+    }
+    if trial.type != "baseline":
+        about |= {
+            "ratio": trial.ratio,
+            "heuristic": trial.heuristic,
+            "policy": trial.policy,
+            "limit": trial.limit,
+        }
+    return about

@@ -1,0 +1,376 @@
+"""Experiments by configuration: what is asked for is run, once, and put in tables."""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gradkeep._errors import RematError
+from gradkeep.remat import read_log, simulate, unlimited_peak
+from gradkeep.remat._experiment_config import parse_experiment, read_experiment
+from gradkeep.remat._experiments import run_experiment
+
+SMALL = {"length": 6, "in_dim": 4, "mem_dim": 8}
+
+
+def gradkeep(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "gradkeep", "remat", "experiments", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        **options,
+    )
+
+
+def parse(commands, model="lstm", **top):
+    return parse_experiment({"models": {model: commands}, **top})
+
+
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Configurations
+
+
+def test_lists_unfold_into_all_combinations_and_nothing_runs_twice():
+    command = {
+        "type": "dtr",
+        "memory_budget": [1e5, 2e5],
+        "heuristic": ["lru", "msps"],
+        "batch_size": [1, 2, 3],
+        "extra_params": SMALL,
+    }
+    trials = parse([command, command]).trials
+    found = {(t.budget, t.heuristic, dict(t.work.sizes)["batch_size"]) for t in trials}
+    assert len(trials) == len(found) == 12
+    assert {t.kind for t in trials} == {"fixed"}
+    assert all(dict(t.work.sizes)["mem_dim"] == 8 for t in trials)
+
+
+def test_each_input_is_its_own_trial():
+    trials = parse([{"type": "baseline"}], n_inputs=3, seed=5, n_reps=2, dry_run=0).trials
+    assert [trial.work.seed for trial in trials] == [5, 6, 7]
+    assert {(t.work.repeats, t.work.warmup) for t in trials} == {(2, 0)}
+    assert len({trial.key for trial in trials}) == 3
+
+
+def test_defaults_hold_until_a_command_says_otherwise():
+    commands = [{"type": "baseline"}, {"type": "baseline", "batch_size": 3, "timeout": 7}]
+    one, two = parse(commands, default={"batch_size": 2, "timeout": 5}).trials
+    assert (dict(one.work.sizes)["batch_size"], one.timeout) == (2, 5)
+    assert (dict(two.work.sizes)["batch_size"], two.timeout) == (3, 7)
+
+
+def test_a_budget_of_minus_one_is_no_budget_and_units_are_read():
+    trials = parse([{"type": "simrd", "memory_budget": [-1, "2MiB", "5e4", 9e9]}]).trials
+    assert [trial.budget for trial in trials] == [math.inf, 2**21, 5e4, 9e9]
+
+
+def test_retries_need_to_be_switched_on():
+    extra = {**SMALL, "retry_on_error": True, "max_retries": 4}
+    commands = [
+        {"type": "dtr", "ratio": 0.5, "max_retries": 4},
+        {"type": "dtr", "ratio": 0.4, "extra_params": extra},
+        {"type": "dtr", "ratio": 0.3, "retry_on_error": True},
+    ]
+    assert [trial.retries for trial in parse(commands).trials] == [0, 4, 10]
+
+
+def test_the_original_layout_is_read_with_its_names_sizes_and_meanings():
+    config = {
+        "active": True,
+        "save_logs": False,
+        "log_dest": "~/logs",
+        "sync_gpu": True,
+        "dtr_torch_cmd": "python3",
+        "dry_run": 2,
+        "n_inputs": 1,
+        "n_reps": 4,
+        "notify": [],
+        "models": ["tv_densenet121", "treelstm", "lstm", "transformer", "unroll_gan"],
+        "dtr_settings": {
+            "default": {"batch_size": 32, "timeout": 1200, "use_sampling": True},
+            "tv_densenet121": [{"type": "baseline", "extra_params": {"height": 64, "width": 64}}],
+            "treelstm": [
+                {
+                    "type": "dtr",
+                    "kind": "fixed",
+                    "memory_budget": [8.0e9, 2.0e9],
+                    "batch_size": 9,
+                    "use_profiling": True,
+                    "use_sampling": False,
+                    "extra_params": {"in_dim": 100, "mem_dim": 300, "input_size": 640},
+                }
+            ],
+            "lstm": [{"type": "baseline", "batch_size": 256, "extra_params": {"input_size": 512}}],
+            "transformer": [
+                {"type": "baseline", "batch_size": 10, "extra_params": {"input_seq_length": 256}}
+            ],
+            "unroll_gan": [{"type": "baseline", "extra_params": {"d_hid": 7, "g_inp": 9}}],
+            "resnet32": [{"type": "not run, so not read"}],
+        },
+    }
+    found = parse_experiment(config)
+    dense, tree, _, lstm, transformer, gan = found.trials
+    sizes = [dict(trial.work.sizes) for trial in (dense, tree, lstm, transformer, gan)]
+    assert (dense.work.name, dense.timeout, dense.work.repeats) == ("densenet121", 1200, 4)
+    assert sizes[0] == {"batch_size": 32, "classes": 1000, "height": 64, "width": 64}
+    assert (sizes[1]["depth"], sizes[1]["batch_size"], sizes[1]["mem_dim"]) == (9, 640, 300)
+    assert (sizes[2]["length"], sizes[2]["batch_size"]) == (256, 512)
+    assert (sizes[3]["length"], sizes[3]["layers"], sizes[3]["batch_size"]) == (256, 12, 10)
+    assert (gan.work.name, sizes[4]["d_hidden"], sizes[4]["noise_dim"]) == ("unrolled_gan", 7, 9)
+    assert any("sync_gpu has no effect" in note for note in found.notes)
+    assert any("treelstm, command 1: use_sampling has no effect" in note for note in found.notes)
+
+
+def test_unknown_keys_are_told_but_not_fatal():
+    commands = [{"type": "baseline", "batchsize": 3, "extra_params": {"colour": 3}}]
+    found = parse(commands, retries=4)
+    assert len(found.trials) == 1
+    assert "unknown key 'retries' is ignored" in found.notes
+    assert any(
+        "command 1: unknown field 'batchsize'" in n and "batch_size" in n for n in found.notes
+    )
+    assert any("no size 'colour'" in note for note in found.notes)
+
+
+def test_inactive_configurations_run_nothing():
+    found = parse([{"type": "baseline"}], active=False)
+    assert found.trials == ()
+    assert found.notes
+
+
+@pytest.mark.parametrize(
+    ("model", "command", "words"),
+    [
+        ("lsmt", {"type": "baseline"}, ["lsmt", "lstm"]),
+        ("lstm", {"ratio": 0.5}, ["command 2", "type", "baseline, dtr, simrd"]),
+        ("lstm", {"type": "dtrr", "ratio": 1}, ["command 2", "type", "'dtrr'", "dtr"]),
+        ("lstm", {"type": "dtr"}, ["command 2", "memory_budget"]),
+        ("lstm", {"type": "dtr", "kind": "ratio"}, ["command 2", "ratio missing"]),
+        ("lstm", {"type": "dtr", "kind": "use_log"}, ["command 2", "kind", "param_sweep"]),
+        ("lstm", {"type": "dtr", "ratio": 0}, ["command 2", "ratio", "above 0"]),
+        ("lstm", {"type": "dtr", "ratio": [0.5, "half"]}, ["command 2", "ratio", "'half'"]),
+        ("lstm", {"type": "dtr", "ratio": []}, ["command 2", "ratio", "empty"]),
+        ("lstm", {"type": "dtr", "memory_budget": "2 houses"}, ["memory_budget", "2GiB"]),
+        ("lstm", {"type": "dtr", "memory_budget": 0}, ["memory_budget", "above 0"]),
+        ("lstm", {"type": "dtr", "memory_budget": True}, ["memory_budget", "True"]),
+        ("lstm", {"type": "dtr", "ratio": 1, "heuristic": "dtr-eg"}, ["heuristic", "dtr-eq"]),
+        ("lstm", {"type": "dtr", "ratio": 1, "policy": "lazy"}, ["policy", "eager"]),
+        ("lstm", {"type": "dtr", "ratio": 1, "limit": 0.5}, ["limit", "at least 1"]),
+        ("lstm", {"type": "baseline", "batch_size": 0}, ["command 2", "batch_size"]),
+        ("lstm", {"type": "baseline", "batch_size": "many"}, ["command 2", "batch_size"]),
+        ("lstm", {"type": "baseline", "timeout": -1}, ["command 2", "timeout"]),
+        ("lstm", {"type": "baseline", "n_reps": 1.5}, ["command 2", "n_reps", "whole"]),
+        ("lstm", {"type": "baseline", "retry_on_error": 3}, ["retry_on_error", "true or false"]),
+        ("lstm", {"type": "baseline", "extra_params": 3}, ["command 2", "extra_params"]),
+        (
+            "lstm",
+            {"type": "baseline", "extra_params": {"length": [1, 2]}},
+            ["extra_params.length", "not unfolded"],
+        ),
+        ("lstm", "baseline", ["command 2", "mapping"]),
+    ],
+)
+def test_mistakes_are_told_with_their_place(model, command, words):
+    with pytest.raises(RematError) as caught:
+        parse([{"type": "baseline"}, command], model=model)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ([], "mapping"),
+        ({}, "no models"),
+        ({"models": ["lstm"]}, "dtr_settings"),
+        ({"models": ["lstm"], "dtr_settings": {"lsmt": [{"type": "baseline"}]}}, "lsmt"),
+        ({"models": {"lstm": {}}}, "list of commands"),
+        ({"models": {"lstm": [{"type": "baseline"}]}, "sizes": "huge"}, "published"),
+        ({"models": {"lstm": [{"type": "baseline"}]}, "default": 3}, "default"),
+    ],
+)
+def test_configurations_of_another_form_are_refused(config, words):
+    with pytest.raises(RematError, match=words):
+        parse_experiment(config)
+
+
+def test_yaml_reads_as_json_does_although_it_takes_exponents_for_text(tmp_path):
+    text = "models:\n  lstm:\n    - {type: dtr, memory_budget: [5e4, 2GiB], limit: 5e1}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    budgets = ["5e4", "2GiB"]
+    config = {"models": {"lstm": [{"type": "dtr", "memory_budget": budgets, "limit": 50}]}}
+    (tmp_path / "a.json").write_text(json.dumps(config))
+    found = read_experiment(tmp_path / "a.yaml")
+    assert found == read_experiment(tmp_path / "a.json")
+    assert found.trials[0].budget == 5e4
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "{models: 3}"),
+        ("a.yaml", "models: [\n"),
+        ("a.json", '{"models": {"lstm": [{"type": "dtr", "memory_budget": {}}]}}'),
+        ("missing.json", None),
+    ],
+)
+def test_the_command_refuses_bad_files_with_exit_code_2_and_no_traceback(tmp_path, name, text):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    run = gradkeep(tmp_path / name, "--out", tmp_path / "out")
+    assert run.returncode == 2
+    assert str(tmp_path / name) in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An experiment that ran to its end."""
+    folder = tmp_path_factory.mktemp("experiment")
+    command = {
+        "type": "dtr",
+        "kind": "ratio",
+        "ratio": [0.9, 0.8],
+        "heuristic": ["dtr-eq", "lru"],
+        "extra_params": SMALL,
+    }
+    fixed = {"type": "simrd", "memory_budget": -1, "extra_params": SMALL}
+    config = {"models": {"lstm": [command, fixed]}, "n_reps": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    run = gradkeep(folder / "config.json", "--out", folder / "out", "--json", "--workers", 2)
+    return folder, run
+
+
+def test_every_trial_says_what_simulating_the_recorded_step_says(finished):
+    folder, run = finished
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    (log,) = (folder / "out" / "logs").glob("*.log")
+    program = read_log(log)
+    peak = unlimited_peak(program)
+    assert (report["trials"], report["ran"], report["reused"], report["failed"]) == (6, 6, 0, 0)
+    for result in report["results"]:
+        if result["type"] == "baseline":
+            assert result["peak"] == peak
+            assert 0 < result["least_time"] <= result["time"]
+            continue
+        budget = math.inf if result["ratio"] is None else int(result["ratio"] * peak)
+        expected = simulate(program, heuristic=result["heuristic"], budget=budget, limit=10.0)
+        assert result["status"] == expected.status
+        assert result["overhead"] == expected.overhead
+        assert result["evictions"] == expected.evictions
+        assert result["unlimited_peak"] == peak
+
+
+def test_there_is_a_table_and_a_picture_per_model(finished):
+    folder, _ = finished
+    rows = table(folder / "out" / "summary" / "lstm.csv")
+    assert [row["type"] for row in rows] == ["dtr"] * 4 + ["simrd", "baseline"]
+    assert {row["ratio"] for row in rows[:4]} == {"0.9", "0.8"}
+    assert all(row["status"] in ("ok", "oom", "thrash") for row in rows)
+    names = {path.name for path in (folder / "out" / "graphs").iterdir()}
+    assert names == {"lstm.png", "lstm.svg", "lstm.html"}
+    assert "lstm, batch 8" in (folder / "out" / "graphs" / "lstm.html").read_text()
+
+
+def test_a_rerun_only_runs_what_is_missing(finished):
+    folder, _ = finished
+    results = sorted((folder / "out" / "results").iterdir())
+    assert len(results) == 6
+    gone = next(path for path in results if path.name.startswith("dtr"))
+    before = {path: path.stat().st_mtime_ns for path in results if path != gone}
+    old = json.loads(gone.read_text())
+    gone.write_text(gone.read_text()[:20])  # cut off: as good as missing
+    report = run_experiment(read_experiment(folder / "config.json"), folder / "out")
+    assert (report.ran, report.reused) == (1, 5)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    new = json.loads(gone.read_text())
+    assert new["overhead"] == old["overhead"], "the recorded step was not recorded again"
+
+
+def test_failures_are_results_after_as_many_retries_as_allowed(tmp_path):
+    extra = {"dim": 30, "retry_on_error": True, "max_retries": 1}
+    config = {
+        "models": {
+            "transformer": [{"type": "baseline", "extra_params": extra}],
+            "resnet1202": [{"type": "dtr", "memory_budget": 1e6, "timeout": 0.3}],
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = gradkeep(tmp_path / "config.json", "--out", tmp_path / "out", "--json")
+    assert run.returncode == 3, run.stderr
+    broken, slow = json.loads(run.stdout)["results"]
+    assert (broken["status"], broken["retries"]) == ("error", 1)
+    assert "no multiple of heads" in broken["message"]
+    assert slow["status"] == "timeout"
+    assert "recording" in slow["message"]
+    assert "longer than 0.3 s" in slow["message"]
+    assert "2 failed" in run.stderr
+    assert table(tmp_path / "out" / "summary" / "transformer.csv")[0]["status"] == "error"
+    # The one that has a result is left alone unless told otherwise.
+    experiment = parse([{"type": "baseline", "extra_params": {"dim": 30}}], model="transformer")
+    assert run_experiment(experiment, tmp_path / "out").ran == 0
+    assert run_experiment(experiment, tmp_path / "out", retry_failed=True).ran == 1
+    strict = dataclasses.replace(experiment, report_errors=False)
+    with pytest.raises(RematError, match="report_errors"):
+        run_experiment(strict, tmp_path / "other")
+
+
+def test_a_kill_loses_nothing_done_and_leaves_nobody_behind(tmp_path):
+    ratios = [0.99 - 0.01 * step for step in range(30)]
+    command = {"type": "dtr", "ratio": ratios, "heuristic": "lru", "extra_params": SMALL}
+    (tmp_path / "config.json").write_text(json.dumps({"models": {"lstm": [command]}}))
+    line = [sys.executable, "-m", "gradkeep", "remat", "experiments", tmp_path / "config.json"]
+    out = tmp_path / "out"
+    running = subprocess.Popen([*map(str, line), "--out", str(out)], stderr=subprocess.DEVNULL)
+    done = []
+    for _ in range(600):
+        done = sorted((out / "results").glob("dtr*.json"))
+        if len(done) >= 3:
+            break
+        time.sleep(0.1)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert 3 <= len(done) < 30
+    before = {path: path.read_bytes() for path in done}
+    assert _ends(out), "trials go on although the experiment was killed"
+    fewer = {"models": {"lstm": [{**command, "ratio": ratios[:6]}]}}
+    report = run_experiment(parse_experiment(fewer), out)
+    assert report.reused >= 3
+    assert {path: path.read_bytes() for path in before} == before
+    assert {result["status"] for result in report.results} <= {"ok", "oom", "thrash"}
+
+
+def _ends(out):
+    """Whether no process works for the folder any more, soon."""
+    for _ in range(50):
+        busy = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    with open(f"/proc/{entry}/cmdline", "rb") as file:
+                        if str(out).encode() in file.read():
+                            busy.append(entry)
+                except OSError:
+                    continue
+        if not busy:
+            return True
+        time.sleep(0.1)
+    return False
