@@ -6,6 +6,7 @@ on a noisy machine, seconds do not. `./x bench store [--quick]`
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
@@ -23,7 +24,7 @@ import xxhash
 import gradkeep as gk
 from gradkeep.store import Memory, _segment
 
-ROWS, WIDTH = 4096, 6144  # a segment of 4096 rows of 6144 float16 values: 48 MiB
+ROWS, WIDTH = 8192, 6144  # a segment of 8192 rows of 6144 float16 values: 96 MiB
 WORD = 1 << 64
 KEY = gk.CaptureKey(checkpoint="final", split="train")
 
@@ -36,6 +37,8 @@ class Line:
     note: str = ""
 
     def show(self) -> str:
+        if math.isinf(self.bar):
+            return f"{self.what:<44}{self.ratio:>9.4g}   {self.note}"
         verdict = "met   " if self.ratio <= self.bar else "MISSED"
         return f"{self.what:<44}{self.ratio:>9.4g}   <= {self.bar:<6g} {verdict} {self.note}"
 
@@ -109,13 +112,15 @@ def writes(root: Path, segments: int, rounds: int) -> list[Line]:
     rng = np.random.default_rng(1)
     batches = [segment_rows(rng, index) for index in range(segments)]
     lines = []
-    for durability in ("process", "full"):
+    for durability, step in (("process", ROWS), ("full", ROWS), ("process", 256)):
 
-        def ours(durability: str = durability) -> None:
+        def ours(durability: str = durability, step: int = step) -> None:
             place = root / "written"
             with gk.open(place, durability=durability).write(KEY, schema(segments)) as writer:
                 for ids, arrays in batches:
-                    writer.append(ids, arrays)
+                    for at in range(0, ROWS, step):
+                        rows = arrays["fc.prefix"][at : at + step]
+                        writer.append(ids[at : at + step], {"fc.prefix": rows})
 
         def bare(durability: str = durability) -> None:
             place = root / "raw"
@@ -136,7 +141,13 @@ def writes(root: Path, segments: int, rounds: int) -> list[Line]:
             return spent
 
         found = [swept(ours, "written") / swept(bare, "raw") for _ in range(rounds)]
-        lines.append(Line(f"write, {durability} / raw write + xxh3", statistics.median(found), 1.3))
+        whole = step == ROWS
+        what = (
+            f"write, {durability} / raw write + xxh3" if whole else "the same, 256 rows at a time"
+        )
+        note = "" if whole else "(rows are copied once, so that the caller may go on; no bar)"
+        bar = 1.3 if whole else math.inf
+        lines.append(Line(what, statistics.median(found), bar, note))
     return lines
 
 
@@ -234,12 +245,12 @@ def catalog_line(root: Path, segments: int) -> Line:
 
 def main(arguments: list[str]) -> int:
     quick = "--quick" in arguments
-    segments, rounds = (4, 3) if quick else (12, 9)
+    segments, rounds = (2, 3) if quick else (8, 15)
     root = Path(tempfile.mkdtemp(prefix="gradkeep-bench-"))
     try:
         store = fill_store(root, segments)
         files = sorted((root / "store" / KEY.folder / "seg").iterdir())
-        lines = [*streams(store, files, rounds), *writes(root, min(segments, 6), rounds)]
+        lines = [*streams(store, files, rounds), *writes(root, segments, min(rounds, 7))]
         lines += [*gathers(store, files, rounds), size_line(store), mask_line()]
         lines += [commit_line(root, rounds), catalog_line(root, 2_000 if quick else 100_000)]
     finally:

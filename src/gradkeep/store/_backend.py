@@ -69,6 +69,8 @@ class Backend(ABC):
 
     location: str
     """How messages name the place."""
+    remote = False
+    """Whether opening a value takes so long that the next one is worth opening meanwhile."""
 
     @abstractmethod
     def put_if_absent(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from gradkeep.store._schema import Array, Schema
 from gradkeep.store._segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from gradkeep.store._backend import Backend, Durability
     from gradkeep.store._encoding import AnyArray
@@ -28,7 +29,8 @@ SEGMENTS = "seg"
 LEFT_OUT = "without-"
 """How the names of segments begin that were written anew when rows were dropped."""
 _OPEN_SEGMENTS = 64
-_BATCH_BYTES = 1 << 22
+_BATCH = 1 << 24
+_VERIFIED_BATCH = 1 << 22  # so small that what was hashed is still in the cache when it is used
 
 
 class Block:
@@ -109,24 +111,45 @@ class Block:
     ) -> Iterator[Batch]:
         """All rows in order, mapped from disk, the next segment read ahead; O(1) memory.
 
-        A batch holds `batch_rows` rows, by default some 8 MiB of them; none spans two segments.
+        A batch holds `batch_rows` rows, by default some megabytes of them; none spans two segments.
         Its bytes are verified just before it is handed out, so they are in the cache when used.
         """
         if batch_rows is not None and batch_rows < 1:
             raise InvalidRows("batch_rows must be at least 1", found=batch_rows)
         arrays = self._arrays(names)
-        entries = self.manifest.segments
-        with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as ahead:
-            coming = ahead.submit(self._open_ahead, entries[0], arrays) if entries else None
-            for index in range(len(entries)):
-                assert coming is not None
-                segment = coming.result()
-                if index + 1 < len(entries):
-                    coming = ahead.submit(self._open_ahead, entries[index + 1], arrays)
+        with contextlib.closing(self._one_ahead(arrays)) as segments:
+            for segment, start in zip(segments, self.starts, strict=False):
                 try:
-                    yield from _batches(segment, arrays, int(self.starts[index]), batch_rows)
+                    rows = batch_rows or self._suitable_rows(segment, arrays)
+                    yield from _batches(segment, arrays, int(start), rows)
                 finally:
                     segment.close()
+
+    def _one_ahead(self, arrays: Sequence[Array]) -> Generator[Segment]:
+        """The opened segments in order, the next one always being read while one is used."""
+        entries = self.manifest.segments
+        if not self.backend.remote:
+            # A local disk reads ahead by itself once it was told to.
+            coming = [self._open_ahead(entry, arrays) for entry in entries[:1]]
+            for entry in entries[1:]:
+                coming.append(self._open_ahead(entry, arrays))
+                yield coming.pop(0)
+            yield from coming
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as pool:
+            futures = [pool.submit(self._open_ahead, entry, arrays) for entry in entries[:1]]
+            for entry in entries[1:]:
+                opened = futures.pop().result()
+                futures.append(pool.submit(self._open_ahead, entry, arrays))
+                yield opened
+            for future in futures:
+                yield future.result()
+
+    def _suitable_rows(self, segment: Segment, arrays: Sequence[Array]) -> int:
+        extents = [segment.extents[array.name] for array in arrays]
+        row_bytes = sum(extent.stop - extent.start for extent in extents) / max(1, segment.rows)
+        batch_bytes = _VERIFIED_BATCH if self._verify else _BATCH
+        return max(1, int(batch_bytes / max(1.0, row_bytes)))
 
     def column(self, name: str) -> Any:
         """All rows of one array `[N, *shape]` (a list per row if ragged); meant for small arrays."""
@@ -260,17 +283,11 @@ def _inverse(order: AnyArray) -> AnyArray:
 
 
 def _batches(
-    segment: Segment, arrays: Sequence[Array], first_row: int, batch_rows: int | None
+    segment: Segment, arrays: Sequence[Array], first_row: int, batch_rows: int
 ) -> Iterator[Batch]:
-    """The rows of one segment, a cache-sized batch at a time."""
-    rows = segment.rows
-    if batch_rows is None:
-        extents = [segment.extents[array.name] for array in arrays]
-        row_bytes = sum(extent.stop - extent.start for extent in extents) / max(1, rows)
-        batch_rows = max(1, int(_BATCH_BYTES / max(1.0, row_bytes)))
     ids = segment.small("ids")
-    for start in range(0, rows, batch_rows):
-        stop = min(rows, start + batch_rows)
+    for start in range(0, segment.rows, batch_rows):
+        stop = min(segment.rows, start + batch_rows)
         columns = tuple(segment.column(array, start, stop) for array in arrays)
         yield Batch(ids[start:stop], columns, first_row + start)
 

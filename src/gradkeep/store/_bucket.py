@@ -40,6 +40,8 @@ class Bucket(Backend):
     b'hello'
     """
 
+    remote = True
+
     def __init__(self, url: str, **options: Any) -> None:
         self.location = url.rstrip("/")
         self._obs = _obstore()

@@ -27,7 +27,6 @@ _TEMP = ".tmp-"
 _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
 _ONE_WRITE = 1 << 26
 _SETTLED_SECONDS = 0.1
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -361,12 +360,22 @@ class _File(Readable):
         # never reaches the file.
         mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
         for start, stop in soon:
-            low = start // mmap.PAGESIZE * mmap.PAGESIZE
-            # Reads the pages and enters them into the page table in one call, which costs less
-            # than faulting them in; systems that do not know it say so, and fault.
-            with contextlib.suppress(OSError):
-                mapped.madvise(_POPULATE_READ, low, max(1, stop - low))
+            # What is in memory already is faulted in cheaply; only what is not is asked for.
+            if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
+                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
         return memoryview(mapped)
+
+    def _in_memory(self, offset: int) -> bool:
+        """Whether a byte can be read without the disk; True where the system cannot tell."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def close(self) -> None:
         if self._fd >= 0:
