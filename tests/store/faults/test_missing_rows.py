@@ -161,7 +161,9 @@ def test_segments_in_quarantine(block, asked):
     seen = []
     with pytest.raises(MissingRows, match="is gone"):
         seen.extend(store.read(KEY).stream())
-    assert [i for batch in seen for i in batch.ids.tolist()] == ids[: 3 * min(holes)]
+    before = [i for batch in seen for i in batch.ids.tolist()]
+    assert before == ids[: len(before)]
+    assert len(before) <= 3 * min(holes)
     for batch in seen:
         assert_right(batch)
     # The work brings back exactly what is missing.
