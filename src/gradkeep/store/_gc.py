@@ -12,7 +12,7 @@ from gradkeep.store import _lease, _manifest, _samples
 from gradkeep.store._block import SEGMENTS
 from gradkeep.store._layout import SUFFIX
 from gradkeep.store._names import ROWS
-from gradkeep.store._rows import LOOSE
+from gradkeep.store._row_files import LOOSE
 
 if TYPE_CHECKING:
     from gradkeep.store._backend import Backend

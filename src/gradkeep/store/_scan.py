@@ -25,7 +25,8 @@ from gradkeep.store._facts import (
 )
 from gradkeep.store._layout import SUFFIX
 from gradkeep.store._names import BLOCKS, ROWS, RUNS, SCORES, is_name
-from gradkeep.store._rows import LOOSE, PACKED, SIZES, Rows
+from gradkeep.store._row_files import LOOSE, PACKED, SIZES
+from gradkeep.store._rows import Rows
 from gradkeep.store._segment import Segment
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from gradkeep.store._names import (
     checked_name,
     is_name,
 )
-from gradkeep.store._rows import Rows, set_size
+from gradkeep.store._row_files import set_size
+from gradkeep.store._rows import Rows
 from gradkeep.store._seal import without
 from gradkeep.store._writer import Share, Writer, enter_schema
 

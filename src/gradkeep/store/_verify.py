@@ -13,7 +13,7 @@ from gradkeep.store._backend import QUARANTINE
 from gradkeep.store._block import SEGMENTS, load_schema, schema_key
 from gradkeep.store._layout import SUFFIX
 from gradkeep.store._names import ROWS
-from gradkeep.store._rows import LOOSE, PACKED, leave_out
+from gradkeep.store._row_files import LOOSE, PACKED, leave_out
 from gradkeep.store._segment import Segment
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store
 

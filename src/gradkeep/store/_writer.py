@@ -17,7 +17,6 @@ import numpy as np
 
 from gradkeep._errors import Conflict, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document, _manifest
-from gradkeep.store._batch import Ragged
 from gradkeep.store._block import (
     Block,
     load_schema,
@@ -25,7 +24,7 @@ from gradkeep.store._block import (
     segment_file,
     segment_numbers,
 )
-from gradkeep.store._encoding import Encoded, encode
+from gradkeep.store._filling import Filling, bounds_of, encoded_rows
 from gradkeep.store._ids import IdSet, as_ids
 from gradkeep.store._incoming import checked_rows
 from gradkeep.store._layout import Packed, StoredArray, pack
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gradkeep.store._backend import Backend, Durability
+    from gradkeep.store._batch import Ragged
     from gradkeep.store._encoding import AnyArray
     from gradkeep.store._manifest import Manifest
-    from gradkeep.store._schema import Array, Schema
+    from gradkeep.store._schema import Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ class Writer:
                 if segment_file(number) not in self._sealed
             }
         self._position = self._first_row
-        self._filling: _Filling | None = None
-        self._spare: _Filling | None = None
+        self._filling: Filling | None = None
+        self._spare: Filling | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradkeep-write")
-        self._under_way: Future[_Filling] | None = None
+        self._under_way: Future[Filling] | None = None
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -255,7 +255,7 @@ class Writer:
                 rows = self.schema.rows_per_segment
                 if self.schema.num_rows is not None:
                     rows = min(rows, self.schema.num_rows)
-                self._spare = _Filling(self.schema, rows)
+                self._spare = Filling(self.schema, rows)
             self._filling, self._spare = self._spare, None
             self._filling.begin(self._position)
         self._filling.add(ids, arrays, chunk)
@@ -271,8 +271,10 @@ class Writer:
         self._await_background()
         stored = {}
         for array in self.schema.arrays:
-            encoded, lengths = _encoded(array, arrays[array.name], chunk)
-            stored[array.name] = StoredArray(encoded, None if lengths is None else _bounds(lengths))
+            encoded, lengths = encoded_rows(array, arrays[array.name], chunk)
+            stored[array.name] = StoredArray(
+                encoded, None if lengths is None else bounds_of(lengths)
+            )
         self._put(number, pack(self.schema, ids, stored, first_row=self._position))
         self._done.add(number)
 
@@ -285,7 +287,7 @@ class Writer:
         self._under_way = self._pool.submit(self._commit, number, filling)
         self._done.add(number)
 
-    def _commit(self, number: int, filling: _Filling) -> _Filling:
+    def _commit(self, number: int, filling: Filling) -> Filling:
         self._put(number, filling.pack())
         return filling
 
@@ -415,91 +417,6 @@ class Writer:
     def _shut(self) -> None:
         self._closed = True
         self._pool.shutdown(wait=True)
-
-
-class _Filling:
-    """The buffers of one segment while rows come in; used again for the one after next."""
-
-    def __init__(self, schema: Schema, rows: int) -> None:
-        self._schema = schema
-        self._ids = np.empty(rows, np.int64)
-        self._slots = {array.name: _Slot(array, rows) for array in schema.arrays}
-        self.first_row = 0
-        self.count = 0
-
-    def begin(self, first_row: int) -> None:
-        self.first_row, self.count = first_row, 0
-        for slot in self._slots.values():
-            slot.begin()
-
-    def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
-        # Encode everything before any buffer changes: a row that cannot be encoded leaves no trace.
-        ready = [
-            (slot, *_encoded(slot.array, arrays[name], chunk)) for name, slot in self._slots.items()
-        ]
-        self._ids[self.count : self.count + len(ids)] = ids
-        for slot, encoded, lengths in ready:
-            slot.add(self.count, encoded, lengths)
-        self.count += len(ids)
-
-    def pack(self) -> Packed:
-        stored = {name: slot.stored(self.count) for name, slot in self._slots.items()}
-        return pack(self._schema, self._ids[: self.count], stored, first_row=self.first_row)
-
-
-def _encoded(
-    array: Array, values: AnyArray | Ragged, chunk: slice
-) -> tuple[Encoded, AnyArray | None]:
-    if isinstance(values, Ragged):
-        bounds = values.offsets[chunk.start : chunk.stop + 1]
-        return encode(array, values.values[bounds[0] : bounds[-1]]), np.diff(bounds)
-    return encode(array, values[chunk]), None
-
-
-class _Slot:
-    """The encoded rows of one array of one segment."""
-
-    def __init__(self, array: Array, rows: int) -> None:
-        self.array = array
-        fixed = 0 if array.ragged else rows
-        self._values = np.empty((fixed, *array.stored_shape), array.stored_dtype)
-        self._scale = np.empty(fixed, np.float32) if array.scaled else None
-        self.begin()
-
-    def begin(self) -> None:
-        self._pieces: list[Encoded] = []
-        self._lengths: list[AnyArray] = []
-        self._nonzero = self._flushed = 0
-
-    def add(self, at: int, encoded: Encoded, lengths: AnyArray | None) -> None:
-        self._nonzero += encoded.nonzero
-        self._flushed += encoded.flushed
-        if lengths is not None:
-            # The caller may reuse its memory as soon as append returns.
-            own = encoded.values.copy() if self.array.encoding == "plain" else encoded.values
-            self._pieces.append(Encoded(own, encoded.scale))
-            self._lengths.append(lengths)
-            return
-        self._values[at : at + len(encoded.values)] = encoded.values
-        if self._scale is not None and encoded.scale is not None:
-            self._scale[at : at + len(encoded.values)] = encoded.scale
-
-    def stored(self, count: int) -> StoredArray:
-        if not self.array.ragged:
-            scale = None if self._scale is None else self._scale[:count]
-            counts = (self._nonzero, self._flushed)
-            return StoredArray(Encoded(self._values[:count], scale, *counts))
-        values = np.concatenate([self._values, *(piece.values for piece in self._pieces)])
-        scale = None
-        if self._scale is not None:
-            scales = [piece.scale for piece in self._pieces if piece.scale is not None]
-            scale = np.concatenate([self._scale, *scales])
-        offsets = _bounds(np.concatenate([np.empty(0, np.int64), *self._lengths]))
-        return StoredArray(Encoded(values, scale, self._nonzero, self._flushed), offsets)
-
-
-def _bounds(lengths: AnyArray) -> AnyArray:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def enter_schema(backend: Backend, folder: str, schema: Schema, *, durability: Durability) -> None:
