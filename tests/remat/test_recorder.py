@@ -1,6 +1,8 @@
 """A recorded step says exactly what the step did, and does not change it."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -230,6 +232,34 @@ def test_sparse_gradients_are_refused_with_what_to_do(tmp_path):
     with pytest.raises(RematError, match="sparse gradients"), record(tmp_path / "step.log"):
         embedding(torch.tensor([1, 2])).sum().backward()
     assert _get_current_dispatch_mode() is None
+
+
+def test_compiled_functions_are_recorded_operator_by_operator(tmp_path):
+    # In a process of its own: loading the compiler changes how later tests record.
+    code = """if True:
+        import sys, warnings
+        warnings.simplefilter("error")
+        import torch
+        from gradkeep.remat import record, read_log, unlimited_peak
+        def plain(x): return (x.sin() + 1).cos()
+        def recorded(function, path):
+            x = torch.ones(4, requires_grad=True)
+            recorder = record(path)
+            with recorder: function(x).sum().backward()
+            program = read_log(path)
+            assert unlimited_peak(program) == recorder.live_peak
+            return [op.name for op in program.ops]
+        one = recorded(plain, "one.log")
+        assert "torch._dynamo" not in sys.modules, "seconds for nothing"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = torch.compile(plain, backend="eager")
+        assert recorded(compiled, "two.log") == one, one
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_way_to_record_in_place_is_refused(tmp_path):

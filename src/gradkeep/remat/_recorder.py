@@ -9,8 +9,7 @@ for a copy.
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -20,38 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradkeep._errors import RematError
+from gradkeep.remat._followed import Followed, Watch
+from gradkeep.remat._operators import Signature, collect, geometry, signature_of, written
 from gradkeep.remat._recorded import BACKWARD, Call, Constant, Mutation, Notes
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
     from types import TracebackType
-
-
-class _Watch(weakref.ref[torch.UntypedStorage]):
-    """Calls back when the storage is gone, and still knows which one it was."""
-
-    __slots__ = ("key",)
-    key: int
-
-
-@dataclass(slots=True, eq=False)
-class _Followed:
-    """A storage that is alive, and the numbers that its tensors have in the log."""
-
-    root: int
-    size: int
-    watch: _Watch
-    views: dict[tuple[Any, ...], int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What the log needs to know of an operator."""
-
-    name: str
-    writes: tuple[tuple[int, str], ...]
-    """Position and name of the arguments that it changes in place."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,13 +55,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.in_place = in_place
         self.live_peak = 0
         self.repeats = 0
-        self._signatures: dict[Any, _Signature] = {}
+        self._signatures: dict[Any, Signature] = {}
         self._best: Notes | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._notes = Notes()
-        self._alive: dict[int, _Followed] = {}
+        self._alive: dict[int, Followed] = {}
         self._count = 0
         self._live = 0
         self._backward = False
@@ -152,14 +127,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         signature = self._signatures.get(func)
         if signature is None:
-            signature = self._signatures[func] = _signature(func)
+            signature = self._signatures[func] = signature_of(func)
         if not self._backward and torch._C._current_autograd_node() is not None:
             self._backward = True
             self._notes.events.append(BACKWARD)
         given: list[Tensor] = []
-        _collect(args, given)
+        collect(args, given)
         if kwargs:
-            _collect(kwargs.values(), given)
+            collect(kwargs.values(), given)
         # Everything below is per argument of every operator: hence the plain loop.
         alive, names, keys = self._alive, [], []
         for tensor in given:
@@ -170,13 +145,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name = self._follow(storage, key)
                 self._notes.events.append(Constant(name, alive[key].size))
             elif followed.views:
-                name = followed.views.get(_geometry(tensor), followed.root)
+                name = followed.views.get(geometry(tensor), followed.root)
             else:
                 name = followed.root
             keys.append(key)
             names.append(name)
         if signature.writes:
-            changed = _written(signature, args, kwargs or {})
+            changed = written(signature, args, kwargs or {})
             if changed:
                 made = tuple(t for t in made if id(t.untyped_storage()) not in changed)
                 if self.in_place == "alias":
@@ -206,7 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 results.append((result, alive[key].size, -1))
             elif key in keys:
                 self._count = result = self._count + 1
-                shape = _geometry(tensor)
+                shape = geometry(tensor)
                 if followed.views is None:
                     followed.views = {}
                 elif shape in followed.views:
@@ -270,9 +245,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
         self._count = number = self._count + 1
         size = storage.nbytes()
-        watch = _Watch(storage, self._gone)
+        watch = Watch(storage, self._gone)
         watch.key = key
-        self._alive[key] = _Followed(number, size, watch)
+        self._alive[key] = Followed(number, size, watch)
         self._grew(size)
         return number
 
@@ -281,13 +256,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._live > self.live_peak:
             self.live_peak = self._live
 
-    def _gone(self, watch: _Watch) -> None:
+    def _gone(self, watch: Watch) -> None:
         followed = self._alive.pop(watch.key, None)
         if followed is not None:
             self._live -= followed.size
             self._notes.events.append(followed.root)
             if followed.views:
                 self._notes.events.extend(followed.views.values())
+
+
+class _BesideCompiler(Recorder):  # type: ignore[no-untyped-call]
+    """For a process that has compiled functions: torch must not try to compile the recorder too."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def record(
@@ -303,37 +291,5 @@ def record(
                 loss = model(x).sum()
                 loss.backward()
     """
-    return Recorder(path, in_place=in_place)
-
-
-def _signature(func: Any) -> _Signature:
-    arguments = func._schema.arguments
-    writes = tuple(
-        (at, argument.name)
-        for at, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return _Signature(func._schema.name.partition("::")[2], writes)
-
-
-def _written(
-    signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, torch.UntypedStorage]:
-    """The storages that the operator changed, in the order of its arguments."""
-    tensors: list[Tensor] = []
-    for position, name in signature.writes:
-        _collect((args[position] if position < len(args) else kwargs.get(name),), tensors)
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {id(storage): storage for storage in storages}
-
-
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, Tensor))
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+    kind = _BesideCompiler if "torch._dynamo" in sys.modules else Recorder
+    return kind(path, in_place=in_place)
