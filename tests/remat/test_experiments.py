@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from gradkeep._errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
 from gradkeep.remat._experiment_config import parse_experiment, read_experiment
+from gradkeep.remat._experiment_sweeps import sweep_lines
+from gradkeep.remat._experiment_tables import write_graphs
 from gradkeep.remat._experiments import run_experiment
 
 SMALL = {"length": 6, "in_dim": 4, "mem_dim": 8}
@@ -305,6 +308,33 @@ def test_a_rerun_only_runs_what_is_missing(finished):
     assert new["overhead"] == old["overhead"], "the recorded step was not recorded again"
 
 
+def test_a_sweep_has_a_picture_of_its_own(tmp_path):
+    common = {"model": "lstm", "sizes": {"batch_size": 4}, "seed": 0, "status": "ok", "key": "k"}
+    swept = {"heuristic": "lru", "policy": "eager", "limit": 10, "ratio": None, "budget": 9000}
+    rows = [
+        {**common, "type": "baseline", "kind": "fixed", "batch_size": 4, "time": 0.5},
+        {**common, **swept, "type": "dtr", "kind": "param_sweep", "batch_size": 8, "time": 2.0},
+        {**common, **swept, "type": "dtr", "kind": "param_sweep", "batch_size": 4, "time": 0.8},
+        {
+            **common,
+            **swept,
+            "type": "dtr",
+            "kind": "param_sweep",
+            "batch_size": 16,
+            "status": "oom",
+            "time": 0.1,
+        },
+    ]
+    assert sweep_lines(rows) == {
+        "plain, measured": [(4, 8.0)],
+        "lru in 9.00 kB, simulated": [(4, 5.0), (8, 4.0)],
+    }
+    paths, notes = write_graphs(rows, tmp_path)
+    assert sorted(path.name for path in paths) == ["lstm-sweep.png", "lstm-sweep.svg"]
+    assert not notes
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
 def test_failures_are_results_after_as_many_retries_as_allowed(tmp_path):
     extra = {"dim": 30, "retry_on_error": True, "max_retries": 1}
     config = {
@@ -333,24 +363,34 @@ def test_failures_are_results_after_as_many_retries_as_allowed(tmp_path):
         run_experiment(strict, tmp_path / "other")
 
 
-def test_a_kill_loses_nothing_done_and_leaves_nobody_behind(tmp_path):
+def started(folder, config):
+    """An experiment that runs on beside the test."""
+    (folder / "config.json").write_text(json.dumps(config))
+    line = [sys.executable, "-m", "gradkeep", "remat", "experiments", folder / "config.json"]
+    return subprocess.Popen(
+        [*map(str, line), "--out", str(folder / "out")], stderr=subprocess.DEVNULL
+    )
+
+
+def soon(happened):
+    for _ in range(600):
+        if found := happened():
+            return found
+        time.sleep(0.1)
+    return happened()
+
+
+def test_a_kill_loses_nothing_done(tmp_path):
     ratios = [0.99 - 0.01 * step for step in range(30)]
     command = {"type": "dtr", "ratio": ratios, "heuristic": "lru", "extra_params": SMALL}
-    (tmp_path / "config.json").write_text(json.dumps({"models": {"lstm": [command]}}))
-    line = [sys.executable, "-m", "gradkeep", "remat", "experiments", tmp_path / "config.json"]
     out = tmp_path / "out"
-    running = subprocess.Popen([*map(str, line), "--out", str(out)], stderr=subprocess.DEVNULL)
-    done = []
-    for _ in range(600):
-        done = sorted((out / "results").glob("dtr*.json"))
-        if len(done) >= 3:
-            break
-        time.sleep(0.1)
+    running = started(tmp_path, {"models": {"lstm": [command]}})
+    soon(lambda: len(list((out / "results").glob("dtr*.json"))) >= 3)
     running.send_signal(signal.SIGKILL)
     running.wait()
+    done = sorted((out / "results").glob("dtr*.json"))
     assert 3 <= len(done) < 30
     before = {path: path.read_bytes() for path in done}
-    assert _ends(out), "trials go on although the experiment was killed"
     fewer = {"models": {"lstm": [{**command, "ratio": ratios[:6]}]}}
     report = run_experiment(parse_experiment(fewer), out)
     assert report.reused >= 3
@@ -358,19 +398,30 @@ def test_a_kill_loses_nothing_done_and_leaves_nobody_behind(tmp_path):
     assert {result["status"] for result in report.results} <= {"ok", "oom", "thrash"}
 
 
-def _ends(out):
-    """Whether no process works for the folder any more, soon."""
-    for _ in range(50):
-        busy = []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                try:
-                    with open(f"/proc/{entry}/cmdline", "rb") as file:
-                        if str(out).encode() in file.read():
-                            busy.append(entry)
-                except OSError:
-                    continue
-        if not busy:
-            return True
+def test_trials_end_when_the_experiment_is_killed(tmp_path):
+    command = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
+    running = started(tmp_path, {"models": {"lstm": [command]}})
+    (trial,) = soon(lambda: _trials(tmp_path / "out"))
+    time.sleep(1)  # until it works
+    assert _trials(tmp_path / "out") == [trial]
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    for _ in range(100):
+        if not _trials(tmp_path / "out"):
+            return
         time.sleep(0.1)
-    return False
+    os.kill(trial, signal.SIGKILL)
+    pytest.fail("the trial goes on although nobody waits for it")
+
+
+def _trials(out):
+    """The processes that run a trial for this folder."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{entry}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(out).encode() in line and b"_experiment_trial" in line:
+            found.append(int(entry))
+    return found

@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import MissingExtra
+from gradkeep.remat._experiment_sweeps import draw_sweep
 from gradkeep.remat._picture import Look, draw
 from gradkeep.remat._sweep import Row
 
@@ -45,15 +46,20 @@ def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Pat
 def write_graphs(
     results: Sequence[dict[str, Any]], folder: Path
 ) -> tuple[list[Path], tuple[str, ...]]:
-    """A picture per model of what each budget costs; what could not be drawn is said."""
+    """Per model a picture of what each budget costs, and one of its sweeps if it has any.
+
+    What could not be drawn is said.
+    """
     paths: list[Path] = []
     for model, rows in _per_model(results):
-        drawn = points(rows)
-        if not drawn:
-            continue
+        drawn = points([row for row in rows if row["kind"] != "param_sweep"])
+        swept = any(row["kind"] == "param_sweep" for row in rows)
         look = Look(f"What a smaller memory budget costs {model}")
         try:
-            paths += draw(drawn, folder, _file_name(model), look)
+            if drawn:
+                paths += draw(drawn, folder, _file_name(model), look)
+            if swept:
+                paths += draw_sweep(model, rows, folder, f"{_file_name(model)}-sweep")
         except MissingExtra as error:
             return paths, (f"no pictures: {error.what}; {error.fix}",)
     return paths, ()
