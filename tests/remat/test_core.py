@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradkeep.remat import Kind, Op, Program, Step, chain, heuristics, simulate, unlimited_peak
+from gradkeep.remat import (
+    Kind,
+    Op,
+    Program,
+    Step,
+    Timeline,
+    chain,
+    heuristics,
+    simulate,
+    unlimited_peak,
+)
 from gradkeep.testing._plain_remat import plain_simulate
 
 PLAIN = ("dtr", "dtr-eq", "dtr-local", "msps", "largest", "lru")
@@ -116,3 +126,38 @@ def test_thrashing_stops_at_the_limit():
     outcome = simulate(chain(60), heuristic="lru", budget=8, limit=1.5)
     assert outcome.status == "thrash"
     assert outcome.remat_compute <= 0.5 * outcome.base_compute + 1
+
+
+def test_looking_at_fewer_storages_still_keeps_the_budget():
+    program = chain(200)
+    whole = simulate(program, heuristic="dtr-eq", budget=60, limit=20)
+    for options in ({"sample": True}, {"skip_small": True}, {"sample": True, "skip_small": True}):
+        outcome = simulate(program, heuristic="dtr-eq", budget=60, limit=20, **options)
+        assert outcome.status == "ok"
+        assert outcome.peak <= 60
+        again = simulate(program, heuristic="dtr-eq", budget=60, limit=20, **options)
+        assert again == outcome
+        if options.get("sample"):
+            assert outcome.heuristic_evaluations < whole.heuristic_evaluations
+
+
+def test_small_storages_are_left_alone_while_there_are_larger_ones():
+    ops = [Op("constant", 0, (), (0,), (1,), (-1,))]
+    sizes = [1000, 1, 1000, 1, 1000]
+    ops += [Op("op", 1, (0,), (at + 1,), (size,), (-1,)) for at, size in enumerate(sizes)]
+    steps = [Step(Kind.RUN, 0), Step(Kind.PIN, 0), *(Step(Kind.RUN, at) for at in range(1, 6))]
+    program = Program(tuple(ops), tuple(steps), tuple("abcdef"))
+    events = Timeline()
+    simulate(program, heuristic="lru", budget=2100, skip_small=True, timeline=events)
+    gone = [event.memory for event in events.events if event.what == "evict"]
+    assert len(gone) == 1  # one large storage made the room, not two small ones before it
+
+
+def test_a_timeline_ends_where_memory_does(tmp_path):
+    events = Timeline()
+    outcome = simulate(chain(20), budget=12, timeline=events)
+    assert max(event.memory for event in events.events) == outcome.peak
+    counts = [sum(event.what == what for event in events.events) for what in ("recompute", "evict")]
+    assert counts == [outcome.rematerializations, outcome.evictions]
+    events.write(tmp_path / "events.csv")
+    assert len((tmp_path / "events.csv").read_text().splitlines()) == len(events.events) + 1

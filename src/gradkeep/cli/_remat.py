@@ -35,6 +35,15 @@ def simulate(
         str, typer.Option("--policy", help="What nobody refers to: ignore, eager or banish.")
     ] = "eager",
     limit: LimitOption = 10.0,
+    skip_small: Annotated[
+        bool, typer.Option("--skip-small", help="Never evict storages below 1 % of the mean size.")
+    ] = False,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Look at about 2 sqrt(n) storages of the pool only.")
+    ] = False,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Write every run and eviction to this CSV.")
+    ] = None,
     keep_releases: Annotated[
         bool, typer.Option("--releases/--no-releases", help="Drop all releases from the log.")
     ] = True,
@@ -44,7 +53,7 @@ def simulate(
 
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
     """
-    from gradkeep.remat import read_log, unlimited_peak
+    from gradkeep.remat import Timeline, read_log, unlimited_peak
     from gradkeep.remat import simulate as run
     from gradkeep.remat._budget import format_bytes
 
@@ -52,13 +61,19 @@ def simulate(
     peak = unlimited_peak(program)
     allowed = chosen_budget(peak, ratio=ratio, budget=budget)
     least = program.constant_bytes
+    events = None if timeline is None else Timeline()
     outcome = run(
         program if keep_releases else program.without_releases(),
         heuristic=heuristic,
         budget=allowed,
         policy=policy,  # type: ignore[arg-type]
         limit=limit,
+        skip_small=skip_small,
+        sample=sample,
+        timeline=events,
     )
+    if timeline is not None and events is not None:
+        events.write(timeline)
     if json:
         fields: dict[str, Any] = dataclasses.asdict(outcome)
         fields["budget"] = int(allowed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep._errors import RematError
+from gradkeep.remat._candidates import Candidates
 from gradkeep.remat._core import Core, OutOfMemory, Policy, Thrashing, run_program
 from gradkeep.remat._heuristics import Heuristic
 from gradkeep.remat._heuristics import heuristic as heuristic_named
@@ -48,9 +49,15 @@ def simulate(
     budget: float = math.inf,
     policy: Policy = "eager",
     limit: float = math.inf,
+    skip_small: bool = False,
+    sample: bool = False,
+    seed: int = 0,
     timeline: Timeline | None = None,
 ) -> Outcome:
     """Run the program in `budget` bytes; it counts as thrashing beyond `limit` times the base cost.
+
+    `skip_small` and `sample` let the heuristic look at fewer storages; `timeline` collects what
+    happens.
 
     >>> from gradkeep.remat import chain
     >>> simulate(chain(10, size=1, cost=1), budget=5).status
@@ -63,6 +70,8 @@ def simulate(
     if limit < 1:
         raise RematError("the limit is a factor of at least 1", found=limit)
     chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
+    if skip_small or sample:
+        chooser = Candidates(chooser, skip_small=skip_small, sample=sample, seed=seed)
     core = Core(
         chooser,
         budget=budget - program.output_bytes,
