@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+SEQUENCES = frozenset((list, tuple))
+"""In what operators take and give several tensors; looking up a type is the fastest test."""
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """What the log needs to know of an operator."""
@@ -49,8 +53,8 @@ def collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, Tensor))
+        elif type(value) in SEQUENCES:
+            found += [item for item in value if isinstance(item, Tensor)]
 
 
 def geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradkeep._errors import RematError
 from gradkeep.remat._followed import Followed, Watch
-from gradkeep.remat._operators import Signature, collect, geometry, signature_of, written
+from gradkeep.remat._operators import SEQUENCES, Signature, collect, geometry, signature_of, written
 from gradkeep.remat._recorded import BACKWARD, Call, Constant, Mutation, Notes
 
 if TYPE_CHECKING:
@@ -94,13 +94,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = perf_counter_ns()
         out = func(*args, **kwargs) if kwargs else func(*args)
         spent = perf_counter_ns() - start
-        made: tuple[Tensor, ...]
         if isinstance(out, Tensor):
-            made = (out,)
-        elif isinstance(out, tuple | list):
-            made = tuple(item for item in out if isinstance(item, Tensor))
+            made = [out]
+        elif type(out) in SEQUENCES:
+            made = [item for item in out if isinstance(item, Tensor)]
         elif out is None:
-            made = ()
+            made = []
         else:
             return out
         if made and made[0].is_cuda:
@@ -122,7 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
-        made: tuple[Tensor, ...],
+        made: list[Tensor],
         spent: int,
     ) -> None:
         signature = self._signatures.get(func)
@@ -153,7 +152,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if signature.writes:
             changed = written(signature, args, kwargs or {})
             if changed:
-                made = tuple(t for t in made if id(t.untyped_storage()) not in changed)
+                made = [t for t in made if id(t.untyped_storage()) not in changed]
                 if self.in_place == "alias":
                     self._changed(signature.name, names, keys, changed, made, spent)
                     return
@@ -167,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name: str,
         names: list[int],
         keys: list[int],
-        made: tuple[Tensor, ...],
+        made: list[Tensor],
         spent: int,
         aliases: Iterable[tuple[int, int, int]] = (),
     ) -> None:
@@ -200,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names: list[int],
         keys: list[int],
         changed: dict[int, torch.UntypedStorage],
-        made: tuple[Tensor, ...],
+        made: list[Tensor],
         spent: int,
     ) -> None:
         """The storage stays and goes on under a new number; the old ones end here."""
@@ -215,7 +214,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 # It was resized: other memory, which was taken before the old was given back.
                 results.append((new, size, -1))
-                self._grew(size)
+                self._live += size
+                self.live_peak = max(self.live_peak, self._live)
                 self._live -= followed.size
                 followed.size = size
             followed.root, followed.views = new, None
@@ -248,13 +248,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         watch = Watch(storage, self._gone)
         watch.key = key
         self._alive[key] = Followed(number, size, watch)
-        self._grew(size)
-        return number
-
-    def _grew(self, size: int) -> None:
         self._live += size
         if self._live > self.live_peak:
             self.live_peak = self._live
+        return number
 
     def _gone(self, watch: Watch) -> None:
         followed = self._alive.pop(watch.key, None)
