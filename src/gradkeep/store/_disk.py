@@ -218,6 +218,7 @@ class LocalDisk(Backend):
         removed = 0
         for key in keys:
             path = self._path(key)
+            folders.add(os.path.dirname(path))
             try:
                 self._calls.unlink(path)
             except FileNotFoundError:
@@ -225,9 +226,9 @@ class LocalDisk(Backend):
             except OSError as error:
                 raise self._refusal(error, key) from error
             removed += 1
-            folders.add(os.path.dirname(path))
         if durability == "full":
-            for folder in sorted(folders):
+            # Also of names that were gone: whoever removed them may have died before this call.
+            for folder in filter(os.path.isdir, sorted(folders)):
                 try:
                     self._calls.sync_folder(folder)
                 except OSError as error:

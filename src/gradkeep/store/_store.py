@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document, _info, _manifest, _refresh, _samples, _sql
-from gradkeep.store._block import SEGMENTS, Block, schema_key
+from gradkeep.store._block import SEGMENTS, Block, schema_key, segment_file
 from gradkeep.store._disk import LocalDisk
 from gradkeep.store._names import (
     BLOCKS,
@@ -215,10 +215,17 @@ class Store:
         if not self.backend.exists(schema_key(folder)):
             raise StoreError("there is no such block", path=self.backend.describe(folder))
         # Manifests first, the schema last: at any moment what is left is an unsealed block.
-        for part in (_manifest.FOLDER, "", SEGMENTS):
+        # Each part has a name that is deleted even if an earlier, killed delete removed them all:
+        # that must be durable before the rest goes, or a power cut brings some of them back.
+        last = schema_key(folder)
+        parts = {
+            _manifest.FOLDER: [_manifest.key(folder, 0)],
+            "": [],
+            SEGMENTS: [f"{folder}/{segment_file(0)}"],
+        }
+        for part, keys in parts.items():
             names = [entry.name for entry in self.backend.list(f"{folder}/{part}".rstrip("/"))]
-            keys = [f"{folder}/{part}/{name}".replace("//", "/") for name in names]
-            last = schema_key(folder)
+            keys += [f"{folder}/{part}/{name}".replace("//", "/") for name in names]
             self.backend.delete(
                 [item for item in keys if item != last and not item.endswith(_FOLDERS)],
                 durability=self.durability,
