@@ -129,7 +129,7 @@ def delete(disk, durability, name="final"):
     store = gs.open(disk, durability=durability)
     if key in store.captures():
         store.delete(key)
-    yield "deleted"
+        yield "deleted"
 
 
 def rows(disk, durability, name="models"):

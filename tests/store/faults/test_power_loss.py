@@ -13,6 +13,7 @@ SCENES = {
     "capture": [],
     "extend": [kit.capture],
     "drop": [kit.capture, kit.extend],
+    "delete": [kit.capture, kit.extend, kit.drop],
     "rows": [],
     "compact": [kit.rows],
     "gc": [kit.capture, kit.extend, kit.drop, kit.rows, kit.compact],
@@ -60,6 +61,10 @@ class Life:
             assert not set(told) - {self.told[-1], "store"}
             gs.open(base / "store")
         kit.check(base / "store", told)
+        if "deleted" in told:
+            # Nothing of what was deleted is left to get into a new capture of that name.
+            kit.check(base / "store", kit.finish([kit.capture], gs.LocalDisk(base / "store")))
+            assert gs.verify(gs.LocalDisk(base / "store")).healthy
         return base
 
     def finish(self, base):
