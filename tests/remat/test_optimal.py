@@ -26,6 +26,7 @@ from gradkeep.remat import (
     simulate,
     unlimited_peak,
 )
+from gradkeep.testing._programs import training_program
 
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 
@@ -90,32 +91,6 @@ def test_the_optimum_is_that_of_brute_force(seed):
         if exact is not None:
             assert (found.schedule.compute, found.bound, found.gap) == (exact, exact, 0.0)
             assert found.schedule.peak <= budget
-
-
-def training_program(rng, layers):
-    """Layers with skips, then gradients that read the activations: the shape of real steps."""
-    ops, steps, names = [], [], []
-
-    def run(args, *, backward=False):
-        number = len(names)
-        names.append(f"t{number}")
-        steps.append(Step(Kind.RUN, len(ops)))
-        size, cost = rng.randint(1, 6), rng.randint(1, 9)
-        ops.append(Op("op", cost, tuple(args), (number,), (size,), (-1,), backward))
-        return number
-
-    forward = [run([])]
-    for _ in range(layers - 1):
-        skip = [forward[-2]] if len(forward) > 1 and rng.random() < 0.3 else []
-        forward.append(run([forward[-1], *skip]))
-    gradient = run([forward[-1]], backward=True)
-    for activation in reversed(forward[:-1]):
-        after = run([gradient, activation], backward=True)
-        steps.append(Step(Kind.RELEASE, gradient))
-        steps.append(Step(Kind.RELEASE, activation))
-        gradient = after
-    steps.append(Step(Kind.PIN, gradient))
-    return Program(tuple(ops), tuple(steps), tuple(names))
 
 
 @pytest.mark.parametrize("seed", range(6))
