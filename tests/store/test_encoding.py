@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gradkeep as gk
+from gradkeep.store import Column
 from gradkeep.store._encoding import decode, encode, from_bfloat16, to_bfloat16
 
 floats = hnp.arrays(
@@ -66,6 +67,20 @@ def test_a_zero_row_stays_zero_and_scales_stay_finite():
         back = decode(array, stored.values, stored.scale)
         np.testing.assert_array_equal(back[0], 0)
         np.testing.assert_allclose(back[2], rows[2], rtol=1e-2)
+
+
+@pytest.mark.parametrize("encoding", ["float16-scaled", "int8-scaled"])
+def test_the_largest_floats_stay_finite(encoding):
+    """Rounding up beyond the largest float32 would make infinities of finite values."""
+    rows = np.array([[3.4028235e38, -3.4028235e38], [3.401993e38, 1.0]], np.float32)
+    array = gk.Array("x", shape=(2,), kind="suffix", encoding=encoding)
+    stored = encode(array, rows)
+    for back in (
+        decode(array, stored.values, stored.scale),
+        Column(array, stored.values, stored.scale).tensor().numpy(),
+    ):
+        assert np.isfinite(back).all()
+        np.testing.assert_allclose(back[:, 0], rows[:, 0], rtol=4e-3)
 
 
 def test_flushed_values_are_counted():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.store._encoding import AnyArray, FloatArray, decode
+from gradkeep.store._encoding import LARGEST, AnyArray, FloatArray, decode, may_overflow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -113,6 +113,8 @@ class Column:
         wide = torch.from_numpy(values).float()
         if self.scale is not None:
             wide *= torch.from_numpy(self.scale.copy()).view(-1, *(1,) * (wide.dim() - 1))
+            if may_overflow(self.scale):
+                wide.clamp_(-LARGEST, LARGEST)
         return wide
 
 

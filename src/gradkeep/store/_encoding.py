@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 
+LARGEST = float(np.finfo(np.float32).max)
 _TOP_EXPONENT = 15  # a row's largest value is brought into [2^14, 2^15): far from both ends of fp16
 _CHUNK = 1 << 16  # values converted at a time, so that the passes stay in the cache
 
@@ -62,8 +63,16 @@ def decode(array: Array, values: AnyArray, scale: FloatArray | None) -> AnyArray
         return from_bfloat16(values)
     wide = values.astype(np.float32)
     if scale is not None:
-        wide *= scale.reshape(-1, *(1,) * (wide.ndim - 1))
+        with np.errstate(over="ignore"):
+            wide *= scale.reshape(-1, *(1,) * (wide.ndim - 1))
+        if may_overflow(scale):
+            np.clip(wide, -LARGEST, LARGEST, out=wide)
     return wide
+
+
+def may_overflow(scale: FloatArray) -> bool:
+    """Whether a value may have been rounded up beyond the largest float32: it is then the largest."""
+    return bool(len(scale)) and float(scale.max()) > 2.0**111
 
 
 def to_bfloat16(values: AnyArray) -> AnyArray:

@@ -81,7 +81,10 @@ def _candidate(
             f"{len(names)} segments are missing",
             path=backend.describe(folder),
             found=", ".join(names[:5]) + (" ..." if len(names) > 5 else ""),
-            fix="run the work again: it recreates exactly the missing ones",
+            fix="open an older version, or delete the block and capture it again: what was written "
+            "when rows were dropped cannot be written again"
+            if any(LEFT_OUT in name for name in names)
+            else "run the work again: it recreates exactly the missing ones",
         )
     if newest is not None and not fresh:
         return newest
