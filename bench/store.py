@@ -1,7 +1,7 @@
 """The store against bare system calls, in one process, one thread, CPU time.
 
-Every figure is a ratio to a peer measured in turn with it, the median of several rounds: this holds
-on a noisy machine, seconds do not. `./x bench store [--quick]`
+Every figure is a ratio to a peer measured in turn with it, of medians over several rounds: this
+holds on a noisy machine, seconds do not. `./x bench store [--quick]`
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ class Line:
 
 
 def ratio(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> float:
-    """The median over rounds of our CPU time by the peer's, each round one of each."""
-    return statistics.median([cpu(ours) / cpu(peer) for _ in range(rounds)])
+    """Our CPU time by the peer's: medians over rounds of one of each in turn."""
+    return by_median([(cpu(ours), cpu(peer)) for _ in range(rounds)])
+
+
+def by_median(pairs: list[tuple[float, float]]) -> float:
+    return statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
 
 
 def cpu(work: Callable[[], object]) -> float:
@@ -140,14 +144,15 @@ def writes(root: Path, segments: int, rounds: int) -> list[Line]:
             shutil.rmtree(root / name)
             return spent
 
-        found = [swept(ours, "written") / swept(bare, "raw") for _ in range(rounds)]
+        pairs = [(swept(ours, "written"), swept(bare, "raw")) for _ in range(rounds)]
+        found = by_median(pairs)
         whole = step == ROWS
         what = (
             f"write, {durability} / raw write + xxh3" if whole else "the same, 256 rows at a time"
         )
         note = "" if whole else "(rows are copied once, so that the caller may go on; no bar)"
         bar = 1.3 if whole else math.inf
-        lines.append(Line(what, statistics.median(found), bar, note))
+        lines.append(Line(what, found, bar, note))
     return lines
 
 

@@ -81,7 +81,8 @@ def ensure(
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
-    pq.write_table(table(block, labels), buffer, compression="zstd")
+    # A dictionary of ids, which all differ, would only cost time.
+    pq.write_table(table(block, labels), buffer, compression="zstd", use_dictionary=list(labels))
     data = buffer.getvalue()
     digest = xxhash.xxh3_128_hexdigest(data)
     name = f"{_PREFIX}{block.version:06d}-{digest}{_SUFFIX}"

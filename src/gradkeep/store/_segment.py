@@ -55,6 +55,7 @@ class Segment:
         self._known = _verified.setdefault(identity, set()) if self._file.settled else set()
         self._small: dict[str, AnyArray] = {}
         self._checked: dict[str, CheckedRows] = {}
+        self._digests: dict[str, tuple[int, list[str]]] = {}
 
     def _open_header(self) -> None:
         head = self._file.read(0, min(16384, self._file.size))
@@ -158,11 +159,15 @@ class Segment:
 
     def _blocks(self, name: str, size: int) -> tuple[int, list[str]]:
         """The bytes of a block of the tensor, and the digest of each."""
-        noted = self.metadata.get(f"blocks:{name}")
-        if noted is None:
-            return max(1, size), [self.metadata[f"xxh3:{name}"]]
-        step, _, joined = noted.partition(":")
-        return int(step), [joined[at : at + 32] for at in range(0, len(joined), 32)]
+        if name not in self._digests:
+            noted = self.metadata.get(f"blocks:{name}")
+            if noted is None:
+                self._digests[name] = (max(1, size), [self.metadata[f"xxh3:{name}"]])
+            else:
+                step, _, joined = noted.partition(":")
+                digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+                self._digests[name] = (int(step), digests)
+        return self._digests[name]
 
     def values(self, array: Array, start: int, stop: int) -> AnyArray:
         """Stored rows `[start, stop)` of an array: mapped, or decompressed."""
@@ -234,8 +239,9 @@ class Segment:
         mapped = self._file.map()
         for name, extent in self.extents.items():
             part = mapped[extent.start : extent.stop]
-            digests, _ = block_digests(part, extent.shape[0])
-            if tensor_digest(digests) != self.metadata.get(f"xxh3:{name}"):
+            if tensor_digest(block_digests(part, extent.shape[0])) != self.metadata.get(
+                f"xxh3:{name}"
+            ):
                 found.append(self._damage(f"tensor {name!r}", "does not fit its checksum"))
         return found
 
