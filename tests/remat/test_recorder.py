@@ -265,3 +265,11 @@ def test_compiled_functions_are_recorded_operator_by_operator(tmp_path):
 def test_an_unknown_way_to_record_in_place_is_refused(tmp_path):
     with pytest.raises(RematError, match="'alias' or 'mutate'"):
         record(tmp_path / "step.log", in_place="copy")
+
+
+def test_mutated_positions_are_numbers_as_in_the_original_logs(tmp_path):
+    log = tmp_path / "step.log"
+    with record(log, in_place="mutate"):
+        torch.ones(3).add_(torch.ones(3))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["MUTATE"] for line in lines if line["INSTRUCTION"] == "MUTATE"] == [[0]]

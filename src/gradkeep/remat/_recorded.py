@@ -84,7 +84,8 @@ class Notes:
                 yield from _call(event, next(times))
             elif isinstance(event, Mutation):
                 args = [f"x{number}" for number in event.args]
-                changed = [str(at) for at in event.changed]
+                # The one list of numbers in the format: the original uses them as they are.
+                changed = list(event.changed)
                 spent = str(next(times))
                 yield _line("MUTATE", NAME=event.name, ARGS=args, MUTATE=changed, TIME=spent)
             elif isinstance(event, Constant):
