@@ -41,7 +41,7 @@ def test_constants_calls_and_outputs():
 
 
 def test_an_alias_takes_no_bytes():
-    program = read(constant("w", 8), call("y", ["w"]), call("v", ["w", "y"], alias=1))
+    program = read(constant("w", 8), call("y", ["w"]), call("v", ["w", "y"], size=4, alias=1))
     assert program.ops[2].sizes == (0,)
     assert unlimited_peak(program) == 12
 
@@ -124,6 +124,8 @@ def test_releases_of_unknown_names_are_counted():
         ([*constant("w", 1), *call("y", ["w"], time=-3)], "negative TIME"),
         ([*constant("w", 1), *call("w", ["w"])], "a result that exists already"),
         ([*constant("w", 1), line("COPY", DST="w", SRC="w")], "a copy to a name that exists"),
+        ([*constant("w", 1), *constant("w", 2)], "line 3: a constant that exists already"),
+        ([*constant("w", 8), *call("y", ["w"], size=5, alias=0)], "an alias of another size"),
         (
             [*constant("w", 1), line("MUTATE", NAME="m", ARGS=["w"], MUTATE=[3], TIME="1")],
             "a mutation of no argument",

@@ -166,10 +166,11 @@ class _Reader:
 
     def _constant(self, line: _Line, stream: Iterator[_Line]) -> None:
         name = line.values["NAME"]
+        if name in self.bound:
+            raise self._wrong(line.number, "a constant that exists already", repr(name))
         size = self._following(line, stream, "MEMORY", name)["MEMORY"]
         results = self._run(CONSTANT, 0, (), (size,), (-1,), (name,))
         self.steps.append(Step(Kind.PIN, results[0]))
-        # A constant may be recorded again under its name: the name means the newest.
         self._bind(name, results[0])
 
     def _call(self, line: _Line, stream: Iterator[_Line]) -> None:
@@ -183,6 +184,10 @@ class _Reader:
                 raise self._wrong(line.number, "an alias of no argument", found, expected)
             if name in self.bound:
                 raise self._wrong(line.number, "a result that exists already", repr(name))
+            if alias >= 0 and size not in (0, self.storage_sizes[args[alias]]):
+                found = f"{size} bytes for {name!r}"
+                expected = f"{self.storage_sizes[args[alias]]} bytes, as the storage it shares has"
+                raise self._wrong(line.number, "an alias of another size", found, expected)
             sizes.append(0 if alias >= 0 else size)
             aliases.append(alias)
         self.backward |= "backward" in values["NAME"]
