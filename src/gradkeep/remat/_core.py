@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep.remat._program import Kind
 
@@ -168,29 +168,31 @@ class Core:
         for index, alias in enumerate(op.aliases):
             if alias >= 0:
                 storage = args[alias].storage
+                # A storage's cost counts each operator once, however many of its tensors it made.
+                if all(other.op is not op for other in storage.tensors):
+                    storage.compute += op.cost
+                    storage.cached = None
             else:
                 storage = Storage(self._storages, op.sizes[index])
+                storage.compute = op.cost
                 self._storages += 1
             tensor = Tensor(op, index, storage, list(args))
-            # A storage's cost counts each operator once, however many of its tensors it made.
-            if all(other.op is not op for other in storage.tensors):
-                storage.compute += op.cost
-                storage.cached = None
             storage.tensors.append(tensor)
             storage.references += 1
             tensors.append(tensor)
         if len(tensors) > 1:
             for index, tensor in enumerate(tensors):
                 tensor.siblings = tensors[:index] + tensors[index + 1 :]
+        banishing = self._banishing
         for parent in args:
-            parent.children.extend(tensors)
             origin = parent.storage
+            if banishing:
+                parent.children.extend(tensors)  # only banishing walks from tensor to tensor
             for tensor in tensors:
                 made = tensor.storage
                 if made is not origin:
-                    origin.below[made] = origin.below.get(made, 0) + 1
-                    made.above[origin] = made.above.get(origin, 0) + 1
-                    if self._banishing:
+                    origin.below[made] = made.above[origin] = origin.below.get(made, 0) + 1
+                    if banishing:
                         origin.evicted_dependents.add(tensor)
         return tensors
 
@@ -240,8 +242,8 @@ class Core:
 
     def _finish(self, tensor: Tensor, *, again: bool) -> None:
         """All parents are locked in memory: make room, run, unlock."""
-        op = tensor.op
-        need = sum(op.sizes)
+        sizes = tensor.op.sizes
+        need = sizes[0] if len(sizes) == 1 else sum(sizes)
         if self.memory + need > self.budget:
             self._free(need)
         self._run(tensor, need, again=again)
@@ -374,24 +376,19 @@ def run_program(core: Core, program: Program) -> None:
 
 
 def _drive(core: Core, program: Program) -> None:
-    tensors: list[Tensor | None] = [None] * len(program.tensors)
-
-    def known(number: int) -> Tensor:
-        tensor = tensors[number]
-        assert tensor is not None
-        return tensor
-
-    ops = program.ops
+    # Filled as operators run: a step never names a tensor that no earlier one made.
+    tensors: list[Any] = [None] * len(program.tensors)
+    ops, run, release = program.ops, Kind.RUN, Kind.RELEASE
     for step in program.steps:
-        kind = step.kind
-        if kind is Kind.RUN:
-            op = ops[step.index]
-            made = core.compute(op, [known(number) for number in op.args])
+        kind, index = step.kind, step.index
+        if kind is run:
+            op = ops[index]
+            made = core.compute(op, [tensors[number] for number in op.args])
             for number, tensor in zip(op.results, made, strict=True):
                 tensors[number] = tensor
-        elif kind is Kind.RELEASE:
-            core.release(known(step.index))
+        elif kind is release:
+            core.release(tensors[index])
         elif kind is Kind.GET:
-            core.get(known(step.index))
+            core.get(tensors[index])
         else:
-            core.pin(known(step.index))
+            core.pin(tensors[index])
