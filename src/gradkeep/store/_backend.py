@@ -133,6 +133,15 @@ class Backend(ABC):
         """How messages name a key of this place."""
         return f"{self.location}/{key}" if key else self.location
 
+    def free_aside(self, key: str) -> str:
+        """A name in the quarantine for a value that is to be moved there."""
+        first = f"{QUARANTINE}/{key.replace('/', '__')}"
+        aside, number = first, 0
+        while self.exists(aside):
+            number += 1
+            aside = f"{first}.{number}"
+        return aside
+
     def read(self, key: str) -> bytes:
         """The whole value, as bytes."""
         opened = self.open(key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gradkeep._errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
-from gradkeep.store._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
+from gradkeep.store._backend import Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -155,11 +155,7 @@ class Bucket(Backend):
         return found
 
     def move_aside(self, key: str) -> str:
-        free = f"{QUARANTINE}/{key.replace('/', '__')}"
-        aside, number = free, 0
-        while self.exists(aside):
-            number += 1
-            aside = f"{free}.{number}"
+        aside = self.free_aside(key)
         try:
             self._obs.copy(self._store, key, aside)
             self._obs.delete(self._store, key)

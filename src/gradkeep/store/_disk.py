@@ -236,11 +236,7 @@ class LocalDisk(Backend):
         return removed
 
     def move_aside(self, key: str) -> str:
-        free = f"{QUARANTINE}/{key.replace('/', '__')}"
-        aside, number = free, 0
-        while self.exists(aside):
-            number += 1
-            aside = f"{free}.{number}"
+        aside = self.free_aside(key)
         try:
             self._ensure_folder(self._path(QUARANTINE), durability="full")
             self._calls.rename(self._path(key), self._path(aside))

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from gradkeep._errors import Conflict
-from gradkeep.store._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
+from gradkeep.store._backend import Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,8 +63,8 @@ class Memory(Backend):
             return sum(self._values.pop(key, None) is not None for key in list(keys))
 
     def move_aside(self, key: str) -> str:
+        aside = self.free_aside(key)
         with self._lock:
-            aside = f"{QUARANTINE}/{key.replace('/', '__')}.{len(self._values)}"
             self._values[aside] = self._values.pop(key)
         return aside
 
