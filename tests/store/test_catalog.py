@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradkeep as gk
 from gradkeep.store import LocalDisk, Memory, Store, Syscalls, _refresh, gc, verify
+from gradkeep.store._names import CATALOG
 
 LAYERS = (gk.Layer("fc", "Linear", 100),)
 FACTOR = gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc")
@@ -233,7 +234,7 @@ def test_rebuilding_gives_the_same_dump(store):
 def test_the_file_is_plain_sqlite_without_a_write_ahead_log(store):
     write(store, key(), 10)
     assert facts(store)
-    file = Path(store.location, _refresh.FILE)
+    file = Path(store.location, CATALOG)
     assert file.read_bytes()[18:20] == b"\x01\x01"  # the format versions of the rollback journal
     connection = sqlite3.connect(file)
     assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
@@ -248,13 +249,13 @@ def test_a_catalog_that_cannot_be_used_is_made_again(store, tmp_path, content):
     write(store, key(), 10)
     with store.catalog() as catalog:
         dump = catalog.dump()
-    file = Path(store.location, _refresh.FILE)
+    file = Path(store.location, CATALOG)
     if content == "cut":
         content = file.read_bytes()[:-100]
     elif content == "other store":
         other = gk.open(tmp_path / "other")
         assert facts(other) == []
-        content = Path(other.location, _refresh.FILE).read_bytes()
+        content = Path(other.location, CATALOG).read_bytes()
     file.write_bytes(content)
     with store.catalog() as catalog:
         assert catalog.dump() == dump
@@ -264,7 +265,7 @@ def test_a_catalog_that_cannot_be_used_is_made_again(store, tmp_path, content):
 def test_every_flipped_byte_of_the_catalog_is_noticed(store):
     write(store, key(), 4)
     assert facts(store)
-    file = Path(store.location, _refresh.FILE)
+    file = Path(store.location, CATALOG)
     good = file.read_bytes()
     for at in np.random.default_rng(0).integers(0, len(good), 100).tolist():
         bad = bytearray(good)
@@ -275,7 +276,7 @@ def test_every_flipped_byte_of_the_catalog_is_noticed(store):
 
 def test_a_folder_in_the_place_of_the_catalog_does_no_harm(store):
     write(store, key(), 4)
-    Path(store.location, _refresh.FILE).mkdir()
+    Path(store.location, CATALOG).mkdir()
     assert len(facts(store)) == 1
     assert _refresh.load(store) is None
 
@@ -284,7 +285,7 @@ def test_a_store_that_may_only_be_read_has_a_catalog_in_memory(store):
     write(store, key(), 10)
     frozen = Store(LocalDisk(store.location, syscalls=ReadOnlyCalls()))
     assert facts(frozen)[0].rows == 10
-    assert not Path(store.location, _refresh.FILE).exists()
+    assert not Path(store.location, CATALOG).exists()
 
 
 def test_a_store_in_memory_has_a_catalog():
@@ -304,7 +305,7 @@ def test_blocks_that_did_not_change_are_not_looked_at_again(store):
     again = Store(counting)
     counting.opened.clear()
     assert len(facts(again)) == 3
-    assert counting.opened == [_refresh.FILE]
+    assert counting.opened == [CATALOG]
 
 
 def test_of_a_growing_block_only_the_new_headers_are_read(store):
@@ -457,7 +458,7 @@ def test_refreshing_finds_what_rebuilding_finds(tmp_path_factory, operations):
         with store.catalog() as refreshed:
             found = refreshed.dump()
         assert _refresh.load(store).dump() == found
-        file = Path(store.location, _refresh.FILE)
+        file = Path(store.location, CATALOG)
         kept = file.read_bytes()
         with rebuilt(store) as catalog:
             assert catalog.dump() == found

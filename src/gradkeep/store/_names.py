@@ -13,6 +13,7 @@ BLOCKS = "blocks"
 SCORES = "scores"
 ROWS = "datamodels"
 RUNS = "runs"
+CATALOG = "catalog.sqlite"
 
 
 def is_name(name: str) -> bool:

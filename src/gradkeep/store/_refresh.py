@@ -19,12 +19,11 @@ import xxhash
 
 from gradkeep.store import _scan
 from gradkeep.store._catalog import Catalog, new_connection
+from gradkeep.store._names import CATALOG
 
 if TYPE_CHECKING:
     from gradkeep.store._facts import Place, SegmentFacts
     from gradkeep.store._store import Store
-
-FILE = "catalog.sqlite"
 
 _FORMAT = 1
 _DIGEST_BYTES = 16
@@ -82,7 +81,7 @@ def load(store: Store) -> Catalog | None:
     if not hasattr(sqlite3.Connection, "deserialize"):
         return None  # SQLite before 3.36: scan every time
     try:
-        data = store.backend.read(FILE)
+        data = store.backend.read(CATALOG)
     except OSError:
         return None
     content = data[:-_DIGEST_BYTES]
@@ -107,7 +106,7 @@ def save(store: Store, catalog: Catalog) -> bool:
         return False
     catalog.connection.execute(f"pragma user_version = {_FORMAT}")
     content = catalog.connection.serialize()
-    return store.backend.replace_cache(FILE, content + xxhash.xxh3_128_digest(content))
+    return store.backend.replace_cache(CATALOG, content + xxhash.xxh3_128_digest(content))
 
 
 def _stamps(store: Store, place: Place) -> dict[str, int | None]:

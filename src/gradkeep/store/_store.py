@@ -83,13 +83,8 @@ class Store:
         self.durability: Durability = durability
         self.verify_reads = verify
         fields = _document.from_bytes(backend.read(STORE_FILE), path=backend.describe(STORE_FILE))
-        self.check_format(backend, fields)
+        check_format(backend, fields)
         self.uuid: str = fields["uuid"]
-
-    @staticmethod
-    def check_format(backend: Backend, fields: Mapping[str, Any]) -> None:
-        """Raise unless the fields are those of a store that this version can read."""
-        _check_format(backend, fields)
 
     @staticmethod
     def require_some(backend: Backend) -> None:
@@ -382,7 +377,8 @@ def _check_free(backend: Backend, *, create: bool) -> None:
         )
 
 
-def _check_format(backend: Backend, fields: Mapping[str, Any]) -> None:
+def check_format(backend: Backend, fields: Mapping[str, Any]) -> None:
+    """Raise unless the fields are those of a store that this version can read."""
     path = backend.describe(STORE_FILE)
     if fields.get("format") != FORMAT:
         raise NotAStore(

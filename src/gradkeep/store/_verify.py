@@ -12,17 +12,16 @@ from gradkeep.store import _document, _lease, _manifest, _samples
 from gradkeep.store._backend import QUARANTINE
 from gradkeep.store._block import SEGMENTS, load_schema, schema_key
 from gradkeep.store._layout import SUFFIX
-from gradkeep.store._names import ROWS
+from gradkeep.store._names import CATALOG, ROWS
 from gradkeep.store._row_files import LOOSE, PACKED, leave_out
 from gradkeep.store._segment import Segment
-from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store
+from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store, check_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gradkeep.store._backend import Backend
 
-CATALOG = "catalog.sqlite"
 _LEFTOVER_SECONDS = 3600.0
 
 
@@ -171,7 +170,7 @@ def _check_document(
 ) -> None:
     fields = _document.from_bytes(data, path=key)
     if key == STORE_FILE:
-        Store.check_format(backend, fields)
+        check_format(backend, fields)
         return
     parts = key.split("/")
     if parts[-2] != _manifest.FOLDER:
