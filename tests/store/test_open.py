@@ -7,7 +7,7 @@ import pytest
 
 import gradkeep as gk
 from gradkeep._errors import Damaged, FormatTooNew, NotAStore
-from gradkeep.store import _document
+from gradkeep.store import LocalDisk, _document
 
 
 def test_a_new_path_becomes_a_store_and_opens_again(tmp_path):
@@ -94,6 +94,16 @@ def test_two_processes_that_make_it_at_once_get_the_same_store(tmp_path):
         for turn in range(5):
             uuids = pool.map(_uuid_of_new_store, [tmp_path / str(turn)] * 4)
             assert len(set(uuids)) == 1
+
+
+def test_a_store_that_appears_while_the_folder_is_looked_at_is_opened(tmp_path):
+    class MadeMeanwhile(LocalDisk):
+        def list(self, prefix):
+            LocalDisk.put_if_absent(self, "STORE.json", [other], durability="process")
+            return super().list(prefix)
+
+    other = _document.to_bytes({"format": "gradkeep-store", "version": 1, "uuid": "theirs"})
+    assert gk.open(MadeMeanwhile(tmp_path)).uuid == "theirs"
 
 
 def test_errors_survive_the_way_between_processes():

@@ -358,6 +358,8 @@ def _check_free(backend: Backend, *, create: bool) -> None:
     elif root is not None and os.path.exists(root) and not os.path.isdir(root):
         found = "a file"
     elif names := [entry.name for entry in backend.list("")]:
+        if backend.exists(STORE_FILE):
+            return  # another process made the store since we looked
         found = f"a folder with {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
     if found is not None:
         raise NotAStore(
