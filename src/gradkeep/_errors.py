@@ -1,7 +1,9 @@
 """Every error that gradkeep raises on purpose.
 
     GradkeepError
+    |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- MissingExtra         an optional dependency is needed for this
+    |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
     |-- RematError           something about rematerialization (also a ValueError)
     |   `-- LogError         a log that is not one, with the line
     |-- SqlError             a query that cannot be answered, or that would write
@@ -77,6 +79,14 @@ def _rebuild(
 
 class MissingExtra(GradkeepError):
     """An optional dependency is not installed."""
+
+
+class CaptureError(GradkeepError, ValueError):
+    """A model, task, loader or choice of layers that cannot be captured."""
+
+
+class QueryError(GradkeepError, ValueError):
+    """A question that the kept gradients cannot answer."""
 
 
 class SqlError(GradkeepError):

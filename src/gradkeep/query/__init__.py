@@ -1,0 +1,1 @@
+"""What can be computed from kept gradients without restoring them."""
