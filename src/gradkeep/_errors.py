@@ -1,6 +1,7 @@
 """Every error that gradkeep raises on purpose.
 
     GradkeepError
+    |-- BudgetError          a budget that is none, or too small (also a ValueError)
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
@@ -77,8 +78,16 @@ def _rebuild(
     return kind(what, path=path, found=found, expected=expected, fix=fix)
 
 
+class DataError(GradkeepError, ValueError):
+    """Example data or a reference model: a file, a name or a size that is not right."""
+
+
 class MissingExtra(GradkeepError):
     """An optional dependency is not installed."""
+
+
+class BudgetError(GradkeepError, ValueError):
+    """A budget that cannot be understood, or that is below the least possible."""
 
 
 class CaptureError(GradkeepError, ValueError):

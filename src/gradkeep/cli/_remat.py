@@ -53,9 +53,9 @@ def simulate(
 
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
     """
+    from gradkeep._bytes import format_bytes
     from gradkeep.remat import Timeline, read_log, unlimited_peak
     from gradkeep.remat import simulate as run
-    from gradkeep.remat._budget import format_bytes
 
     program = read_log(log)
     peak = unlimited_peak(program)
@@ -120,7 +120,7 @@ def optimal(
     and its inputs and parameters are always in memory.
     """
     import gradkeep.remat as remat
-    from gradkeep.remat._budget import format_bytes
+    from gradkeep._bytes import format_bytes
 
     program = remat.simplify(remat.read_log(log))
     graph = remat.Graph.of(remat.read_log(log))
@@ -175,7 +175,7 @@ def optimal(
 
 def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> float:
     """The budget in bytes from one of the two ways to say it."""
-    from gradkeep.remat._budget import parse_bytes
+    from gradkeep._bytes import parse_bytes
 
     if (ratio is None) == (budget is None):
         raise RematError(

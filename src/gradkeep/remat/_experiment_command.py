@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import RematError
+from gradkeep._bytes import parse_bytes
+from gradkeep._errors import BudgetError, RematError
 from gradkeep.data import checked_sizes, default_sizes, published_sizes
-from gradkeep.remat._budget import parse_bytes
 from gradkeep.remat._experiment_names import zoo_name, zoo_sizes
 from gradkeep.remat._experiment_trial import Trial, Workplan
 from gradkeep.remat._heuristics import heuristic
@@ -197,7 +197,7 @@ class _Reader:
         if isinstance(number, str):
             try:
                 return float(parse_bytes(number))
-            except RematError as error:
+            except BudgetError as error:
                 raise self._wrong("memory_budget", error.what, value, error.expected) from error
         if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
             raise self._wrong("memory_budget", "is not a number", value, "bytes, such as 2GiB")

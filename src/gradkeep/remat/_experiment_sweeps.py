@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._bytes import format_bytes
 from gradkeep._errors import MissingExtra
-from gradkeep.remat._budget import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

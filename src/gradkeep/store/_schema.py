@@ -131,11 +131,16 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of the model that was captured: what its dense gradient would have cost."""
+    """A layer of the model that was captured: what its dense gradient would have cost.
+
+    `form` says how its arrays make up the gradient, in plain JSON values; the store keeps and
+    compares it but does not read it.
+    """
 
     name: str
     type: str
     parameters: int
+    form: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +281,10 @@ stored '1a', asked for '2b'"]
 
 def _fields_of(record: Array | Layer) -> dict[str, Any]:
     # Not `asdict`: its deep copies took longer than all else in putting a small row.
-    return {part.name: getattr(record, part.name) for part in dataclasses.fields(record)}
+    fields = {part.name: getattr(record, part.name) for part in dataclasses.fields(record)}
+    if "form" in fields and not fields["form"]:
+        del fields["form"]  # layers of the first stores had none: their hash must stay
+    return fields
 
 
 class _Absent:

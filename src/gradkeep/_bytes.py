@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gradkeep._errors import RematError
+from gradkeep._errors import BudgetError
 
 _UNITS = {
     "": 1,
@@ -31,7 +31,7 @@ def parse_bytes(text: str | int) -> int:
         return text
     found = _WRITTEN.fullmatch(text)
     if found is None or found[2].lower() not in _UNITS:
-        raise RematError(
+        raise BudgetError(
             "this is not a number of bytes",
             found=repr(text),
             expected="a number with a unit such as 2GiB, 500MB or 1000000",
