@@ -3,6 +3,7 @@
     GradkeepError
     |-- BudgetError          a budget that is none, or too small (also a ValueError)
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
+    |-- DataError            example data or a model that is not what was asked for (also a ValueError)
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
     |-- RematError           something about rematerialization (also a ValueError)
