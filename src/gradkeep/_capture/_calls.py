@@ -1,0 +1,126 @@
+"""Watching modules while the model runs: what went into each call, and its output's gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a watched module; the suffixes are filled in when the backward pass ran."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: tuple[torch.Size, ...]
+    """The shapes of the output tensors that carry gradients."""
+    edges: tuple[GradientEdge, ...]
+    """Where the gradients of those tensors will pass, as they were before any in-place change."""
+    suffixes: list[torch.Tensor | None] = field(default_factory=list)
+    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+    original: torch.Tensor | None = None
+    """The first input as it came, which tells whether two layers share one."""
+
+    @property
+    def input(self) -> torch.Tensor:
+        """The first tensor that the module was given."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                return value
+        raise TypeError(f"{type(self.module).__name__} was called without a tensor")
+
+    def suffix(self, index: int = 0) -> torch.Tensor:
+        """The gradient at an output; zeros where the loss does not depend on it."""
+        found = self.suffixes[index] if index < len(self.suffixes) else None
+        if found is not None:
+            return found
+        reference = self.input
+        dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
+        return torch.zeros(self.shapes[index], dtype=dtype, device=reference.device)
+
+    @property
+    def changed(self) -> bool:
+        """Whether an input was changed in place after the module had used it."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+
+@contextlib.contextmanager
+def watching(
+    modules: Sequence[nn.Module], *, copied: set[nn.Module], by_hooks: bool = False
+) -> Iterator[list[Call]]:
+    """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
+
+    Inputs are kept by reference, or as copies for the modules in `copied`. With `by_hooks` the
+    suffixes are filled by whatever backward pass the caller runs; else by `fill`.
+    """
+    calls: list[Call] = []
+
+    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+        outputs = [t for t in outputs if t.requires_grad]
+        if not outputs:
+            return  # under no_grad, or cut off from the loss: the check of the first batch tells
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        keep = _copy if module in copied else _reference
+        args, kwargs = tree_map_only(torch.Tensor, keep, (args, kwargs))
+        call = Call(
+            module=module,
+            args=args,
+            kwargs=kwargs,
+            shapes=tuple(t.shape for t in outputs),
+            edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
+            versions=() if module in copied else tuple((t, t._version) for t in inputs),
+            original=inputs[0] if inputs else None,
+        )
+        if by_hooks:
+            call.suffixes = [None] * len(outputs)
+            for index, tensor in enumerate(outputs):
+                tensor.register_hook(_into(call, index))
+        calls.append(call)
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            handle = module.register_forward_hook(saw, with_kwargs=True)
+            stack.callback(handle.remove)
+        # The fused inference path of transformer layers calls no hooks.
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        yield calls
+
+
+def fill(calls: Sequence[Call], target: torch.Tensor) -> None:
+    """Run the backward pass from the summed target to the calls; no weight gradient is computed."""
+    edges = [edge for call in calls for edge in call.edges]
+    if not edges:
+        return
+    found = iter(torch.autograd.grad(target.sum(), edges, allow_unused=True))
+    for call in calls:
+        call.suffixes = [next(found) for _ in call.edges]
+
+
+def _into(call: Call, index: int) -> Any:
+    def keep(gradient: torch.Tensor) -> None:
+        before = call.suffixes[index]
+        # A second backward pass through the same graph adds up, as gradients do.
+        call.suffixes[index] = gradient if before is None else before + gradient
+
+    return keep
+
+
+def _reference(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
