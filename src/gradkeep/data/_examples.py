@@ -1,0 +1,113 @@
+"""Examples in memory, with the face that every dataset here has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._errors import DataError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
+
+    Positions = int | slice | Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Turns bytes into float32: divided by 255, less `mean`, divided by `std`, per channel."""
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Scale pixels `[..., C, H, W]`."""
+        import torch
+
+        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return (pixels.to(torch.float32) / 255 - mean) / std
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """Inputs and labels in a fixed order: `examples[i]` is `(x, y)`, as a `DataLoader` needs it.
+
+    A slice or a list of positions gives many at once, stacked.
+
+    >>> import torch
+    >>> examples = Examples(torch.eye(3), torch.tensor([0, 1, 1]), ("no", "yes"))
+    >>> len(examples), examples[2]
+    (3, (tensor([0., 0., 1.]), tensor(1)))
+    """
+
+    inputs: torch.Tensor
+    """`[N, ...]` as kept; with `scaling`, bytes that become float32 when they are asked for"""
+    labels: torch.Tensor
+    """`[N]` or, for a label at each position, `[N, T]`; int64, each a place in `classes`"""
+    classes: tuple[str, ...]
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, rows=len(self.inputs), classes=self.classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.inputs[positions]
+        return x if self.scaling is None else self.scaling(x), self.labels[positions]
+
+
+def whole_labels(
+    values: np.ndarray[Any, Any], *, path: str | os.PathLike[str] | None = None
+) -> torch.Tensor:
+    """Labels of any whole type as int64 `[N]`."""
+    import torch
+
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        raise DataError(
+            "labels are whole numbers, one per row",
+            path=path,
+            found=f"{values.dtype} of shape {list(values.shape)}",
+        )
+    return torch.from_numpy(values.astype("int64"))
+
+
+def numbered(labels: torch.Tensor) -> tuple[str, ...]:
+    """Names for classes that have none: the numbers from 0 to the highest label."""
+    return tuple(map(str, range(int(labels.max()) + 1 if len(labels) else 0)))
+
+
+def check_labels(
+    labels: torch.Tensor,
+    *,
+    rows: int,
+    classes: Sequence[str],
+    path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Refuse labels that are not int64, not as many as the rows, or in no class."""
+    import torch
+
+    if labels.dtype != torch.int64 or labels.ndim == 0:
+        found = f"{labels.dtype} of shape {list(labels.shape)}"
+        raise DataError("labels are whole numbers, one per row", path=path, found=found)
+    if len(labels) != rows:
+        raise DataError(
+            "there are not as many labels as rows",
+            path=path,
+            found=f"{len(labels)} labels",
+            expected=f"{rows}",
+        )
+    wrong = ((labels < 0) | (labels >= len(classes))).nonzero()
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        raise DataError(
+            f"{len(wrong)} labels are out of range",
+            path=path,
+            found=f"{int(labels[first])} in row {first[0]}",
+            expected=f"0 to {len(classes) - 1}, for {len(classes)} classes",
+        )
