@@ -1,0 +1,146 @@
+"""Pictures in folders, one folder per class, decoded when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradkeep._errors import DataError, MissingExtra
+from gradkeep.data._examples import Scaling
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+_SUFFIXES = {".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
+_SPLITS = ("train", "val", "test")
+IMAGENET = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageFolder:
+    """Files and labels in a fixed order: `folder[i]` is `(x, y)`, x float32 `[3, H, W]`."""
+
+    files: tuple[Path, ...]
+    labels: torch.Tensor
+    """`[N]`, int64"""
+    classes: tuple[str, ...]
+    scaling: Scaling
+    resize: int | None
+    crop: int | None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        file = self.files[position]
+        pixels = torch.from_numpy(np.array(self._decoded(file)).transpose(2, 0, 1))
+        return self.scaling(pixels), self.labels[position]
+
+    def _decoded(self, file: Path) -> Image:
+        from PIL import Image
+
+        try:
+            with Image.open(file) as found:
+                image = found.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError("the picture cannot be decoded", path=file, found=error) from error
+        if self.resize is not None:
+            scale = self.resize / min(image.size)
+            width, height = (max(self.resize, round(side * scale)) for side in image.size)
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        if self.crop is None:
+            return image
+        if min(image.size) < self.crop:
+            raise DataError(
+                "the picture is smaller than the crop",
+                path=file,
+                found=f"{image.width} x {image.height}",
+                expected=f"at least {self.crop} x {self.crop}",
+                fix=f"add resize={self.crop}",
+            )
+        left, top = (image.width - self.crop) // 2, (image.height - self.crop) // 2
+        return image.crop((left, top, left + self.crop, top + self.crop))
+
+
+def load_image_folder(
+    path: str | os.PathLike[str],
+    *,
+    split: str = "train",
+    resize: int | None = None,
+    crop: int | None = None,
+    normalise: bool = True,
+) -> ImageFolder:
+    """Pictures under `path/split/class/`, or under `path/class/` where nothing is split.
+
+    Classes and files are sorted by name; folders inside a class are searched, hidden files and
+    what is no picture are passed over. `resize` sets the shorter side, then `crop` cuts a square
+    from the middle: nothing is random. Normalised by ImageNet's mean and deviation.
+    """
+    import torch
+
+    try:
+        import PIL.Image  # noqa: F401 - here rather than at the first picture
+    except ImportError as error:
+        raise MissingExtra(
+            "pictures in folders are decoded by Pillow", fix='pip install "gradkeep[images]"'
+        ) from error
+    for name, side in (("resize", resize), ("crop", crop)):
+        if side is not None and side < 1:
+            raise DataError(f"{name} is a side in pixels", found=side, expected="at least 1")
+    top = _top(Path(path), split)
+    folders = sorted(one for one in top.iterdir() if one.is_dir() and not _hidden(one.name))
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, folder in enumerate(folders):
+        found = _pictures(folder)
+        if not found:
+            raise DataError(
+                "the folder of a class holds no pictures",
+                path=folder,
+                found="no " + " ".join(sorted(_SUFFIXES)),
+                fix="remove the folder, or fill it",
+            )
+        files += found
+        labels += [label] * len(found)
+    if not files:
+        raise DataError(
+            "there are no folders of classes", path=top, expected="one folder per class"
+        )
+    names = tuple(folder.name for folder in folders)
+    scaling = IMAGENET if normalise else Scaling()
+    return ImageFolder(tuple(files), torch.tensor(labels), names, scaling, resize, crop)
+
+
+def _top(path: Path, split: str) -> Path:
+    """The folder of the split; one that is not divided is all for training."""
+    if (path / split).is_dir():
+        return path / split
+    there = [name for name in _SPLITS if (path / name).is_dir()]
+    if path.is_dir() and (path.name == split or (split == "train" and not there)):
+        return path
+    raise DataError(
+        f"there is no folder for the split {split!r}",
+        path=path,
+        found=", ".join(there) or ("no splits" if path.is_dir() else "no such folder"),
+        expected=f"{split}, with one folder per class",
+    )
+
+
+def _pictures(folder: Path) -> list[Path]:
+    found = []
+    for place, inside, names in os.walk(folder):
+        inside[:] = [name for name in inside if not _hidden(name)]
+        pictures = [n for n in names if Path(n).suffix.lower() in _SUFFIXES and not _hidden(n)]
+        found += [Path(place, name) for name in pictures]
+    return sorted(found)
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "__"))
