@@ -1,0 +1,60 @@
+"""Every dataset by the name of its kind, as configuration files name it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._errors import DataError
+from gradkeep.data._agnews import load_agnews
+from gradkeep.data._characters import load_characters
+from gradkeep.data._cifar10 import load_cifar10
+from gradkeep.data._digit_images import load_digit_images
+from gradkeep.data._idx import load_idx
+from gradkeep.data._image_folder import load_image_folder
+from gradkeep.data._names import known_name
+from gradkeep.data._npz import load_npz
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from gradkeep.data._agnews import Texts
+    from gradkeep.data._examples import Examples
+    from gradkeep.data._image_folder import ImageFolder
+
+    Dataset = Examples | ImageFolder | Texts
+
+_KINDS: dict[str, Callable[..., Dataset]] = {
+    "digits": load_digit_images,
+    "cifar10": load_cifar10,
+    "agnews": load_agnews,
+    "imagefolder": load_image_folder,
+    "idx": load_idx,
+    "npz": load_npz,
+    "text": load_characters,
+}
+
+
+def dataset(
+    kind: str, path: str | os.PathLike[str] | None = None, split: str = "train", **options: Any
+) -> Dataset:
+    """The split of a dataset; only "digits" needs no path, for a package brings them.
+
+    The kinds are digits, cifar10, agnews, imagefolder, idx, npz and text.
+
+    >>> train = dataset("digits", normalise=False)
+    >>> len(train), train.classes[:3], train.labels.dtype
+    (1437, ('0', '1', '2'), torch.int64)
+    """
+    load = _KINDS[known_name(kind, _KINDS, what="kind of dataset")]
+    known = [name for name in inspect.signature(load).parameters if name not in ("path", "split")]
+    for name in options:
+        known_name(name, known, what=f"option of {kind}")
+    if (path is None) != (kind == "digits"):
+        raise DataError(
+            f"{kind} needs a path" if path is None else f"{kind} come with a package, without path",
+            found=f"path={path!r}",
+        )
+    places = () if path is None else (path,)
+    return load(*places, split=split, **options)
