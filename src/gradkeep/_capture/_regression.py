@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from gradkeep._capture._classification import LABELS
 from gradkeep._capture._task import Measured, Task, call, logits_of, split_labels
 from gradkeep._errors import CaptureError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,45 @@
+"""From the calls of a unit to its gradients, by the unit's rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradkeep._capture import _convolution, _embedding, _linear, _module, _norms, _tied
+from gradkeep.query._forms import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep._capture._calls import Call
+    from gradkeep._capture._piece import Piece
+    from gradkeep._capture._units import Unit
+
+_BY_WAY = {
+    "linear": _linear.piece,
+    "convolution": _convolution.piece,
+    "embedding": _embedding.piece,
+    "norm": _norms.piece,
+}
+
+
+def piece_of(unit: Unit, calls: Sequence[Call], *, rows: int) -> Piece:
+    """The gradients of B samples for a unit whose modules made these calls."""
+    if unit.way == "tied":
+        found = _tied.piece(unit, calls, rows=rows, lay=unit.lay)
+    elif unit.way == "module":
+        names = dict.fromkeys(unit.weights, "")
+        weights = _module.own_weights(unit.modules[0], names)
+        ordered = {
+            local: weight
+            for own in unit.weights
+            for local, weight in list(weights.items())
+            if weight is own
+        }
+        found = _module.piece(unit.name, unit.parameters, ordered, calls, rows=rows, lay=unit.lay)
+    else:
+        rule = _BY_WAY[unit.way]
+        module = unit.modules[0]
+        found = rule(unit.name, module, unit.parameters, calls, rows=rows, lay=unit.lay)
+    if size_of(found.form) != unit.size:
+        raise ValueError("the rule covers another number of values than the layer has")
+    return found

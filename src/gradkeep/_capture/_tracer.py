@@ -1,0 +1,151 @@
+"""One batch through the model: what it measures, and every layer's gradients per sample."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from gradkeep._capture import _whole
+from gradkeep._capture._batches import size_of
+from gradkeep._capture._calls import Call, fill, watching
+from gradkeep._capture._rules import piece_of
+from gradkeep._capture._units import watched
+from gradkeep._errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradkeep._capture._piece import Piece
+    from gradkeep._capture._task import Measured, Task
+    from gradkeep._capture._units import Unit
+
+Of = Literal["loss", "output"]
+"""Whose gradient is kept."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """What one batch gave."""
+
+    measured: Measured
+    pieces: dict[Unit, Piece]
+    calls: list[Call]
+
+
+@dataclass(slots=True, eq=False)
+class Tracer:
+    """A model, a task and the units to capture; `run` takes a batch through them."""
+
+    model: nn.Module
+    task: Task
+    of: Of | None = None
+    """None: the output's if the task gives it with its slope, else the loss's."""
+    units: Sequence[Unit] = ()
+    unused: Sequence[Unit] = ()
+    """Units that the loss did not depend on when the first batch ran."""
+    copied: set[nn.Module] = field(default_factory=set)
+    """Modules whose inputs are changed in place afterwards, and so have to be copied."""
+    also: tuple[nn.Module, ...] = ()
+    """Further modules whose calls are wanted, for embeddings."""
+
+    def run(self, batch: Any) -> Traced:
+        """The gradients of every unit for every sample of the batch."""
+        rows = size_of(batch)
+        modules = [*watched([*self.units, *self.unused]), *self.also]
+        with self.forward(modules, batch) as (measured, target, calls):
+            fill(calls, target)
+        by_module: dict[nn.Module, list[Call]] = {}
+        for call in calls:
+            by_module.setdefault(call.module, []).append(call)
+        self._check_unused(by_module)
+        pieces: dict[Unit, Piece] = {}
+        for unit in self.units:
+            if unit.way != "whole":
+                pieces[unit] = self._piece(unit, by_module, rows)
+        if whole := [unit for unit in self.units if unit.way == "whole"]:
+            pieces |= _whole.pieces(whole, self.target, self.model, batch, rows=rows)
+        return Traced(measured, {unit: pieces[unit] for unit in self.units}, calls)
+
+    @contextlib.contextmanager
+    def forward(
+        self, modules: Sequence[nn.Module], batch: Any
+    ) -> Iterator[tuple[Measured, torch.Tensor, list[Call]]]:
+        """Run the batch forward, watching the modules: what it measured, its target, the calls."""
+        modules = list(dict.fromkeys(modules))
+        state = torch.get_rng_state()
+        with watching(modules, copied=self.copied) as calls:
+            measured, target = self._measure(batch)
+        changed = {call.module for call in calls if call.changed}
+        if changed:
+            # What a layer read was overwritten before we could keep it: copy it from now on.
+            self.copied |= changed
+            torch.set_rng_state(state)
+            with watching(modules, copied=self.copied) as calls:
+                measured, target = self._measure(batch)
+        yield measured, target, calls
+
+    def target(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """What is differentiated `[B]`."""
+        return self._measure(batch)[1]
+
+    def _measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+        rows = size_of(batch)
+        with torch.enable_grad():
+            measured = self.task.measure(self.model, batch)
+            _check_shape("losses", measured.losses, rows)
+            if self.of == "loss":
+                return measured, measured.losses
+            if measured.outputs is not None and (measured.slopes is not None or self.of):
+                _check_shape("outputs", measured.outputs, rows)
+                return measured, measured.outputs
+            if self.of is None:
+                return measured, measured.losses
+            outputs = self.task.outputs(self.model, batch)
+        if outputs is None:
+            raise CaptureError(
+                "the task has no output",
+                found=self.task.describe(),
+                fix="give the task outputs(model, batch) -> [B], or capture of='loss'",
+            )
+        _check_shape("outputs", outputs, rows)
+        return measured, outputs
+
+    def _piece(self, unit: Unit, calls: dict[nn.Module, list[Call]], rows: int) -> Piece:
+        own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
+        if not own:
+            raise CaptureError(
+                f"layer {unit.name} did not run for this batch, but did for the first one",
+                fix="leave the layer out (layers='!...'), or capture it with plan='dense'",
+            )
+        return piece_of(unit, own, rows=rows)
+
+    def _check_unused(self, calls: dict[nn.Module, list[Call]]) -> None:
+        for unit in self.unused:
+            for module in unit.modules:
+                for call in calls.get(module, ()):
+                    if any(suffix is not None for suffix in call.suffixes):
+                        raise CaptureError(
+                            f"layer {unit.name} is used by this batch, but not by the first one",
+                            fix="leave the layer out, or begin with a batch that uses it",
+                        )
+
+
+def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
+    if not isinstance(values, torch.Tensor) or values.shape != (rows,):
+        found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        mean = isinstance(values, torch.Tensor) and values.dim() == 0
+        raise CaptureError(
+            f"{what} must be one value per sample",
+            found=f"{'a single value' if mean else f'shape {found}'} for {rows} samples",
+            expected=f"shape ({rows},)",
+            fix="compute the loss with reduction='none'; of sequences, sum over the tokens",
+        )
+    if not values.requires_grad:
+        raise CaptureError(
+            f"the {what} do not depend on any trainable parameter",
+            fix="check that parameters have requires_grad=True and that the task does not detach",
+        )
