@@ -22,7 +22,7 @@ _WIDE = {
 }
 
 
-class _Shortcut(nn.Module):
+class PaddedShortcut(nn.Module):
     """No parameters: every other pixel, and zeros for the channels that are new."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -66,7 +66,7 @@ def _thin(depth: int, classes: int) -> nn.Module:
         for _ in range((depth - 2) // 6):
             stride = 1 if inputs == width else 2
             same: nn.Module = nn.Identity()
-            shortcut = same if stride == 1 else _Shortcut(inputs, width, stride)
+            shortcut = same if stride == 1 else PaddedShortcut(inputs, width, stride)
             layers.append(_Block(_basic(inputs, width, stride), shortcut))
             inputs = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
