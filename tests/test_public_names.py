@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import gradkeep
+import gradkeep.data
 import gradkeep.remat
 import gradkeep.store
 
@@ -13,6 +14,12 @@ NAMES = {
     "gradkeep": """
         Array CaptureKey Checkpoint GradkeepError Layer Ragged Run Schema ScoresKey Store open
         remat store
+    """,
+    "gradkeep.data": """
+        BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
+        Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews
+        load_characters load_cifar10 load_digit_images load_digits load_idx load_image_folder
+        load_npz model models published_sizes read_idx zoo
     """,
     "gradkeep.remat": """
         Action Event Graph Heuristic Kind Op Optimum Outcome Policy Program Recorder Schedule Step
