@@ -1,0 +1,111 @@
+"""Convolutions without patches: the products of all pixels, summed along the kernel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from gradkeep.query._patches import pixels
+from gradkeep.query._segments import TILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from gradkeep.query._factors import ConvRows
+    from gradkeep.query._forms import Conv
+
+    Taps = dict[int, list[int]]
+
+
+def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tensor:
+    """Inner products `[Q, N]` of weight gradients, without the bias.
+
+    With `P[s, s'] = x_s . x'_s'` over pixels and `R[t, t'] = g_t . g'_t'` over positions, the sum
+    over taps a of `P[t + a, t' + a] R[t, t']`. The sum over taps is done first and one axis at a
+    time, `k + k` additions instead of `k k`. A stride parts the pixels into phases that never
+    meet, so that all sums are of neighbours. 2 (S^2 C / prod(stride) + T^2 D) operations a pair.
+    """
+    out = train.wide.new_zeros(len(queries), len(train))
+    values = max(1, min(scratch // 4, TILE) // train.wide.element_size())
+    pairs = max(1, values // max(pixels(form), form.positions) ** 2)
+    step = max(1, min(len(train), pairs))
+    high = max(1, pairs // step)
+    for start in range(0, len(train), step):
+        right = [turn(form, part[start : start + step]) for part in (train.wide, train.narrow)]
+        for first in range(0, len(queries), high):
+            left = [
+                turn(form, part[first : first + high]) for part in (queries.wide, queries.narrow)
+            ]
+            out[first : first + high, start : start + step] = _tile(form, left, right)
+    return out
+
+
+def turn(form: Conv, array: Tensor) -> Tensor:
+    """`[B, C, *size]` -> `[groups, *size, B, C / groups]`, in which the rows are the inner axis."""
+    count, size = len(array), array.shape[2:]
+    parts = array.reshape(count, form.groups, -1, *size)
+    order = [1, *range(3, 3 + len(size)), 0, 2]
+    return parts.permute(order).contiguous()
+
+
+def _tile(form: Conv, left: list[Tensor], right: list[Tensor]) -> Tensor:
+    axes = len(form.size)
+    out = None
+    for group in range(form.groups):
+        near = None
+        for phase, taps in _phases(form):
+            sums = products(left[0][group][phase], right[0][group][phase], axes)
+            for axis in range(axes):
+                sums = _along(sums, taps[axis], axis, axes, form.out[axis])
+            near = sums if near is None else near.add_(sums)
+        grads = products(left[1][group], right[1][group], axes)
+        assert near is not None
+        summed = near.mul_(grads).sum([*range(axes), *range(axes + 1, 2 * axes + 1)])
+        out = summed if out is None else out.add_(summed)
+    assert out is not None
+    return out
+
+
+def products(left: Tensor, right: Tensor, axes: int) -> Tensor:
+    """`[*size, Q, C]`, `[*size, N, C]` -> the products over C of all pairs `[*size, Q, *size, N]`."""
+    matrix = left.reshape(-1, left.shape[-1]) @ right.reshape(-1, right.shape[-1]).t()
+    return matrix.view(*left.shape[:-1], *right.shape[:-1])
+
+
+def _phases(form: Conv) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
+    """Pixels that one residue of the stride reads, and how far from the position they are then.
+
+    Pixel `stride * i + dilation * a - padding` is pixel `i + shift` of the phase `residue`.
+    """
+    per_axis: list[Taps] = []
+    for axis in range(len(form.size)):
+        found: Taps = {}
+        for tap in range(form.kernel[axis]):
+            shift, residue = divmod(
+                tap * form.dilation[axis] - form.padding[axis], form.stride[axis]
+            )
+            found.setdefault(residue, []).append(shift)
+        per_axis.append(found)
+    for residues in itertools.product(*per_axis):
+        which = tuple(
+            slice(residue, None, step) for residue, step in zip(residues, form.stride, strict=True)
+        )
+        yield which, tuple(taps[r] for taps, r in zip(per_axis, residues, strict=True))
+
+
+def _along(sums: Tensor, shifts: list[int], axis: int, axes: int, length: int) -> Tensor:
+    """Sums over the shifts of one axis, on both sides; what lies outside counts as zero."""
+    other = axes + 1 + axis
+    shape = list(sums.shape)
+    size = shape[axis]
+    shape[axis] = shape[other] = length
+    out = sums.new_zeros(shape)
+    for shift in shifts:
+        low, high = max(0, -shift), min(length, size - shift)
+        if low < high:
+            count = high - low
+            into = out.narrow(axis, low, count).narrow(other, low, count)
+            into += sums.narrow(axis, low + shift, count).narrow(other, low + shift, count)
+    return out

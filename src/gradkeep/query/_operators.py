@@ -1,0 +1,209 @@
+"""Inner products, norms and sums of per-sample gradients, from whatever they are kept as.
+
+Nothing here reads or writes; rows go in and numbers come out, in the dtype of the rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradkeep._errors import QueryError
+from gradkeep.query import _conv, _dense, _lookup, _outer, _restored, _tied
+from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
+from gradkeep.query._forms import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from gradkeep.query._factors import Factors
+    from gradkeep.query._forms import Form
+
+How = Literal["factored", "gram", "half", "restore", "dense"]
+
+_ALGEBRA: dict[str, tuple[Any, type, tuple[How, ...]]] = {
+    "outer": (_outer, OuterRows, ("factored", "half", "restore")),
+    "conv": (_conv, ConvRows, ("factored", "gram", "half", "restore")),
+    "lookup": (_lookup, LookupRows, ("factored", "half", "restore")),
+    "dense": (_dense, DenseRows, ("dense",)),
+    "tied": (_tied, TiedRows, ("factored", "half", "restore")),
+}
+
+_BYTES = 50
+"""Operations that take as long as to write and read one value of a restored gradient."""
+
+
+def hows(form: Form) -> tuple[How, ...]:
+    """The ways in which products of gradients of this form can be computed.
+
+    >>> from gradkeep.query._forms import Dense, Parameter
+    >>> hows(Dense((Parameter("w", (2, 3)),), "w.gradient", 6))
+    ('dense',)
+    """
+    return _ALGEBRA[form.kind][2]
+
+
+def restore(form: Form, rows: Factors) -> Tensor:
+    """The gradients themselves `[B, P]`: the form's parameters in order, each flattened.
+
+    >>> import torch
+    >>> from gradkeep.query._forms import Outer, Parameter
+    >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
+    >>> restore(form, OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])))
+    tensor([[3., 6.]])
+    """
+    dense: Tensor = _of(form, rows).restore(form, rows)
+    return dense
+
+
+def squared_norms(form: Form, rows: Factors) -> Tensor:
+    """Squared lengths of the gradients `[B]`, the cheapest exact way."""
+    norms: Tensor = _of(form, rows).squared_norms(form, rows)
+    return norms
+
+
+def dot(form: Form, queries: Factors, train: Factors, *, how: How, scratch: int) -> Tensor:
+    """Inner products of gradients `[Q, N]`, with about `scratch` bytes of temporaries.
+
+    - `factored`: from products of prefixes and of suffixes;
+    - `gram`: for convolutions, from products of pixels;
+    - `half`: queries restored, and moved through the factors of the others;
+    - `restore`: both restored;
+    - `dense`: of gradients that are kept as they are.
+
+    All ways give the same numbers up to rounding.
+
+    >>> import torch
+    >>> from gradkeep.query._forms import Outer, Parameter
+    >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
+    >>> rows = OuterRows(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0], [1.0]]))
+    >>> dot(form, rows, rows, how="factored", scratch=1 << 20)
+    tensor([[45.,  6.],
+            [ 6.,  1.]])
+    """
+    algebra = _of(form, queries, train)
+    if how not in hows(form):
+        raise QueryError(
+            f"gradients kept as {form.kind!r} cannot be multiplied that way",
+            found=how,
+            expected=f"one of {', '.join(hows(form))}",
+            fix="let the planner choose",
+        )
+    if how not in ("half", "restore"):
+        products: Tensor = getattr(algebra, how)(form, queries, train, scratch=scratch)
+        return products
+    like = _values(train)
+    out = like.new_empty(len(queries), len(train))
+    size = size_of(form)
+    for start, stop in _restored.tiles(len(queries), size, like.element_size(), scratch // 2):
+        directions = restore(form, take(form, queries, start, stop))
+        out[start:stop] = against(form, train, directions, scratch=scratch // 2, how=how)
+    return out
+
+
+def total(form: Form, rows: Factors, weights: Tensor) -> Tensor:
+    """Weighted sums of gradients: weights `[K, B]` -> `[K, P]`, without restoring each."""
+    sums: Tensor = _of(form, rows).total(form, rows, weights)
+    return sums
+
+
+def squares(form: Form, rows: Factors, weights: Tensor) -> Tensor:
+    """Weighted sums of squared gradient entries: weights `[K, B]` -> `[K, P]`."""
+    algebra = _of(form, rows)
+    direct: Tensor | None = None
+    if hasattr(algebra, "squares"):
+        direct = algebra.squares(form, rows, weights)
+    if direct is not None:
+        return direct
+    return _restored.squares(
+        weights, size_of(form), lambda start, stop: restore(form, take(form, rows, start, stop))
+    )
+
+
+def against(
+    form: Form,
+    rows: Factors,
+    directions: Tensor,
+    *,
+    scratch: int,
+    how: How | None = None,
+) -> Tensor:
+    """Products of gradients with dense directions `[K, P]`, as `[K, B]`.
+
+    `half` moves the directions through the factors, `restore` restores the rows; by default
+    whichever needs less, which is `half` for few directions or few positions.
+    """
+    algebra = _of(form, rows)
+    if how is None:
+        how = "half" if _half_is_less(rows, len(directions)) else "restore"
+    if how == "half":
+        products: Tensor = algebra.half(form, rows, directions, scratch=scratch)
+        return products
+    return _restored.against(
+        directions,
+        len(rows),
+        lambda start, stop: restore(form, take(form, rows, start, stop)),
+        scratch=scratch,
+    )
+
+
+def concat(form: Form, parts: Sequence[Factors]) -> Factors:
+    """Rows of several parts, one after the other."""
+    joined: Factors = _of(form, *parts).concat(parts)
+    return joined
+
+
+def take(form: Form, rows: Factors, start: int, stop: int) -> Factors:
+    """A view of rows `start` to `stop`."""
+    some: Factors = _of(form, rows).take(rows, start, stop)
+    return some
+
+
+def nbytes(rows: Factors) -> int:
+    """Bytes of the arrays of some rows."""
+    if isinstance(rows, TiedRows):
+        return nbytes(rows.lookup) + nbytes(rows.outer)
+    arrays = (getattr(rows, name) for name in rows.__slots__)
+    return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+
+
+def _values(rows: Factors) -> Tensor:
+    """An array of the rows that has their dtype and device."""
+    match rows:
+        case OuterRows() | LookupRows():
+            return rows.g
+        case ConvRows():
+            return rows.wide
+        case DenseRows():
+            return rows.values
+        case TiedRows():
+            return rows.outer.g
+
+
+def _half_is_less(rows: Factors, kinds: int) -> bool:
+    """Whether K T products with a weight cost less than T to restore it, K after, and its bytes."""
+    match rows:
+        case OuterRows():
+            positions = len(rows.g) / max(1, len(rows))
+        case TiedRows():
+            positions = len(rows.outer.g) / max(1, len(rows))
+        case ConvRows():
+            positions = rows.narrow[0, 0].numel() if len(rows) else 0
+        case _:
+            return True
+    return kinds * positions <= kinds + positions + _BYTES
+
+
+def _of(form: Form, *parts: Factors) -> Any:
+    """The module that knows the form, once the rows are seen to be of it."""
+    algebra, kind, _ = _ALGEBRA[form.kind]
+    for part in parts:
+        if not isinstance(part, kind):
+            raise QueryError(
+                f"rows do not fit the form {form.kind!r}",
+                found=type(part).__name__,
+                expected=kind.__name__,
+                fix="pass the form that the rows were read with",
+            )
+    return algebra
