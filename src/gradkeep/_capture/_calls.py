@@ -27,7 +27,6 @@ class Call:
     edges: tuple[GradientEdge, ...]
     """Where the gradients of those tensors will pass, as they were before any in-place change."""
     suffixes: list[torch.Tensor | None] = field(default_factory=list)
-    versions: tuple[tuple[torch.Tensor, int], ...] = ()
     original: torch.Tensor | None = None
     """The first input as it came, which tells whether two layers share one."""
 
@@ -48,20 +47,14 @@ class Call:
         dtype = reference.dtype if reference.dtype.is_floating_point else torch.get_default_dtype()
         return torch.zeros(self.shapes[index], dtype=dtype, device=reference.device)
 
-    @property
-    def changed(self) -> bool:
-        """Whether an input was changed in place after the module had used it."""
-        return any(tensor._version != version for tensor, version in self.versions)
-
 
 @contextlib.contextmanager
-def watching(
-    modules: Sequence[nn.Module], *, copied: set[nn.Module], by_hooks: bool = False
-) -> Iterator[list[Call]]:
+def watching(modules: Sequence[nn.Module], *, by_hooks: bool = False) -> Iterator[list[Call]]:
     """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
 
-    Inputs are kept by reference, or as copies for the modules in `copied`. With `by_hooks` the
-    suffixes are filled by whatever backward pass the caller runs; else by `fill`.
+    Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
+    gradient needs. With `by_hooks` the suffixes are filled by whatever backward pass the caller
+    runs; else by `fill`.
     """
     calls: list[Call] = []
 
@@ -71,25 +64,23 @@ def watching(
         if not outputs:
             return  # under no_grad, or cut off from the loss: the check of the first batch tells
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        keep = _copy if module in copied else _reference
-        args, kwargs = tree_map_only(torch.Tensor, keep, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         call = Call(
             module=module,
             args=args,
             kwargs=kwargs,
             shapes=tuple(t.shape for t in outputs),
             edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
-            versions=() if module in copied else tuple((t, t._version) for t in inputs),
             original=inputs[0] if inputs else None,
         )
         if by_hooks:
             call.suffixes = [None] * len(outputs)
             for index, tensor in enumerate(outputs):
-                tensor.register_hook(_into(call, index))
+                tensor.register_hook(_into(call, index))  # type: ignore[no-untyped-call]
         calls.append(call)
 
     with contextlib.ExitStack() as stack:
-        for module in modules:
+        for module in dict.fromkeys(modules):
             handle = module.register_forward_hook(saw, with_kwargs=True)
             stack.callback(handle.remove)
         # The fused inference path of transformer layers calls no hooks.
@@ -116,11 +107,3 @@ def _into(call: Call, index: int) -> Any:
         call.suffixes[index] = gradient if before is None else before + gradient
 
     return keep
-
-
-def _reference(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()

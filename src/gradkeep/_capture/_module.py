@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep._capture._piece import Piece
@@ -22,28 +23,89 @@ if TYPE_CHECKING:
 
     from gradkeep._capture._calls import Call
     from gradkeep._capture._positions import Lay
-    from gradkeep.query._forms import Parameter
+    from gradkeep._capture._units import Unit
 
 
-def piece(
-    name: str,
-    parameters: tuple[Parameter, ...],
-    weights: Mapping[str, torch.Tensor],
-    calls: Sequence[Call],
-    *,
-    rows: int,
-    lay: Lay,
-) -> Piece:
-    """The dense gradients `[B, P]` of the module's own `weights`, one sample after the other.
+def pieces(units: Sequence[Unit], calls: Sequence[Call], *, rows: int) -> dict[Unit, Piece]:
+    """The dense gradients of all units that are captured by running the same module again.
 
+    All samples at once with `torch.func.vmap`, or, where that cannot be done, one after the other.
     Cost: one forward and backward of this module per sample, on top of the model's own.
     """
+    first = units[0]
+    weights = local_names(first.modules[0], [w for unit in units for w in unit.weights])
     total: torch.Tensor | None = None
     for call in calls:
-        found = torch.stack([_one(call, weights, row, rows, lay) for row in range(rows)])
+        if first.way == "module":
+            found = _all(call, weights, rows, first.lay)
+        else:
+            each = (_one(call, weights, row, rows, first.lay) for row in range(rows))
+            found = torch.stack(list(each))
         total = found if total is None else total + found
     assert total is not None
-    return Piece(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
+    result = {}
+    at = 0
+    for unit in units:
+        form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
+        result[unit] = Piece(form, DenseRows(total[:, at : at + unit.size]))
+        at += unit.size
+    return result
+
+
+def _all(call: Call, weights: Mapping[str, torch.Tensor], rows: int, lay: Lay) -> torch.Tensor:
+    leaves, shape = tree_flatten((call.args, call.kwargs))
+    tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
+    own = {name: value.detach() for name, value in weights.items()}
+    first = _outputs(call.module, own, _of_row((call.args, call.kwargs), 0, rows, lay))
+    suffixes = [
+        _split(call.suffix(index), tensor.shape, rows) for index, tensor in enumerate(first)
+    ]
+    varied = [
+        _split_input(leaf, rows, lay)
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+        if tensor and possible(leaf.shape, rows, lay)
+    ]
+
+    def value(
+        own: dict[str, torch.Tensor], varied: list[torch.Tensor], suffixes: list[torch.Tensor]
+    ) -> torch.Tensor:
+        given = iter(varied)
+        filled = [
+            next(given) if tensor and possible(leaf.shape, rows, lay) else leaf
+            for leaf, tensor in zip(leaves, tensors, strict=True)
+        ]
+        outputs = _outputs(call.module, own, tree_unflatten(filled, shape))
+        pairs = zip(outputs, suffixes, strict=True)
+        return torch.stack([(tensor * suffix).sum() for tensor, suffix in pairs]).sum()
+
+    # The fused attention kernels have no rule for batching; the plain one has.
+    with sdpa_kernel(SDPBackend.MATH):
+        each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
+        found = each(own, varied, suffixes)
+    return torch.cat([gradient.reshape(rows, -1) for gradient in found.values()], 1)
+
+
+def _outputs(module: nn.Module, own: dict[str, torch.Tensor], inputs: Any) -> list[torch.Tensor]:
+    args, kwargs = inputs
+    output = functional_call(module, own, args, kwargs)
+    found = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+    return [t for t in found if t.is_floating_point()]
+
+
+def _split_input(leaf: torch.Tensor, rows: int, lay: Lay) -> torch.Tensor:
+    """`[B, ...]` with each row shaped as the module is given one sample."""
+    if lay == "second":
+        return leaf.transpose(0, 1).unsqueeze(2)
+    return leaf.reshape(rows, len(leaf) // rows, *leaf.shape[1:])
+
+
+def _split(suffix: torch.Tensor, wanted: torch.Size, rows: int) -> torch.Tensor:
+    """`[B, *wanted]`: where a dimension of the one-sample output shrank, it counts the samples."""
+    for dim, (have, want) in enumerate(zip(suffix.shape, wanted, strict=True)):
+        if have != want:
+            shape = (*suffix.shape[:dim], rows, want, *suffix.shape[dim + 1 :])
+            return suffix.reshape(shape).movedim(dim, 0)
+    return suffix.unsqueeze(0)
 
 
 def _one(
@@ -52,11 +114,9 @@ def _one(
     args, kwargs = _of_row((call.args, call.kwargs), row, rows, lay)
     own = {name: value.detach().requires_grad_() for name, value in weights.items()}
     with torch.enable_grad():
-        output = functional_call(call.module, own, args, kwargs)
-    outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-    outputs = [t for t in outputs if t.requires_grad]
+        outputs = [t for t in _outputs(call.module, own, (args, kwargs)) if t.requires_grad]
     pairs = [
-        (tensor, _row_of_output(call.suffix(index), tensor.shape, row))
+        (tensor, _split(call.suffix(index), tensor.shape, rows)[row])
         for index, tensor in enumerate(outputs)
     ]
     found = torch.autograd.grad(
@@ -91,22 +151,7 @@ def _cut(leaf: torch.Tensor, row: int, rows: int, lay: Lay) -> torch.Tensor:
     return leaf[row * each : (row + 1) * each]
 
 
-def _row_of_output(suffix: torch.Tensor, wanted: torch.Size, row: int) -> torch.Tensor:
-    """One sample's part of an output's gradient: where a dimension shrank, that one counts samples.
-
-    An output may count them elsewhere than the input, as the last state of a recurrent layer does.
-    """
-    if suffix.shape == wanted:
-        return suffix
-    for dim, (have, want) in enumerate(zip(suffix.shape, wanted, strict=True)):
-        if have != want:
-            return suffix.narrow(dim, row * want, want)
-    raise AssertionError("shapes differ in some dimension")
-
-
-def own_weights(
-    module: nn.Module, names: Mapping[nn.Parameter, str]
-) -> dict[str, torch.nn.Parameter]:
-    """Those of the given parameters that the module or its children hold, by their local names."""
-    found = module.named_parameters(remove_duplicate=False)
-    return {local: parameter for local, parameter in found if parameter in names}
+def local_names(module: nn.Module, weights: Sequence[nn.Parameter]) -> dict[str, torch.Tensor]:
+    """The weights by the names that the module knows them under, in the given order."""
+    found = {id(weight): name for name, weight in module.named_parameters()}
+    return {found[id(weight)]: weight for weight in weights}

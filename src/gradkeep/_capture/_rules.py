@@ -26,16 +26,8 @@ def piece_of(unit: Unit, calls: Sequence[Call], *, rows: int) -> Piece:
     """The gradients of B samples for a unit whose modules made these calls."""
     if unit.way == "tied":
         found = _tied.piece(unit, calls, rows=rows, lay=unit.lay)
-    elif unit.way == "module":
-        names = dict.fromkeys(unit.weights, "")
-        weights = _module.own_weights(unit.modules[0], names)
-        ordered = {
-            local: weight
-            for own in unit.weights
-            for local, weight in list(weights.items())
-            if weight is own
-        }
-        found = _module.piece(unit.name, unit.parameters, ordered, calls, rows=rows, lay=unit.lay)
+    elif unit.way in ("module", "one by one"):
+        found = _module.pieces([unit], calls, rows=rows)[unit]
     else:
         rule = _BY_WAY[unit.way]
         module = unit.modules[0]

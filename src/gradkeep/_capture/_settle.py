@@ -19,7 +19,7 @@ from gradkeep._capture._batches import size_of
 from gradkeep._capture._calls import Call, fill
 from gradkeep._capture._positions import LAYS, possible
 from gradkeep._capture._rules import piece_of
-from gradkeep._capture._units import Unit, holder_that_ran, tensors, watched
+from gradkeep._capture._units import DENSE_WAYS, Unit, holder_that_ran, tensors, watched
 from gradkeep._errors import CaptureError
 from gradkeep.query import _operators
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradkeep._capture._piece import Piece
+    from gradkeep._capture._positions import Lay
     from gradkeep._capture._tracer import Tracer
 
 Uncovered = Literal["dense", "error", "skip"]
@@ -53,13 +54,12 @@ def settle(tracer: Tracer, units: Sequence[Unit], batch: Any, *, uncovered: Unco
     """
     rows = size_of(batch)
     modules = [*watched(units), *tracer.model.modules()]
-    with tracer.forward(modules, batch) as (_, target, calls):
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.rand(rows, generator=generator).add_(0.5).to(target)
-        wanted = torch.autograd.grad(
-            (target * weights).sum(), tensors(units), retain_graph=True, allow_unused=True
-        )
-        fill(calls, target)
+    _, target, calls = tracer.forward(modules, batch)
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
+    wanted = torch.autograd.grad(
+        (target * weights).sum(), tensors(units), retain_graph=True, allow_unused=True
+    )
+    fill(calls, target)
     by_module: dict[nn.Module, list[Call]] = {}
     for call in calls:
         by_module.setdefault(call.module, []).append(call)
@@ -80,12 +80,13 @@ def settle(tracer: Tracer, units: Sequence[Unit], batch: Any, *, uncovered: Unco
     found: dict[Unit, tuple[Unit, Piece]] = {}
     left: list[Unit] = []
     for unit, truth in truths.items():
-        settled = _first_that_fits(tracer.model, unit, by_module, truth, weights, rows=rows)
+        with torch.no_grad():
+            settled = _first_that_fits(tracer.model, unit, by_module, truth, weights, rows=rows)
         if settled is None:
             left.append(unit)
         else:
             found[unit] = settled
-    dense = [unit for unit in truths if unit in left or found[unit][0].way == "module"]
+    dense = [unit for unit in truths if unit in left or found[unit][0].way in DENSE_WAYS]
     if dense and uncovered != "dense":
         if uncovered == "error":
             raise _uncovered(dense)
@@ -129,7 +130,7 @@ def _candidates(
     model: nn.Module, unit: Unit, calls: dict[nn.Module, list[Call]], *, rows: int
 ) -> Iterator[Unit]:
     """Ways to capture a unit, the cheapest first."""
-    if unit.way not in ("module", "whole") and all(calls.get(module) for module in unit.modules):
+    if unit.way not in DENSE_WAYS and all(calls.get(module) for module in unit.modules):
         for lay in LAYS:
             own = [call for module in unit.modules for call in calls[module]]
             shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
@@ -137,10 +138,16 @@ def _candidates(
                 yield dataclasses.replace(unit, lay=lay)
     holder = holder_that_ran(model, unit, set(calls)) if unit.modules[0] not in calls else None
     module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
-    if module is not None and len(unit.modules) == 1 and module is not model:
-        first = getattr(module, "batch_first", True)
-        for lay in LAYS if first else ("second", "first", "flat"):
-            yield dataclasses.replace(unit, way="module", modules=(module,), lay=lay)
+    if module is None or len(unit.modules) > 1:
+        return
+    first = getattr(module, "batch_first", True)
+    lays: tuple[Lay, ...] = LAYS if first else ("second", "first", "flat")
+    for lay in lays:
+        yield dataclasses.replace(unit, way="module", modules=(module,), lay=lay)
+    if module is not model:
+        # Of the whole model, the last resort does the same.
+        for lay in lays:
+            yield dataclasses.replace(unit, way="one by one", modules=(module,), lay=lay)
 
 
 def _by_the_last_resort(

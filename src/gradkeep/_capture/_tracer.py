@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from gradkeep._capture import _whole
+from gradkeep._capture import _module, _whole
 from gradkeep._capture._batches import size_of
 from gradkeep._capture._calls import Call, fill, watching
 from gradkeep._capture._rules import piece_of
@@ -17,7 +16,7 @@ from gradkeep._capture._units import watched
 from gradkeep._errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from gradkeep._capture._piece import Piece
     from gradkeep._capture._task import Measured, Task
@@ -47,8 +46,6 @@ class Tracer:
     units: Sequence[Unit] = ()
     unused: Sequence[Unit] = ()
     """Units that the loss did not depend on when the first batch ran."""
-    copied: set[nn.Module] = field(default_factory=set)
-    """Modules whose inputs are changed in place afterwards, and so have to be copied."""
     also: tuple[nn.Module, ...] = ()
     """Further modules whose calls are wanted, for embeddings."""
 
@@ -56,37 +53,33 @@ class Tracer:
         """The gradients of every unit for every sample of the batch."""
         rows = size_of(batch)
         modules = [*watched([*self.units, *self.unused]), *self.also]
-        with self.forward(modules, batch) as (measured, target, calls):
-            fill(calls, target)
+        measured, target, calls = self.forward(modules, batch)
+        fill(calls, target)
         by_module: dict[nn.Module, list[Call]] = {}
         for call in calls:
             by_module.setdefault(call.module, []).append(call)
         self._check_unused(by_module)
         pieces: dict[Unit, Piece] = {}
-        for unit in self.units:
-            if unit.way != "whole":
-                pieces[unit] = self._piece(unit, by_module, rows)
+        again: dict[tuple[Any, ...], list[Unit]] = {}
+        with torch.no_grad():
+            for unit in self.units:
+                if unit.way in ("module", "one by one"):
+                    again.setdefault((unit.modules[0], unit.way, unit.lay), []).append(unit)
+                elif unit.way != "whole":
+                    pieces[unit] = piece_of(unit, self._calls(unit, by_module), rows=rows)
+            for units in again.values():
+                pieces |= _module.pieces(units, self._calls(units[0], by_module), rows=rows)
         if whole := [unit for unit in self.units if unit.way == "whole"]:
             pieces |= _whole.pieces(whole, self.target, self.model, batch, rows=rows)
         return Traced(measured, {unit: pieces[unit] for unit in self.units}, calls)
 
-    @contextlib.contextmanager
     def forward(
         self, modules: Sequence[nn.Module], batch: Any
-    ) -> Iterator[tuple[Measured, torch.Tensor, list[Call]]]:
+    ) -> tuple[Measured, torch.Tensor, list[Call]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
-        modules = list(dict.fromkeys(modules))
-        state = torch.get_rng_state()
-        with watching(modules, copied=self.copied) as calls:
+        with watching(modules) as calls:
             measured, target = self._measure(batch)
-        changed = {call.module for call in calls if call.changed}
-        if changed:
-            # What a layer read was overwritten before we could keep it: copy it from now on.
-            self.copied |= changed
-            torch.set_rng_state(state)
-            with watching(modules, copied=self.copied) as calls:
-                measured, target = self._measure(batch)
-        yield measured, target, calls
+        return measured, target, calls
 
     def target(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """What is differentiated `[B]`."""
@@ -114,14 +107,14 @@ class Tracer:
         _check_shape("outputs", outputs, rows)
         return measured, outputs
 
-    def _piece(self, unit: Unit, calls: dict[nn.Module, list[Call]], rows: int) -> Piece:
+    def _calls(self, unit: Unit, calls: dict[nn.Module, list[Call]]) -> list[Call]:
         own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
         if not own:
             raise CaptureError(
                 f"layer {unit.name} did not run for this batch, but did for the first one",
-                fix="leave the layer out (layers='!...'), or capture it with plan='dense'",
+                fix="leave the layer out with layers='!...'",
             )
-        return piece_of(unit, own, rows=rows)
+        return own
 
     def _check_unused(self, calls: dict[nn.Module, list[Call]]) -> None:
         for unit in self.unused:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from gradkeep._capture._positions import Lay
 
-Way = Literal["linear", "convolution", "embedding", "norm", "tied", "module", "whole"]
-"""By which rule a unit is captured; the last two make dense gradients of anything."""
+Way = Literal["linear", "convolution", "embedding", "norm", "tied", "module", "one by one", "whole"]
+"""By which rule a unit is captured; the last three make dense gradients of anything."""
+DENSE_WAYS = ("module", "one by one", "whole")
 
 ROOT = "model"
 """The name of the model itself, where its own parameters are a unit."""

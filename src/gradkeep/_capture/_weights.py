@@ -42,9 +42,9 @@ def fingerprint(model: nn.Module) -> str:
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, torch.Tensor):
             continue
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n")
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         plain = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(plain.view(torch.uint8).numpy() if plain.numel() else b"")
+        digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
     return digest.hexdigest()
 
 

@@ -30,7 +30,7 @@ from gradkeep.store._memory import Memory
 from gradkeep.store._names import BlockKey, CaptureKey, ScoresKey
 from gradkeep.store._result import Result
 from gradkeep.store._rows import Rows, RowState
-from gradkeep.store._schema import Array, Layer, Schema
+from gradkeep.store._schema import Array, Encoding, Layer, Schema
 from gradkeep.store._segment import Segment
 from gradkeep.store._store import Checkpoint, Run, Store, backend_for, open
 from gradkeep.store._syscalls import Syscalls
@@ -54,6 +54,7 @@ __all__ = [
     "Column",
     "Damage",
     "Durability",
+    "Encoding",
     "Entry",
     "Info",
     "Layer",
