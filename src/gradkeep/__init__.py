@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradkeep import remat, store
+    from gradkeep._capture import (
+        Captured,
+        CaptureWarning,
+        Classification,
+        LanguageModelling,
+        Measured,
+        Regression,
+        Task,
+        Weights,
+        capture,
+    )
     from gradkeep._errors import GradkeepError
     from gradkeep.store import (
         Array,
@@ -29,21 +40,38 @@ __version__ = "0.1.0"
 __all__ = [
     "Array",
     "CaptureKey",
+    "CaptureWarning",
+    "Captured",
     "Checkpoint",
+    "Classification",
     "GradkeepError",
+    "LanguageModelling",
     "Layer",
+    "Measured",
     "Ragged",
+    "Regression",
     "Run",
     "Schema",
     "ScoresKey",
     "Store",
+    "Task",
+    "Weights",
+    "capture",
     "open",
     "remat",
     "store",
 ]
 
 _ROOMS = ("remat", "store")
-_HOMES = dict.fromkeys(__all__, "gradkeep.store") | {"GradkeepError": "gradkeep._errors"}
+_CAPTURE = (
+    *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
+    *("Regression", "Task", "Weights", "capture"),
+)
+_HOMES = {
+    **dict.fromkeys(__all__, "gradkeep.store"),
+    **dict.fromkeys(_CAPTURE, "gradkeep._capture"),
+    "GradkeepError": "gradkeep._errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import typer
 
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
-from gradkeep.cli._progress import progress
+from gradkeep._progress import progress
 
 
 def experiments(
