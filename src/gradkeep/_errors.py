@@ -4,11 +4,13 @@
     |-- BudgetError          a budget that is none, or too small (also a ValueError)
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- DataError            example data or a model that is not what was asked for (also a ValueError)
+    |-- FarmError            jobs that cannot be run, or none of which succeeds
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
     |-- RematError           something about rematerialization (also a ValueError)
     |   `-- LogError         a log that is not one, with the line
     |-- SqlError             a query that cannot be answered, or that would write
+    |-- StudyError           a spec, a study or what a training returned is wrong (also a ValueError)
     `-- StoreError
         |-- NotAStore        the path holds something else, or nothing
         |-- FormatTooNew     written by a later gradkeep
@@ -81,6 +83,14 @@ def _rebuild(
 
 class DataError(GradkeepError, ValueError):
     """Example data or a reference model: a file, a name or a size that is not right."""
+
+
+class FarmError(GradkeepError):
+    """Jobs that cannot be run: no worker starts, or none of them succeeds."""
+
+
+class StudyError(GradkeepError, ValueError):
+    """A spec, a study, or what one of its trainings returned, is not what it must be."""
 
 
 class MissingExtra(GradkeepError):

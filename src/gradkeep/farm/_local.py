@@ -1,0 +1,194 @@
+"""Workers as processes of this machine, watched and replaced by the one that started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._errors import FarmError
+from gradkeep.farm._signals import Stop, stop_on_signals
+from gradkeep.farm._threads import cores, environment
+from gradkeep.farm._worker import BROKEN, STOPPED, TIMED_OUT, Message, work_in_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+    from gradkeep.farm._order import Order
+    from gradkeep.store import Lease, Rows
+
+_TICK = 0.2
+_FAILED_STARTS = 3
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: SpawnProcess
+    connection: Connection
+    heard: float = field(default_factory=time.monotonic)
+    ready: bool = False
+    leases: tuple[Lease, ...] = ()
+    broken: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProcesses:
+    """Spawned processes on this machine: `workers` of them, one per core by default."""
+
+    workers: int | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there will be."""
+        return cores() if self.workers is None else self.workers
+
+    @property
+    def threads(self) -> int:
+        """The threads of each: all cores shared out."""
+        return max(1, cores() // max(1, self.num_workers))
+
+    def run(self, order: Order, look: Callable[[], None]) -> None:
+        """Run workers until no row is left, replacing those that die."""
+        _Supervisor(order, look).run(self.num_workers)
+
+
+class _Supervisor:
+    def __init__(self, order: Order, look: Callable[[], None]) -> None:
+        self._order, self._look = order, look
+        self._rows: Rows = order.open_rows()
+        self._before = len(self._rows.done())
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[_Worker] = []
+        self._deaths = self._failed_starts = 0
+        self._stopping = False
+
+    def run(self, count: int) -> None:
+        with stop_on_signals() as stop:
+            try:
+                for _ in range(count):
+                    self._workers.append(self._start())
+                while self._workers:
+                    self._turn(stop)
+                    self._look()
+            finally:
+                self._kill_all()
+            stop.raise_if_asked()
+
+    def _turn(self, stop: Stop) -> None:
+        if stop.asked and not self._stopping:
+            self._stopping = True
+            self._ask_to_stop()
+        if stop.at_once:
+            return self._kill_all()
+        watched: list[Any] = [worker.process.sentinel for worker in self._workers]
+        watched += [worker.connection for worker in self._workers]
+        wait(watched, timeout=_TICK)
+        for worker in list(self._workers):
+            self._listen(worker)
+            if not worker.process.is_alive():
+                self._listen(worker)  # what it said last
+                self._workers.remove(worker)
+                self._bury(worker)
+            elif worker.ready and time.monotonic() - worker.heard > self._patience(worker):
+                # Not even its watch runs: stuck in native code that never lets go of Python.
+                worker.process.kill()
+        return None
+
+    def _patience(self, worker: _Worker) -> float:
+        """How long a living worker may be silent: between batches it has nothing to say."""
+        return 2 * self._order.lease_seconds + 10.0 if worker.leases else float("inf")
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=work_in_process, args=(self._order, theirs))
+        with environment(self._order.threads):
+            process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _listen(self, worker: _Worker) -> None:
+        try:
+            while worker.connection.poll():
+                message: Message = worker.connection.recv()
+                worker.heard = time.monotonic()
+                if message.kind == "ready":
+                    worker.ready, self._failed_starts = True, 0
+                elif message.kind == "holds":
+                    worker.leases = message.leases
+                else:
+                    worker.broken = message.text
+        except (EOFError, OSError):
+            return  # closed: the process has ended or is about to
+
+    def _bury(self, worker: _Worker) -> None:
+        process = worker.process
+        process.join()
+        code = process.exitcode
+        worker.connection.close()
+        process.close()
+        if code in (0, STOPPED):
+            return
+        if code == BROKEN and worker.broken is not None:
+            raise FarmError(
+                "a worker could not go on",
+                found="\n" + worker.broken.rstrip(),
+                fix="repair what it says and run again: what is done stays done",
+            )
+        if code != TIMED_OUT:
+            self._record_death(worker, code)
+        if self._stopping:
+            return
+        self._check_hope(worker, code)
+        self._workers.append(self._start())
+
+    def _record_death(self, worker: _Worker, code: int | None) -> None:
+        for lease in worker.leases:
+            if self._rows.has(lease.row):
+                self._rows.release(lease)
+            else:
+                self._rows.fail(lease, f"the worker {lease.owner} died: {_describe(code)}")
+
+    def _check_hope(self, worker: _Worker, code: int | None) -> None:
+        self._deaths += 1
+        self._failed_starts += not worker.ready
+        barren = self._deaths >= self._order.give_up_after
+        if barren and len(self._rows.done()) > self._before:
+            barren, self._deaths = False, 0
+        if barren or self._failed_starts >= _FAILED_STARTS:
+            raise FarmError(
+                "workers die before a single row is done",
+                found=f"{self._deaths} ended, the last one by {_describe(code)}",
+                fix="run one row in this process (workers=0) to see why; a script that starts "
+                'workers needs `if __name__ == "__main__":` around what it does',
+            )
+
+    def _ask_to_stop(self) -> None:
+        for worker in self._workers:
+            try:
+                worker.connection.send("stop")
+            except OSError:
+                continue  # it has ended already
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            self._listen(worker)
+            worker.process.join()
+            for lease in worker.leases:
+                self._rows.release(lease)
+            worker.connection.close()
+            worker.process.close()
+        self._workers.clear()
+
+
+def _describe(code: int | None) -> str:
+    if code == TIMED_OUT:
+        return "a job that took too long"
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,25 @@
+"""A set of rows to fill, and the module of jobs where worker processes find it."""
+
+from pathlib import Path
+
+import pytest
+
+import gradkeep as gk
+
+SCHEMA = gk.Schema((gk.Array("value", shape=(3,)), gk.Array("number", "int64")))
+
+
+@pytest.fixture(autouse=True)
+def _jobs_can_be_imported(monkeypatch):
+    # Spawned processes are given the path of the one that starts them.
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def rows_of(tmp_path):
+    def make(count, name="models"):
+        store = gk.open(tmp_path / "store", durability="process")
+        store.rows(name, SCHEMA, num_rows=count)
+        return store
+
+    return make

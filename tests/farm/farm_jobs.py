@@ -1,0 +1,118 @@
+"""Jobs for the tests, in a module that worker processes can import."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+def value(number):
+    """What a row must hold: the same whoever computes it, and whenever."""
+    return np.random.default_rng([7, number]).normal(size=3).astype(np.float32)
+
+
+def trivial(numbers):
+    return [{"value": value(n), "number": np.int64(n)} for n in numbers]
+
+
+class Slow:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, numbers):
+        time.sleep(self.seconds * len(numbers))
+        return trivial(numbers)
+
+
+class Hanging:
+    """Some rows hang, on the first attempt or always."""
+
+    def __init__(self, rows, notes=None):
+        self.rows, self.notes = rows, notes
+
+    def __call__(self, numbers):
+        for n in numbers:
+            if n in self.rows and (self.notes is None or first_time(self.notes, n)):
+                wait_for_ever()
+        return trivial(numbers)
+
+
+class Failing:
+    """Some rows raise, the first `times` times."""
+
+    def __init__(self, rows, notes, times):
+        self.rows, self.notes, self.times = rows, notes, times
+
+    def __call__(self, numbers):
+        for n in numbers:
+            if n in self.rows and count(self.notes, n) <= self.times:
+                raise ValueError(f"row {n} has no luck")
+        return trivial(numbers)
+
+
+class Dying:
+    """Some rows take the whole process with them."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, numbers):
+        if set(numbers) & set(self.rows):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return trivial(numbers)
+
+
+class Wrong:
+    """Some rows return what the schema does not allow."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def __call__(self, numbers):
+        return [
+            {**row, **self.answers.get(n, {})}
+            for n, row in zip(numbers, trivial(numbers), strict=True)
+        ]
+
+
+class Threads:
+    def __call__(self, numbers):
+        count = int(os.environ["OMP_NUM_THREADS"])
+        return [{"value": np.full(3, count, np.float32), "number": np.int64(n)} for n in numbers]
+
+
+class Exiting:
+    def __call__(self, numbers):
+        if 1 in numbers:
+            raise SystemExit(2)
+        return trivial(numbers)
+
+
+class Unloadable:
+    def __reduce__(self):
+        return (no_such_data, ())
+
+    def __call__(self, numbers):
+        return trivial(numbers)
+
+
+def no_such_data():
+    raise FileNotFoundError("the training data is not on this machine")
+
+
+def wait_for_ever():
+    while True:
+        time.sleep(1)
+
+
+def count(notes, n):
+    """How often this was called for n, across processes."""
+    with open(Path(notes) / str(n), "a") as file:
+        file.write("x")
+    return (Path(notes) / str(n)).stat().st_size
+
+
+def first_time(notes, n):
+    return count(notes, n) == 1
