@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from gradkeep.query._patches import pixels
+import torch
+
+from gradkeep.query._patches import phase_pixels
 from gradkeep.query._segments import TILE
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tens
     """
     out = train.wide.new_zeros(len(queries), len(train))
     values = max(1, min(scratch // 4, TILE) // train.wide.element_size())
-    pairs = max(1, values // max(pixels(form), form.positions) ** 2)
+    pairs = max(1, values // max(phase_pixels(form), form.positions) ** 2)
     step = max(1, min(len(train), pairs))
     high = max(1, pairs // step)
     for start in range(0, len(train), step):
@@ -98,14 +100,24 @@ def _phases(form: Conv) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ..
 def _along(sums: Tensor, shifts: list[int], axis: int, axes: int, length: int) -> Tensor:
     """Sums over the shifts of one axis, on both sides; what lies outside counts as zero."""
     other = axes + 1 + axis
-    shape = list(sums.shape)
-    size = shape[axis]
-    shape[axis] = shape[other] = length
-    out = sums.new_zeros(shape)
+    size = sums.shape[axis]
+
+    def part(of: Tensor, start: int, stop: int) -> Tensor:
+        return of.narrow(axis, start, stop - start).narrow(other, start, stop - start)
+
+    # A shift that stays inside for all positions spares the zeros to add to.
+    whole = [shift for shift in shifts if shift >= 0 and shift + length <= size]
+    if whole:
+        first = part(sums, whole[0], whole[0] + length)
+        if len(shifts) == 1:
+            return first
+        out = first.clone(memory_format=torch.contiguous_format)
+    else:
+        shape = list(sums.shape)
+        shape[axis] = shape[other] = length
+        out = sums.new_zeros(shape)
     for shift in shifts:
         low, high = max(0, -shift), min(length, size - shift)
-        if low < high:
-            count = high - low
-            into = out.narrow(axis, low, count).narrow(other, low, count)
-            into += sums.narrow(axis, low + shift, count).narrow(other, low + shift, count)
+        if low < high and shift not in whole[:1]:
+            part(out, low, high).add_(part(sums, low + shift, high + shift))
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,14 +74,17 @@ def _add_block(
     out: Tensor, left: _Sorted, one: int, right: _Sorted, other: int, scratch: int
 ) -> None:
     """Adds the products of all pairs of tokens with one id."""
-    width, item = out.shape[1], out.element_size()
+    width = out.shape[1]
     ours, theirs = left.tokens(one), right.tokens(other)
-    step = max(1, min(scratch // 4, TILE) // item // max(1, right.g.shape[1]))
-    for first in range(ours.start, ours.stop, step):
-        some = slice(first, min(first + step, ours.stop))
+    values = min(scratch // 6, TILE) // out.element_size()
+    tokens = max(1, values // max(1, right.g.shape[1]))
+    high = min(tokens, max(1, math.isqrt(values)))
+    across = min(tokens, max(1, values // high))
+    for first in range(ours.start, ours.stop, high):
+        some = slice(first, min(first + high, ours.stop))
         grads = left.g[left.order[some]]
-        for start in range(theirs.start, theirs.stop, step):
-            those = slice(start, min(start + step, theirs.stop))
+        for start in range(theirs.start, theirs.stop, across):
+            those = slice(start, min(start + across, theirs.stop))
             block = grads @ right.g[right.order[those]].t()
             where = left.row[some, None] * width + right.row[those]
             out.view(-1).index_add_(0, where.flatten(), block.flatten())

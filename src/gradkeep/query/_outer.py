@@ -75,8 +75,9 @@ def squared_norms(form: Outer, rows: OuterRows) -> Tensor:
     out = rows.x.new_empty(len(rows))
     if len(rows) == 0:
         return out
-    gram = parts.longest * (form.d_in + form.d_out) < form.d_in * form.d_out
-    needed = 3 * parts.longest**2 if gram else _size(form)
+    both = form.d_in + form.d_out
+    gram = parts.longest * both < form.d_in * form.d_out
+    needed = parts.longest * (3 * parts.longest + both) if gram else _size(form)
     for start, stop in _restored.tiles(len(rows), needed, rows.x.element_size(), TILE):
         some = take(rows, start, stop)
         out[start:stop] = _gram_norms(form, some) if gram else _restored.norms(restore(form, some))
@@ -125,11 +126,13 @@ def half(form: Outer, rows: OuterRows, directions: Tensor, *, scratch: int) -> T
         left, right = right, left
     terms = _bias_terms(form, rows) if form.bias else None
     values = max(1, min(scratch // 2, TILE) // rows.x.element_size() // left.shape[1])
-    kinds = max(1, min(len(directions), values // max(1, min(parts.longest, values))))
+    # Many positions at a time and few directions: matrix products of a good shape.
+    positions = max(parts.longest, min(1024, values))
+    kinds = max(1, values // positions)
     for first in range(0, len(directions), kinds):
         weight, bias = split(form, directions[first : first + kinds])
         matrix = weight.reshape(-1, weight.shape[2]).t()
-        for start, stop in parts.tiles(max(1, values // len(weight))):
+        for start, stop in parts.tiles(positions):
             at = slice(parts.bounds[start], parts.bounds[stop])
             moved = (right[at] @ matrix).view(-1, len(weight), left.shape[1])
             summed = moved.mul_(left[at, None, :]).sum(2)

@@ -73,6 +73,6 @@ def patch_values(form: Conv) -> int:
     return form.channels * form.taps * form.positions + form.filters * form.positions
 
 
-def pixels(form: Conv) -> int:
-    """The number of positions of the wide array."""
-    return math.prod(form.size)
+def phase_pixels(form: Conv) -> int:
+    """The number of positions of the wide array that lie whole strides apart."""
+    return math.prod(-(-size // step) for size, step in zip(form.size, form.stride, strict=True))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     Restore = Callable[[int, int], Tensor]
 
-TILE = 1 << 23
+TILE = 1 << 24
 """Bytes of restored gradients at a time, where the caller sets no bound."""
 
 
