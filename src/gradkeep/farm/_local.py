@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradkeep.store import Lease, Rows
 
 _TICK = 0.2
-_FAILED_STARTS = 3
+_FAILED_STARTS = 20
 
 
 @dataclass(slots=True)
@@ -154,14 +154,16 @@ class _Supervisor:
                 self._rows.fail(lease, f"the worker {lease.owner} died: {_describe(code)}")
 
     def _check_hope(self, worker: _Worker, code: int | None) -> None:
-        self._deaths += 1
-        self._failed_starts += not worker.ready
+        # Killed by a signal before it had a row says little about the next one; an error does.
+        by_itself = code is not None and code > 0
+        self._deaths += by_itself or bool(worker.leases)
+        self._failed_starts += 0 if worker.ready else _FAILED_STARTS if by_itself else 1
         barren = self._deaths >= self._order.give_up_after
-        if barren and len(self._rows.done()) > self._before:
-            barren, self._deaths = False, 0
+        if barren and (done := len(self._rows.done())) > self._before:
+            barren, self._deaths, self._before = False, 0, done
         if barren or self._failed_starts >= _FAILED_STARTS:
             raise FarmError(
-                "workers die before a single row is done",
+                "workers die without getting a row done",
                 found=f"{self._deaths} ended, the last one by {_describe(code)}",
                 fix="run one row in this process (workers=0) to see why; a script that starts "
                 'workers needs `if __name__ == "__main__":` around what it does',
