@@ -73,8 +73,10 @@ class Captured:
         new = self.rows - self.reused_rows
         pace = f"{new / self.seconds:.0f} rows/s" if self.seconds > 0 and new else "nothing to do"
         lines = [
-            (f"{self.key.split} at {self.key.checkpoint}: {self.rows} rows of {len(self.layers)} "
-            f"layers in {format_bytes(self.bytes)}, {ratio:.1f}x smaller than dense; "
-            f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)")
+            (
+                f"{self.key.split} at {self.key.checkpoint}: {self.rows} rows of {len(self.layers)} "
+                f"layers in {format_bytes(self.bytes)}, {ratio:.1f}x smaller than dense; "
+                f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
+            )
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -17,6 +17,10 @@ _SHARE_OF_SEGMENTS = 4
 """A quarter of a budget goes to the two segments that are being filled and written."""
 
 
+_NEAR = 32 << 20
+_LEAST_ROWS = 8
+
+
 def row_footprint(prepared: Prepared, batch: Any, rows: int) -> int:
     """Bytes that one sample occupies at the peak: what backward needs, gradients, and a copy.
 
@@ -51,6 +55,16 @@ def rows_within(budget: int, footprint: int) -> int:
             fix=f"pass memory_budget={least} or more, or fewer layers",
         )
     return int(rows)
+
+
+def rows_at_once(prepared: Prepared, rows: int) -> int:
+    """How many samples to run at once: so few that their factors stay near the cache.
+
+    Larger batches do not run faster, and each of their fresh pages costs a fault. A handful of
+    samples is needed to keep the multiplications busy.
+    """
+    factors = sum(_operators.nbytes(piece.rows) for piece in prepared.pieces.values())
+    return max(_LEAST_ROWS, int(_NEAR / max(1.0, factors / max(1, rows))))
 
 
 def segment_bytes(budget: int | None) -> int:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Checkpoints = Mapping[str, "_weights.Weights | _weights.Source"]
+_TRIED = 32
+"""Samples with which it is found out how each layer is captured."""
 _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -157,8 +159,8 @@ class _Replay:
                 )
             first = self._first_batch()
             prepared, at_once = self._prepared(first, earlier)
-            values = self._values(prepared, first)[1]
-            schema = self._schema(prepared, values, weights, earlier, first=first)
+            values = self._values(prepared, rows_of(first, 0, min(2, size_of(first))))[1]
+            schema = self._schema(prepared, values, weights, earlier)
             self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
             if earlier is not None and earlier.sealed:
                 reused = self._check_sealed(earlier, schema, first)
@@ -185,13 +187,10 @@ class _Replay:
             return batch
         raise CaptureError("the loader gave no batch", fix="check that the data set is not empty")
 
-    def _prepared(self, first: Any, earlier: Before | None) -> tuple[Prepared, int | None]:
-        """How to capture, and how many samples at once the budget allows."""
-        batch = moved(first, self.device)
-        rows = size_of(batch)
-        if self.budget is not None:
-            rows = min(rows, 2)
-            batch = rows_of(batch, 0, rows)
+    def _prepared(self, first: Any, earlier: Before | None) -> tuple[Prepared, int]:
+        """How to capture, and how many samples at once."""
+        rows = min(size_of(first), _TRIED if self.budget is None else 2)
+        batch = moved(rows_of(first, 0, rows), self.device)
         as_before = None if earlier is None else earlier.storages
         prepared = prepare(self.model, self.task, batch, self.wishes, as_before=as_before)
         if not prepared.kept:
@@ -199,10 +198,11 @@ class _Replay:
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
+        at_once = _footprint.rows_at_once(prepared, rows)
         if self.budget is None:
-            return prepared, None
+            return prepared, at_once
         footprint = _footprint.row_footprint(prepared, batch, rows)
-        return prepared, _footprint.rows_within(self.budget, footprint)
+        return prepared, min(at_once, _footprint.rows_within(self.budget, footprint))
 
     def _values(self, prepared: Prepared, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The gradients and the other values of one batch, by array."""
@@ -225,8 +225,6 @@ class _Replay:
         values: dict[str, Any],
         weights: str,
         earlier: Before | None,
-        *,
-        first: Any,
     ) -> Schema:
         gradients = tuple(array for keeping in prepared.kept for array in keeping.arrays)
         rows = earlier.schema.rows_per_segment if earlier is not None else self._rows(prepared)
@@ -268,7 +266,7 @@ class _Replay:
         key: CaptureKey,
         schema: Schema,
         prepared: Prepared,
-        at_once: int | None,
+        at_once: int,
         earlier: Before | None,
     ) -> tuple[int, list[str]]:
         alarms = _Alarms()
@@ -300,13 +298,13 @@ class _Replay:
         prepared: Prepared,
         ids: np.ndarray[Any, Any],
         batch: Any,
-        at_once: int | None,
+        at_once: int,
         alarms: _Alarms,
-    ) -> int | None:
+    ) -> int:
         """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
         start, count = 0, len(ids)
         while start < count:
-            stop = count if at_once is None else min(count, start + at_once)
+            stop = min(count, start + at_once)
             part = batch if stop - start == count else rows_of(batch, start, stop)
             try:
                 gradients, values = self._values(prepared, part)
