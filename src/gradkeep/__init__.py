@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradkeep import remat, store
+    from gradkeep import query, remat, store
     from gradkeep._capture import (
         Captured,
         CaptureWarning,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         capture,
     )
     from gradkeep._errors import GradkeepError
+    from gradkeep.query import gradients
     from gradkeep.store import (
         Array,
         CaptureKey,
@@ -57,12 +58,14 @@ __all__ = [
     "Task",
     "Weights",
     "capture",
+    "gradients",
     "open",
+    "query",
     "remat",
     "store",
 ]
 
-_ROOMS = ("remat", "store")
+_ROOMS = ("query", "remat", "store")
 _CAPTURE = (
     *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
     *("Regression", "Task", "Weights", "capture"),
@@ -71,6 +74,7 @@ _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),
     **dict.fromkeys(_CAPTURE, "gradkeep._capture"),
     "GradkeepError": "gradkeep._errors",
+    "gradients": "gradkeep.query",
 }
 
 

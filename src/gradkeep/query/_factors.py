@@ -75,3 +75,29 @@ class TiedRows:
 
 
 Factors = OuterRows | ConvRows | LookupRows | DenseRows | TiedRows
+
+
+def positions_of(rows: Factors) -> float:
+    """The number of positions of all rows together; what has none counts one a row."""
+    match rows:
+        case OuterRows() | LookupRows():
+            return float(len(rows.g))
+        case ConvRows():
+            return float(rows.narrow[:, 0].numel())
+        case TiedRows():
+            return positions_of(rows.outer)
+        case DenseRows():
+            return float(len(rows))
+
+
+def dtype_of(rows: Factors) -> torch.dtype:
+    """The dtype of the factors."""
+    match rows:
+        case OuterRows() | LookupRows():
+            return rows.g.dtype
+        case ConvRows():
+            return rows.wide.dtype
+        case TiedRows():
+            return rows.outer.g.dtype
+        case DenseRows():
+            return rows.values.dtype

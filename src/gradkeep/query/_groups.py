@@ -1,0 +1,215 @@
+"""Sums over groups of rows: mean gradients, their variance, and products with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradkeep._errors import QueryError
+from gradkeep.query import _operators
+from gradkeep.query._factors import dtype_of
+from gradkeep.query._forms import size_of
+from gradkeep.query._memory import shares
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradkeep.query._forms import Form, Parameter
+    from gradkeep.query._gradients import Gradients
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Directions:
+    """Dense gradients of K groups: what `along` multiplies every row with."""
+
+    groups: tuple[Any, ...]
+    """What each group is called."""
+    layers: Mapping[str, torch.Tensor]
+    """`[K, P]` per layer"""
+    forms: Mapping[str, Form]
+    weights: str
+    """The fingerprint of the model's weights."""
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """One tensor `[K, *shape]` per parameter of the model."""
+        found: dict[str, torch.Tensor] = {}
+        for name, values in self.layers.items():
+            at = 0
+            for parameter in self.forms[name].parameters:
+                found[parameter.name] = _part(values, at, parameter)
+                at += parameter.size
+        return found
+
+
+def mean(
+    gradients: Gradients,
+    *,
+    by: Any = None,
+    weights: Any = None,
+    ids: Any = None,
+    memory_budget: int | str | None = None,
+) -> Directions:
+    """The mean gradient of all rows, or of each group.
+
+    `by` is the name of a kept value (`"label"`) or one value per row `[N]`; `weights [N]` weigh the
+    rows, and the result is divided by their sum. `ids` takes only those rows. Cost: one product per
+    layer, nothing is restored.
+    """
+    member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
+    sums = _sums(gradients, member, memory_budget, squares=False)
+    sizes = member.sum(1, keepdim=True)
+    empty = (sizes == 0).squeeze(1)
+    if bool(empty.any()):
+        raise QueryError(
+            "the weights of a group add up to zero",
+            found=f"group {groups[int(empty.nonzero()[0])]}",
+        )
+    values = {name: total / sizes.to(total.dtype) for name, total in sums.items()}
+    return Directions(groups, values, gradients.forms, gradients.weights)
+
+
+def total(
+    gradients: Gradients,
+    *,
+    by: Any = None,
+    weights: Any = None,
+    ids: Any = None,
+    memory_budget: int | str | None = None,
+) -> Directions:
+    """The (weighted) sum of the gradients of all rows, or of each group."""
+    member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
+    sums = _sums(gradients, member, memory_budget, squares=False)
+    return Directions(groups, sums, gradients.forms, gradients.weights)
+
+
+def variance(
+    gradients: Gradients,
+    *,
+    by: Any = None,
+    ids: Any = None,
+    memory_budget: int | str | None = None,
+) -> Directions:
+    """The variance of every gradient entry over all rows, or over each group (divided by its size).
+
+    Cost: every row is restored once, a tile at a time.
+    """
+    member, groups = _membership(gradients, by=by, weights=None, ids=ids)
+    sizes = member.sum(1, keepdim=True)
+    first = _sums(gradients, member, memory_budget, squares=False)
+    second = _sums(gradients, member, memory_budget, squares=True)
+    values = {
+        name: (second[name] / sizes - (first[name] / sizes).square()).clamp(min=0) for name in first
+    }
+    return Directions(groups, values, gradients.forms, gradients.weights)
+
+
+def along(
+    gradients: Gradients, directions: Directions, *, memory_budget: int | str | None = None
+) -> torch.Tensor:
+    """Products `[K, N]` of every row's gradient with given directions, such as a mean query."""
+    if directions.weights != gradients.weights:
+        raise QueryError(
+            "directions and rows were captured at different weights",
+            fix="make the directions from a capture at the same checkpoint",
+        )
+    if list(directions.layers) != list(gradients.forms):
+        raise QueryError(
+            "directions and rows hold different layers",
+            found=", ".join(sorted(set(directions.layers) ^ set(gradients.forms))[:8]),
+        )
+    count = len(directions.groups)
+    out = torch.empty(count, len(gradients))
+    rows, scratch = _tiling(gradients, count, memory_budget, answer=count * len(gradients) * 4)
+    for some in gradients.stream(rows):
+        found = torch.zeros(count, some.stop - some.start)
+        for name, form in gradients.forms.items():
+            found += _operators.against(
+                form, some.factors[name], directions.layers[name], scratch=scratch
+            ).float()
+        out[:, some.start : some.stop] = found
+    slopes = gradients.slopes()
+    return out if slopes is None else out * slopes
+
+
+def _sums(
+    gradients: Gradients,
+    member: torch.Tensor,
+    memory_budget: int | str | None,
+    *,
+    squares: bool,
+) -> dict[str, torch.Tensor]:
+    slopes = gradients.slopes()
+    if slopes is not None:
+        member = member * (slopes.double().square() if squares else slopes.double())
+    operator = _operators.squares if squares else _operators.total
+    sums: dict[str, torch.Tensor] = {}
+    rows, _ = _tiling(gradients, len(member), memory_budget, answer=0)
+    for some in gradients.stream(rows):
+        part = member[:, some.start : some.stop]
+        if not bool(part.any()):
+            continue
+        for name, form in gradients.forms.items():
+            factors = some.factors[name]
+            found = operator(form, factors, part.to(dtype_of(factors)))
+            if name in sums:
+                sums[name] += found
+            else:
+                sums[name] = found
+    for name, form in gradients.forms.items():
+        sums.setdefault(name, torch.zeros(len(member), size_of(form)))
+    return {name: sums[name] for name in gradients.forms}
+
+
+def _membership(
+    gradients: Gradients, *, by: Any, weights: Any, ids: Any
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """How much each row counts for each group `[K, N]`, and what the groups are called."""
+    count = len(gradients)
+    if by is None:
+        labels, names = np.zeros(count, np.int64), np.zeros(1, np.int64)
+    else:
+        given = gradients.column(by) if isinstance(by, str) else by
+        values = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+        if values.shape != (count,):
+            raise QueryError(
+                "one group per row is needed", found=f"shape {values.shape}", expected=f"({count},)"
+            )
+        names, labels = np.unique(values, return_inverse=True)
+    amounts = np.ones(count) if weights is None else np.asarray(weights, np.float64)
+    if amounts.shape != (count,):
+        raise QueryError(
+            "one weight per row is needed", found=f"shape {amounts.shape}", expected=f"({count},)"
+        )
+    if ids is not None:
+        chosen = np.zeros(count, bool)
+        chosen[gradients.positions(ids)] = True
+        amounts = amounts * chosen
+    member = torch.zeros(len(names), count, dtype=torch.float64)
+    member[torch.from_numpy(labels), torch.arange(count)] = torch.from_numpy(amounts)
+    return member, tuple(names.tolist()) if by is not None else (None,)
+
+
+def _tiling(
+    gradients: Gradients, groups: int, memory_budget: int | str | None, *, answer: int
+) -> tuple[int, int]:
+    """Rows at a time and bytes of temporaries; the directions themselves count as the answer."""
+    probe = gradients.rows([0])
+    row = sum(_operators.nbytes(rows) for rows in probe.factors.values())
+    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+    split = shares(
+        memory_budget,
+        answer=answer + groups * gradients.size * 4,
+        mapped=mapped,
+        query_row=0,
+        train_row=row,
+        queries=1,
+        rows=len(gradients),
+    )
+    return split.train_rows, split.scratch
+
+
+def _part(values: torch.Tensor, at: int, parameter: Parameter) -> torch.Tensor:
+    return values[:, at : at + parameter.size].reshape(-1, *parameter.shape)
