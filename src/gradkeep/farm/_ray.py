@@ -71,6 +71,10 @@ class RayCluster:
                     ready, waiting = ray.wait(waiting, num_returns=1, timeout=_TICK)
                     for reference in ready:
                         _check(ray.get(reference))
+                    if ready and not stop.asked:
+                        # One found nothing left, so there is nothing left for any. Some may never
+                        # return: their node is gone and there is no room on the others.
+                        break
                     look()
                     if stop.asked and not asked:
                         asked = True
