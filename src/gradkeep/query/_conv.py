@@ -12,7 +12,7 @@ from torch import Tensor
 from gradkeep.query import _gram, _outer, _restored
 from gradkeep.query._factors import ConvRows
 from gradkeep.query._patches import columns, padded, patch_values, unfolded
-from gradkeep.query._segments import TILE
+from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ def restore(form: Conv, rows: ConvRows) -> Tensor:
 def squared_norms(form: Conv, rows: ConvRows) -> Tensor:
     """Squared lengths `[B]`, of the patches as of a linear layer."""
     out = rows.wide.new_zeros(len(rows))
-    for start, stop in _tiles(form, rows, TILE):
+    for start, stop in _tiles(form, rows, CACHED):
         linear, parts = unfolded(form, take(rows, start, stop))
         for part in parts:
             out[start:stop] += _outer.squared_norms(linear, part)
@@ -108,14 +108,14 @@ def half(form: Conv, rows: ConvRows, directions: Tensor, *, scratch: int) -> Ten
     groups, count = form.groups, len(directions)
     out = rows.wide.new_zeros(count, len(rows))
     item = rows.wide.element_size()
-    kinds = max(1, min(count, min(scratch // 2, TILE) // (item * form.filters * form.positions)))
+    kinds = max(1, min(count, min(scratch // 2, CACHED) // (item * form.filters * form.positions)))
     shape = (groups, form.filters // groups, form.channels // groups, *form.kernel)
     for first in range(0, count, kinds):
         kernel = directions[first : first + kinds, : _weights(form)].view(-1, *shape)
         some = len(kernel)
         kernel = kernel.transpose(0, 1).reshape(-1, *shape[2:])
         values = some * form.filters * form.positions + form.channels * math.prod(form.size)
-        for start, stop in _restored.tiles(len(rows), values, item, min(scratch // 2, 4 * TILE)):
+        for start, stop in tiles(len(rows), values, item, min(scratch // 2, 4 * CACHED)):
             moved = _CONVOLVE[len(form.size)](
                 padded(form, rows.wide[start:stop]),
                 kernel,
@@ -158,7 +158,7 @@ def _sums(form: Conv, rows: ConvRows) -> Tensor:
 def _tiles(form: Conv, rows: ConvRows, scratch: int) -> list[tuple[int, int]]:
     """Rows whose patches, twice while they are laid out, fit."""
     values = 2 * patch_values(form)
-    return list(_restored.tiles(len(rows), values, rows.wide.element_size(), scratch))
+    return list(tiles(len(rows), values, rows.wide.element_size(), scratch))
 
 
 def _weight_gradient(form: Conv, image: Tensor, narrow: Tensor) -> Tensor:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.query._patches import phase_pixels
-from gradkeep.query._segments import TILE
+from gradkeep.query._phases import phase_pixels, phases
+from gradkeep.query._tiles import CACHED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from gradkeep.query._factors import ConvRows
@@ -30,7 +27,7 @@ def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tens
     meet, so that all sums are of neighbours. 2 (S^2 C / prod(stride) + T^2 D) operations a pair.
     """
     out = train.wide.new_zeros(len(queries), len(train))
-    values = max(1, min(scratch // 4, TILE) // train.wide.element_size())
+    values = max(1, min(scratch // 4, CACHED) // train.wide.element_size())
     pairs = max(1, values // max(phase_pixels(form), form.positions) ** 2)
     step = max(1, min(len(train), pairs))
     high = max(1, pairs // step)
@@ -57,7 +54,7 @@ def _tile(form: Conv, left: list[Tensor], right: list[Tensor]) -> Tensor:
     out = None
     for group in range(form.groups):
         near = None
-        for phase, taps in _phases(form):
+        for phase, taps in phases(form):
             sums = products(left[0][group][phase], right[0][group][phase], axes)
             for axis in range(axes):
                 sums = _along(sums, taps[axis], axis, axes, form.out[axis])
@@ -74,27 +71,6 @@ def products(left: Tensor, right: Tensor, axes: int) -> Tensor:
     """`[*size, Q, C]`, `[*size, N, C]` -> the products over C of all pairs `[*size, Q, *size, N]`."""
     matrix = left.reshape(-1, left.shape[-1]) @ right.reshape(-1, right.shape[-1]).t()
     return matrix.view(*left.shape[:-1], *right.shape[:-1])
-
-
-def _phases(form: Conv) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
-    """Pixels that one residue of the stride reads, and how far from the position they are then.
-
-    Pixel `stride * i + dilation * a - padding` is pixel `i + shift` of the phase `residue`.
-    """
-    per_axis: list[Taps] = []
-    for axis in range(len(form.size)):
-        found: Taps = {}
-        for tap in range(form.kernel[axis]):
-            shift, residue = divmod(
-                tap * form.dilation[axis] - form.padding[axis], form.stride[axis]
-            )
-            found.setdefault(residue, []).append(shift)
-        per_axis.append(found)
-    for residues in itertools.product(*per_axis):
-        which = tuple(
-            slice(residue, None, step) for residue, step in zip(residues, form.stride, strict=True)
-        )
-        yield which, tuple(taps[r] for taps, r in zip(per_axis, residues, strict=True))
 
 
 def _along(sums: Tensor, shifts: list[int], axis: int, axes: int, length: int) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from gradkeep.query import _restored
 from gradkeep.query._factors import LookupRows
 from gradkeep.query._segments import (
-    TILE,
     Spans,
     join_offsets,
     row_of,
@@ -19,6 +18,7 @@ from gradkeep.query._segments import (
     sum_columns,
     sum_rows,
 )
+from gradkeep.query._tiles import CACHED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +76,7 @@ def _add_block(
     """Adds the products of all pairs of tokens with one id."""
     width = out.shape[1]
     ours, theirs = left.tokens(one), right.tokens(other)
-    values = min(scratch // 6, TILE) // out.element_size()
+    values = min(scratch // 6, CACHED) // out.element_size()
     tokens = max(1, values // max(1, right.g.shape[1]))
     high = min(tokens, max(1, math.isqrt(values)))
     across = min(tokens, max(1, values // high))
@@ -97,7 +97,7 @@ def _add_list(
     across = right.counts[theirs]
     pairs = left.counts[ours] * across
     ends = Spans((0, *pairs.cumsum(0).tolist()), None)
-    limit = min(scratch // 3, TILE) // out.element_size() // max(1, right.g.shape[1])
+    limit = min(scratch // 3, CACHED) // out.element_size() // max(1, right.g.shape[1])
     for start, stop in ends.tiles(max(1, limit)):
         some = slice(start, stop)
         kind = torch.repeat_interleave(torch.arange(start, stop, device=ours.device), pairs[some])
@@ -154,7 +154,7 @@ def half(form: Lookup, rows: LookupRows, directions: Tensor, *, scratch: int) ->
     parts = spans_of(rows)
     out = rows.g.new_empty(len(directions), len(rows))
     table = directions.view(len(directions), form.rows, form.width)
-    values = max(1, min(scratch // 3, TILE) // rows.g.element_size() // form.width)
+    values = max(1, min(scratch // 3, CACHED) // rows.g.element_size() // form.width)
     kinds = max(1, min(len(directions), values // max(1, parts.longest)))
     for first in range(0, len(directions), kinds):
         some = table[first : first + kinds]

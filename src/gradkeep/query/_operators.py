@@ -5,12 +5,14 @@ Nothing here reads or writes; rows go in and numbers come out, in the dtype of t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import QueryError
 from gradkeep.query import _conv, _dense, _lookup, _outer, _restored, _tied
 from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import size_of
+from gradkeep.query._tiles import tiles
+from gradkeep.query._ways import How, hows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,28 +22,29 @@ if TYPE_CHECKING:
     from gradkeep.query._factors import Factors
     from gradkeep.query._forms import Form
 
-How = Literal["factored", "gram", "half", "restore", "dense"]
+__all__ = [
+    "How",
+    "against",
+    "concat",
+    "dot",
+    "hows",
+    "nbytes",
+    "restore",
+    "squared_norms",
+    "squares",
+    "take",
+    "total",
+]
 
-_ALGEBRA: dict[str, tuple[Any, type, tuple[How, ...]]] = {
-    "outer": (_outer, OuterRows, ("factored", "half", "restore")),
-    "conv": (_conv, ConvRows, ("factored", "gram", "half", "restore")),
-    "lookup": (_lookup, LookupRows, ("factored", "half", "restore")),
-    "dense": (_dense, DenseRows, ("dense",)),
-    "tied": (_tied, TiedRows, ("factored", "half", "restore")),
+_ALGEBRA: dict[str, tuple[Any, type]] = {
+    "outer": (_outer, OuterRows),
+    "conv": (_conv, ConvRows),
+    "lookup": (_lookup, LookupRows),
+    "dense": (_dense, DenseRows),
+    "tied": (_tied, TiedRows),
 }
-
 _BYTES = 50
 """Operations that take as long as to write and read one value of a restored gradient."""
-
-
-def hows(form: Form) -> tuple[How, ...]:
-    """The ways in which products of gradients of this form can be computed.
-
-    >>> from gradkeep.query._forms import Dense, Parameter
-    >>> hows(Dense((Parameter("w", (2, 3)),), "w.gradient", 6))
-    ('dense',)
-    """
-    return _ALGEBRA[form.kind][2]
 
 
 def restore(form: Form, rows: Factors) -> Tensor:
@@ -96,7 +99,7 @@ def dot(form: Form, queries: Factors, train: Factors, *, how: How, scratch: int)
     like = _values(train)
     out = like.new_empty(len(queries), len(train))
     size = size_of(form)
-    for start, stop in _restored.tiles(len(queries), size, like.element_size(), scratch // 2):
+    for start, stop in tiles(len(queries), size, like.element_size(), scratch // 2):
         directions = restore(form, take(form, queries, start, stop))
         out[start:stop] = against(form, train, directions, scratch=scratch // 2, how=how)
     return out
@@ -197,7 +200,7 @@ def _half_is_less(rows: Factors, kinds: int) -> bool:
 
 def _of(form: Form, *parts: Factors) -> Any:
     """The module that knows the form, once the rows are seen to be of it."""
-    algebra, kind, _ = _ALGEBRA[form.kind]
+    algebra, kind = _ALGEBRA[form.kind]
     for part in parts:
         if not isinstance(part, kind):
             raise QueryError(

@@ -10,7 +10,6 @@ from torch import Tensor
 from gradkeep.query import _restored
 from gradkeep.query._factors import OuterRows
 from gradkeep.query._segments import (
-    TILE,
     Spans,
     join_offsets,
     pad,
@@ -20,6 +19,7 @@ from gradkeep.query._segments import (
     sum_pairs,
     sum_rows,
 )
+from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def squared_norms(form: Outer, rows: OuterRows) -> Tensor:
     both = form.d_in + form.d_out
     gram = parts.longest * both < form.d_in * form.d_out
     needed = parts.longest * (3 * parts.longest + both) if gram else _size(form)
-    for start, stop in _restored.tiles(len(rows), needed, rows.x.element_size(), TILE):
+    for start, stop in tiles(len(rows), needed, rows.x.element_size(), CACHED):
         some = take(rows, start, stop)
         out[start:stop] = _gram_norms(form, some) if gram else _restored.norms(restore(form, some))
     return out
@@ -125,7 +125,7 @@ def half(form: Outer, rows: OuterRows, directions: Tensor, *, scratch: int) -> T
     if form.transposed:
         left, right = right, left
     terms = _bias_terms(form, rows) if form.bias else None
-    values = max(1, min(scratch // 2, TILE) // rows.x.element_size() // left.shape[1])
+    values = max(1, min(scratch // 2, CACHED) // rows.x.element_size() // left.shape[1])
     # Many positions at a time and few directions: matrix products of a good shape.
     positions = max(parts.longest, min(1024, values))
     kinds = max(1, values // positions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,8 +70,3 @@ def _offsets(count: int, length: int) -> Tensor:
 def patch_values(form: Conv) -> int:
     """The number of values that a row's patches have."""
     return form.channels * form.taps * form.positions + form.filters * form.positions
-
-
-def phase_pixels(form: Conv) -> int:
-    """The number of positions of the wide array that lie whole strides apart."""
-    return math.prod(-(-size // step) for size, step in zip(form.size, form.stride, strict=True))

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradkeep.query._tiles import CACHED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-TILE = 1 << 21
-"""Bytes of one temporary: what stays in the cache between two operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def sum_pairs(
     three of the size of a tile, stay below `scratch` bytes and inside the cache.
     """
     out = like.new_empty(len(queries), len(train))
-    values = max(1, min(scratch // 3, TILE) // like.element_size())
+    values = max(1, min(scratch // 3, CACHED) // like.element_size())
     wide = min(train.bounds[-1], max(train.longest, min(2048, values))) or 1
     for first, last in queries.tiles(max(1, values // wide)):
         left = slice(queries.bounds[first], queries.bounds[last])

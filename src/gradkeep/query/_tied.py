@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.query import _lookup, _outer, _restored
+from gradkeep.query import _lookup, _outer
 from gradkeep.query._factors import LookupRows, OuterRows, TiedRows
 from gradkeep.query._segments import sum_pairs
+from gradkeep.query._tiles import RESTORED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ def squared_norms(form: Tied, rows: TiedRows) -> Tensor:
     out = out + _outer.squared_norms(form.outer, rows.outer)
     for row in range(len(rows)):
         one = take(rows, row, row + 1)
-        out[row] += 2 * cross(form, one.lookup, one.outer, scratch=_restored.TILE)[0, 0]
+        out[row] += 2 * cross(form, one.lookup, one.outer, scratch=RESTORED)[0, 0]
     return out
 
 
