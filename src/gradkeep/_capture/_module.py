@@ -5,6 +5,7 @@ Its inputs and its outputs' gradients are known, so the model around it is not r
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,8 +79,10 @@ def _all(call: Call, weights: Mapping[str, torch.Tensor], rows: int, lay: Lay) -
         pairs = zip(outputs, suffixes, strict=True)
         return torch.stack([(tensor * suffix).sum() for tensor, suffix in pairs]).sum()
 
-    # The fused attention kernels have no rule for batching; the plain one has.
-    with sdpa_kernel(SDPBackend.MATH):
+    # The fused attention kernels have no rule for batching; the plain one has. What else has none
+    # runs through a slow loop with a warning, and is better run one by one.
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="There is a performance drop")
         each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
         found = each(own, varied, suffixes)
     return torch.cat([gradient.reshape(rows, -1) for gradient in found.values()], 1)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Uncovered = Literal["dense", "error", "skip"]
 """What to do with parameters that no factor rule covers."""
+_OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 
 
@@ -117,7 +118,7 @@ def _first_that_fits(
         try:
             piece = piece_of(candidate, own, rows=rows)
             total = _operators.total(piece.form, piece.rows, weights.unsqueeze(0))[0]
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except _OTHER_WAYS:
             # A layer that is called in another way than its rule or its first sample expects:
             # the next way is tried, and the last one works for every model.
             continue
@@ -176,6 +177,8 @@ def _by_the_last_resort(
 
 
 def _fits(found: torch.Tensor, truth: torch.Tensor) -> bool:
+    if found.shape != truth.shape:
+        return False
     scale = float(truth.norm())
     error = float((found.to(truth.dtype) - truth).norm())
     # Not "error > bound": a NaN must not pass, unless autograd finds the same.

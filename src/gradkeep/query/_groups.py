@@ -13,6 +13,7 @@ from gradkeep.query import _operators
 from gradkeep.query._factors import dtype_of
 from gradkeep.query._forms import size_of
 from gradkeep.query._memory import shares
+from gradkeep.query._restored import tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,6 +86,24 @@ def total(
     return Directions(groups, sums, gradients.forms, gradients.weights)
 
 
+def squares(
+    gradients: Gradients,
+    *,
+    by: Any = None,
+    weights: Any = None,
+    ids: Any = None,
+    memory_budget: int | str | None = None,
+) -> Directions:
+    """The (weighted) sum of squared gradient entries of all rows, or of each group.
+
+    Of losses this is the diagonal of the empirical Fisher matrix. Cost: every row is restored
+    once, a tile at a time.
+    """
+    member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
+    sums = _sums(gradients, member, memory_budget, squares=True)
+    return Directions(groups, sums, gradients.forms, gradients.weights)
+
+
 def variance(
     gradients: Gradients,
     *,
@@ -94,15 +113,30 @@ def variance(
 ) -> Directions:
     """The variance of every gradient entry over all rows, or over each group (divided by its size).
 
-    Cost: every row is restored once, a tile at a time.
+    Cost: every row is restored once, a tile at a time, after a pass for the mean.
     """
     member, groups = _membership(gradients, by=by, weights=None, ids=ids)
+    centre = mean(gradients, by=by, ids=ids, memory_budget=memory_budget).layers
+    slopes = gradients.slopes()
+    # Deviations are squared one by one: the difference of two large sums would lose digits.
+    sums = {name: torch.zeros_like(values) for name, values in centre.items()}
+    rows, scratch = _tiling(gradients, 2 * len(member), memory_budget, answer=0)
+    group = member.argmax(0)
+    counts = member.any(0)
+    for some in gradients.stream(rows):
+        for name, form in gradients.forms.items():
+            count = some.stop - some.start
+            for start, stop in tiles(count, size_of(form), 8, scratch):
+                at = slice(some.start + start, some.start + stop)
+                part = _operators.take(form, some.factors[name], start, stop)
+                dense = _operators.restore(form, part)
+                if slopes is not None:
+                    dense *= slopes[at].unsqueeze(1).to(dense.dtype)
+                dense -= centre[name][group[at]]
+                dense = dense.square_() * counts[at].unsqueeze(1)
+                sums[name].index_add_(0, group[at], dense.to(sums[name].dtype))
     sizes = member.sum(1, keepdim=True)
-    first = _sums(gradients, member, memory_budget, squares=False)
-    second = _sums(gradients, member, memory_budget, squares=True)
-    values = {
-        name: (second[name] / sizes - (first[name] / sizes).square()).clamp(min=0) for name in first
-    }
+    values = {name: total / sizes for name, total in sums.items()}
     return Directions(groups, values, gradients.forms, gradients.weights)
 
 
