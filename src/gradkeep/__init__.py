@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         Task,
         Weights,
         capture,
+        layers,
+        recording,
     )
     from gradkeep._errors import GradkeepError
     from gradkeep.query import gradients
@@ -59,8 +61,10 @@ __all__ = [
     "Weights",
     "capture",
     "gradients",
+    "layers",
     "open",
     "query",
+    "recording",
     "remat",
     "store",
 ]
@@ -68,7 +72,7 @@ __all__ = [
 _ROOMS = ("query", "remat", "store")
 _CAPTURE = (
     *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
-    *("Regression", "Task", "Weights", "capture"),
+    *("Regression", "Task", "Weights", "capture", "layers", "recording"),
 )
 _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),

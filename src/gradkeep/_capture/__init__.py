@@ -3,8 +3,10 @@
 from gradkeep._capture._captured import Captured, CaptureWarning, KeptLayer
 from gradkeep._capture._classification import Classification
 from gradkeep._capture._language import LanguageModelling
+from gradkeep._capture._recording import Recording, recording
 from gradkeep._capture._regression import Regression
 from gradkeep._capture._replay import capture
+from gradkeep._capture._table import Layers, ListedLayer, layers
 from gradkeep._capture._task import Measured, Task
 from gradkeep._capture._weights import Weights
 
@@ -14,9 +16,14 @@ __all__ = [
     "Classification",
     "KeptLayer",
     "LanguageModelling",
+    "Layers",
+    "ListedLayer",
     "Measured",
+    "Recording",
     "Regression",
     "Task",
     "Weights",
     "capture",
+    "layers",
+    "recording",
 ]

@@ -13,7 +13,7 @@ from gradkeep.query import _operators
 from gradkeep.query._factors import dtype_of
 from gradkeep.query._forms import size_of
 from gradkeep.query._memory import shares
-from gradkeep.query._restored import tiles
+from gradkeep.query._tiles import tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
