@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradkeep.query import _gram, _outer, _restored
+from gradkeep.query import _gram, _outer
 from gradkeep.query._factors import ConvRows
-from gradkeep.query._patches import columns, padded, patch_values, unfolded
+from gradkeep.query._inner import squared_lengths
+from gradkeep.query._patches import columns, padded, padded_values, patch_values, unfolded
 from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def squared_norms(form: Conv, rows: ConvRows) -> Tensor:
         for part in parts:
             out[start:stop] += _outer.squared_norms(linear, part)
     if form.bias == "wide":
-        out += _restored.norms(_sums(form, rows))
+        out += squared_lengths(_sums(form, rows))
     return out
 
 
@@ -108,13 +108,15 @@ def half(form: Conv, rows: ConvRows, directions: Tensor, *, scratch: int) -> Ten
     groups, count = form.groups, len(directions)
     out = rows.wide.new_zeros(count, len(rows))
     item = rows.wide.element_size()
-    kinds = max(1, min(count, min(scratch // 2, CACHED) // (item * form.filters * form.positions)))
+    room = scratch // 4 // (item * _weights(form))
+    kinds = min(scratch // 4, CACHED) // (item * form.filters * form.positions)
+    kinds = max(1, min(count, kinds, room))
     shape = (groups, form.filters // groups, form.channels // groups, *form.kernel)
     for first in range(0, count, kinds):
         kernel = directions[first : first + kinds, : _weights(form)].view(-1, *shape)
         some = len(kernel)
         kernel = kernel.transpose(0, 1).reshape(-1, *shape[2:])
-        values = some * form.filters * form.positions + form.channels * math.prod(form.size)
+        values = some * form.filters * form.positions + padded_values(form)
         for start, stop in tiles(len(rows), values, item, min(scratch // 2, 4 * CACHED)):
             moved = _CONVOLVE[len(form.size)](
                 padded(form, rows.wide[start:stop]),
@@ -129,6 +131,12 @@ def half(form: Conv, rows: ConvRows, directions: Tensor, *, scratch: int) -> Ten
     if form.bias is not None:
         out += directions[:, _weights(form) :] @ _sums(form, rows).t()
     return out
+
+
+def beside(form: Conv, rows: ConvRows) -> int:
+    """Values of the temporaries of a row while it is restored: its patches, and it padded."""
+    del rows
+    return patch_values(form) + padded_values(form)
 
 
 def concat(parts: Sequence[ConvRows]) -> ConvRows:

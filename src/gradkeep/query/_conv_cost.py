@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradkeep.query import _outer_cost
-from gradkeep.query._phases import phase_pixels, phases
+from gradkeep.query._phases import gram_tile, phase_pixels, phases
 from gradkeep.query._tally import VALUE
 from gradkeep.query._tiles import CACHED
 
@@ -45,10 +45,7 @@ def factored(tally: Tally, form: Conv, load: Load) -> None:
 def gram(tally: Tally, form: Conv, load: Load) -> None:
     """Pixels laid out, the products of all pairs, their sums along the kernel."""
     groups, length = form.groups, form.positions
-    values = max(1, min(load.scratch // 4, CACHED) // VALUE)
-    pairs = max(1, values // max(phase_pixels(form), length) ** 2)
-    wide = max(1, min(load.n_train, pairs))
-    high = max(1, min(load.n_query, pairs // wide))
+    high, wide = gram_tile(form, load.n_query, load.n_train, itemsize=VALUE, scratch=load.scratch)
     rounds = math.ceil(load.n_train / wide)
     count = rounds * math.ceil(load.n_query / high) * groups
     each = form.channels * math.prod(form.size) + form.filters * length
@@ -72,7 +69,7 @@ def gram(tally: Tally, form: Conv, load: Load) -> None:
     tally.fold(meetings * length**2)
     _bias(tally, form, load.n_train + load.n_query)
     tally.call(count * 12)
-    tally.hold(4 * max(phase_pixels(form), length) ** 2 * high * wide)
+    tally.hold(4 * max(phase_pixels(form), length) ** 2 * high * wide + 2 * each * (high + wide))
 
 
 def half(tally: Tally, form: Conv, load: Load) -> None:
@@ -84,7 +81,8 @@ def half(tally: Tally, form: Conv, load: Load) -> None:
     tally.touch(results)
     tally.fold(results)
     each = form.filters * form.positions * VALUE
-    kinds = max(1, min(load.n_query, min(load.scratch // 4, CACHED) // each))
+    room = load.scratch // 4 // (form.filters * inner * VALUE)
+    kinds = max(1, min(load.n_query, room, min(load.scratch // 4, CACHED) // each))
     rows = max(1, min(load.scratch // 4, 4 * CACHED) // (kinds * each))
     tally.call(math.ceil(load.n_query / kinds) * math.ceil(load.n_train / rows) * 20)
     _bias(tally, form, load.n_train)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradkeep.query import _restored
 from gradkeep.query._factors import DenseRows
+from gradkeep.query._inner import squared_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ def restore(form: Dense, rows: DenseRows) -> Tensor:
 def squared_norms(form: Dense, rows: DenseRows) -> Tensor:
     """Squared lengths `[B]`; 2 P operations a row."""
     del form
-    return _restored.norms(rows.values)
+    return squared_lengths(rows.values)
 
 
 def total(form: Dense, rows: DenseRows, weights: Tensor) -> Tensor:
@@ -43,6 +43,12 @@ def dense(form: Dense, queries: DenseRows, train: DenseRows, *, scratch: int) ->
 def half(form: Dense, rows: DenseRows, directions: Tensor, *, scratch: int) -> Tensor:
     """Products with dense directions, `[K, P] @ [P, B]`."""
     return dense(form, DenseRows(directions), rows, scratch=scratch)
+
+
+def beside(form: Dense, rows: DenseRows) -> int:
+    """Values of the temporaries of a row while it is restored."""
+    del form, rows
+    return 0
 
 
 def concat(parts: Sequence[DenseRows]) -> DenseRows:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.query._phases import phase_pixels, phases
-from gradkeep.query._tiles import CACHED
+from gradkeep.query._phases import gram_tile, phases
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +26,8 @@ def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tens
     meet, so that all sums are of neighbours. 2 (S^2 C / prod(stride) + T^2 D) operations a pair.
     """
     out = train.wide.new_zeros(len(queries), len(train))
-    values = max(1, min(scratch // 4, CACHED) // train.wide.element_size())
-    pairs = max(1, values // max(phase_pixels(form), form.positions) ** 2)
-    step = max(1, min(len(train), pairs))
-    high = max(1, pairs // step)
+    item = train.wide.element_size()
+    high, step = gram_tile(form, len(queries), len(train), itemsize=item, scratch=scratch)
     for start in range(0, len(train), step):
         right = [turn(form, part[start : start + step]) for part in (train.wide, train.narrow)]
         for first in range(0, len(queries), high):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradkeep.query import _restored
 from gradkeep.query._factors import LookupRows
+from gradkeep.query._inner import inner, squared_lengths
 from gradkeep.query._segments import (
     Spans,
     join_offsets,
@@ -105,7 +105,7 @@ def _add_list(
         place = torch.arange(len(kind), device=ours.device) - begin[kind - start]
         one = left.starts[ours][kind] + place // across[kind]
         other = right.starts[theirs][kind] + place % across[kind]
-        products = _restored.inner(left.g[left.order[one]], right.g[right.order[other]])
+        products = inner(left.g[left.order[one]], right.g[right.order[other]])
         out.view(-1).index_add_(0, left.row[one] * out.shape[1] + right.row[other], products)
 
 
@@ -129,7 +129,7 @@ def restore(form: Lookup, rows: LookupRows) -> Tensor:
 def squared_norms(form: Lookup, rows: LookupRows) -> Tensor:
     """Squared lengths `[B]`: of each row's sums over equal ids; 4 T width operations a row."""
     once = coalesced(form, rows)
-    return sum_rows(_restored.norms(once.g)[:, None], spans_of(once))[:, 0]
+    return sum_rows(squared_lengths(once.g)[:, None], spans_of(once))[:, 0]
 
 
 def total(form: Lookup, rows: LookupRows, weights: Tensor) -> Tensor:
@@ -163,6 +163,12 @@ def half(form: Lookup, rows: LookupRows, directions: Tensor, *, scratch: int) ->
             products = some[:, rows.ids[at]].mul_(rows.g[at]).sum(2)
             out[first : first + kinds, start:stop] = sum_columns(products, parts.cut(start, stop))
     return out
+
+
+def beside(form: Lookup, rows: LookupRows) -> int:
+    """Values of the temporaries of a row while it is restored: its places, as integers."""
+    del form
+    return 6 * spans_of(rows).longest
 
 
 def concat(parts: Sequence[LookupRows]) -> LookupRows:

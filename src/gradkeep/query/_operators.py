@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gradkeep._errors import QueryError
-from gradkeep.query import _conv, _dense, _lookup, _outer, _restored, _tied
+from gradkeep.query import _conv, _dense, _lookup, _outer, _tied
 from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import size_of
-from gradkeep.query._tiles import tiles
+from gradkeep.query._restored import restored
+from gradkeep.query._tiles import RESTORED, tiles
 from gradkeep.query._ways import How, hows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -50,7 +53,6 @@ _BYTES = 50
 def restore(form: Form, rows: Factors) -> Tensor:
     """The gradients themselves `[B, P]`: the form's parameters in order, each flattened.
 
-    >>> import torch
     >>> from gradkeep.query._forms import Outer, Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
     >>> restore(form, OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])))
@@ -77,7 +79,6 @@ def dot(form: Form, queries: Factors, train: Factors, *, how: How, scratch: int)
 
     All ways give the same numbers up to rounding.
 
-    >>> import torch
     >>> from gradkeep.query._forms import Outer, Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
     >>> rows = OuterRows(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0], [1.0]]))
@@ -99,8 +100,14 @@ def dot(form: Form, queries: Factors, train: Factors, *, how: How, scratch: int)
     like = _values(train)
     out = like.new_empty(len(queries), len(train))
     size = size_of(form)
-    for start, stop in tiles(len(queries), size, like.element_size(), scratch // 2):
-        directions = restore(form, take(form, queries, start, stop))
+    parts = list(tiles(len(queries), size, like.element_size(), scratch // 2))
+    space = like.new_empty(parts[0][1] if parts else 0, size)
+    for start, stop in parts:
+        directions = space[: stop - start]
+        some = take(form, queries, start, stop)
+        for first, last, dense in _tiles_of(form, some, scratch // 2):
+            directions[first:last] = dense
+            del dense  # before the next is made
         out[start:stop] = against(form, train, directions, scratch=scratch // 2, how=how)
     return out
 
@@ -119,9 +126,11 @@ def squares(form: Form, rows: Factors, weights: Tensor) -> Tensor:
         direct = algebra.squares(form, rows, weights)
     if direct is not None:
         return direct
-    return _restored.squares(
-        weights, size_of(form), lambda start, stop: restore(form, take(form, rows, start, stop))
-    )
+    out = weights.new_zeros(len(weights), size_of(form))
+    for start, stop, dense in _tiles_of(form, rows, RESTORED):
+        out.addmm_(weights[:, start:stop], dense * dense)
+        del dense  # before the next is made
+    return out
 
 
 def against(
@@ -143,12 +152,11 @@ def against(
     if how == "half":
         products: Tensor = algebra.half(form, rows, directions, scratch=scratch)
         return products
-    return _restored.against(
-        directions,
-        len(rows),
-        lambda start, stop: restore(form, take(form, rows, start, stop)),
-        scratch=scratch,
-    )
+    out = directions.new_empty(len(directions), len(rows))
+    for start, stop, dense in _tiles_of(form, rows, scratch):
+        torch.mm(directions, dense.t(), out=out[:, start:stop])
+        del dense  # before the next is made
+    return out
 
 
 def concat(form: Form, parts: Sequence[Factors]) -> Factors:
@@ -169,6 +177,18 @@ def nbytes(rows: Factors) -> int:
         return nbytes(rows.lookup) + nbytes(rows.outer)
     arrays = (getattr(rows, name) for name in rows.__slots__)
     return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+
+
+def _tiles_of(form: Form, rows: Factors, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Gradients `[start:stop, P]`, some rows at a time."""
+    values = size_of(form) + _of(form, rows).beside(form, rows)
+    return restored(
+        len(rows),
+        values,
+        _values(rows).element_size(),
+        scratch,
+        lambda start, stop: restore(form, take(form, rows, start, stop)),
+    )
 
 
 def _values(rows: Factors) -> Tensor:

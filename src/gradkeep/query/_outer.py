@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradkeep.query import _restored
 from gradkeep.query._factors import OuterRows
+from gradkeep.query._inner import inner, squared_lengths
 from gradkeep.query._segments import (
     Spans,
     join_offsets,
@@ -68,10 +68,10 @@ def squared_norms(form: Outer, rows: OuterRows) -> Tensor:
     """Squared lengths `[B]` from each row's Gram matrices, or restored where T is large."""
     parts = spans_of(rows)
     if parts.uniform == 1:
-        inputs = _restored.norms(rows.x)
+        inputs = squared_lengths(rows.x)
         if form.bias and not form.ones:
             inputs = inputs + 1
-        return inputs * _restored.norms(rows.g)
+        return inputs * squared_lengths(rows.g)
     out = rows.x.new_empty(len(rows))
     if len(rows) == 0:
         return out
@@ -80,7 +80,7 @@ def squared_norms(form: Outer, rows: OuterRows) -> Tensor:
     needed = parts.longest * (3 * parts.longest + both) if gram else _size(form)
     for start, stop in tiles(len(rows), needed, rows.x.element_size(), CACHED):
         some = take(rows, start, stop)
-        out[start:stop] = _gram_norms(form, some) if gram else _restored.norms(restore(form, some))
+        out[start:stop] = _gram_norms(form, some) if gram else squared_lengths(restore(form, some))
     return out
 
 
@@ -125,10 +125,12 @@ def half(form: Outer, rows: OuterRows, directions: Tensor, *, scratch: int) -> T
     if form.transposed:
         left, right = right, left
     terms = _bias_terms(form, rows) if form.bias else None
-    values = max(1, min(scratch // 2, CACHED) // rows.x.element_size() // left.shape[1])
+    values = max(1, min(scratch // 4, CACHED) // rows.x.element_size() // left.shape[1])
     # Many positions at a time and few directions: matrix products of a good shape.
     positions = max(parts.longest, min(1024, values))
-    kinds = max(1, values // positions)
+    # Weights that a bias follows are laid out anew, one half of the temporaries.
+    room = scratch // 2 // (rows.x.element_size() * _size(form))
+    kinds = max(1, min(values // positions, room))
     for first in range(0, len(directions), kinds):
         weight, bias = split(form, directions[first : first + kinds])
         matrix = weight.reshape(-1, weight.shape[2]).t()
@@ -167,6 +169,12 @@ def split(form: Outer, dense: Tensor) -> tuple[Tensor, Tensor | None]:
     return weight, dense[:, form.d_in * form.d_out :] if form.bias else None
 
 
+def beside(form: Outer, rows: OuterRows) -> int:
+    """Values of the temporaries of a row while it is restored."""
+    parts = spans_of(rows)
+    return form.d_out if parts.uniform is not None else parts.longest * (form.d_in + form.d_out)
+
+
 def _size(form: Outer) -> int:
     return form.d_in * form.d_out + (form.d_out if form.bias else 0)
 
@@ -186,4 +194,4 @@ def _gram_norms(form: Outer, rows: OuterRows) -> Tensor:
     inputs, grads = torch.bmm(x, x.transpose(1, 2)), torch.bmm(g, g.transpose(1, 2))
     if form.bias and not form.ones:
         inputs.add_(1)
-    return _restored.inner(inputs.flatten(1), grads.flatten(1))
+    return inner(inputs.flatten(1), grads.flatten(1))

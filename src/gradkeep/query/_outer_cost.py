@@ -57,8 +57,9 @@ def half(tally: Tally, form: Outer, load: Load) -> None:
     positions = load.n_train * load.t_train
     rows, inner = (form.d_in, form.d_out) if form.transposed else (form.d_out, form.d_in)
     values = max(1, min(load.scratch // 4, CACHED) // VALUE // rows)
+    room = max(1, load.scratch // 2 // (VALUE * rows * inner))
     high = min(positions, max(load.t_train, min(1024, values)))
-    kinds = max(1.0, min(load.n_query, values // max(1.0, high)))
+    kinds = max(1.0, min(load.n_query, room, values // max(1.0, high)))
     count = math.ceil(positions / max(1.0, high)) * math.ceil(load.n_query / kinds)
     tally.product(high, kinds * rows, inner, times=count)
     tally.touch(load.n_query * positions * rows)

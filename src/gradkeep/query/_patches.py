@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,18 +21,23 @@ if TYPE_CHECKING:
 def padded(form: Conv, wide: Tensor) -> Tensor:
     """The wide array with zeros around it, cut behind the last position that is read."""
     amounts: list[int] = []
-    reach: list[int] = []
-    for axis, size in enumerate(form.size):
-        last = (form.out[axis] - 1) * form.stride[axis]
-        last += (form.kernel[axis] - 1) * form.dilation[axis]
-        reach.append(last + 1)
-        before = form.padding[axis]
-        amounts = [before, max(0, last + 1 - size - before), *amounts]
+    for length, size, before in zip(reach(form), form.size, form.padding, strict=True):
+        amounts = [before, max(0, length - size - before), *amounts]
     if any(amounts):
         wide = F.pad(wide, amounts)
-    for axis, length in enumerate(reach, start=2):
+    for axis, length in enumerate(reach(form), start=2):
         wide = wide.narrow(axis, 0, length)
     return wide
+
+
+def reach(form: Conv) -> list[int]:
+    """The size of the padded array, up to the last position that is read."""
+    return [
+        (out - 1) * step + (taps - 1) * spread + 1
+        for out, step, taps, spread in zip(
+            form.out, form.stride, form.kernel, form.dilation, strict=True
+        )
+    ]
 
 
 def patches(form: Conv, wide: Tensor) -> Tensor:
@@ -70,3 +76,9 @@ def _offsets(count: int, length: int) -> Tensor:
 def patch_values(form: Conv) -> int:
     """The number of values that a row's patches have."""
     return form.channels * form.taps * form.positions + form.filters * form.positions
+
+
+def padded_values(form: Conv) -> int:
+    """The number of values that a row's padded array has."""
+    lengths = zip(reach(form), form.size, form.padding, strict=True)
+    return form.channels * math.prod(max(long, size + before) for long, size, before in lengths)

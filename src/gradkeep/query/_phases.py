@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+from gradkeep.query._tiles import CACHED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -36,3 +38,14 @@ def phases(form: Conv) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...
 def phase_pixels(form: Conv) -> int:
     """The number of positions of the wide array that lie whole strides apart."""
     return math.prod(-(-size // step) for size, step in zip(form.size, form.stride, strict=True))
+
+
+def gram_tile(
+    form: Conv, queries: int, train: int, *, itemsize: int, scratch: int
+) -> tuple[int, int]:
+    """How many queries and others meet at a time: about four temporaries of all pairs of pixels,
+    and the pixels of both sides laid out anew, twice where strides part them."""
+    pairs = min(scratch // 8, CACHED) // itemsize // max(phase_pixels(form), form.positions) ** 2
+    each = 2 * itemsize * (form.channels * math.prod(form.size) + form.filters * form.positions)
+    wide = max(1, min(train, pairs, scratch // 4 // each))
+    return max(1, min(queries, pairs // wide, scratch // 8 // each)), wide

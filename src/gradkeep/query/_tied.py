@@ -76,6 +76,12 @@ def half(form: Tied, rows: TiedRows, directions: Tensor, *, scratch: int) -> Ten
     return out.add_(_lookup.half(form.lookup, rows.lookup, weights, scratch=scratch))
 
 
+def beside(form: Tied, rows: TiedRows) -> int:
+    """Values of the temporaries of a row while it is restored: one use beside the other."""
+    values = _lookup.beside(form.lookup, rows.lookup) + _outer.beside(form.outer, rows.outer)
+    return values + form.lookup.rows * form.lookup.width
+
+
 def concat(parts: Sequence[TiedRows]) -> TiedRows:
     """Rows of several parts, one after the other."""
     lookup = _lookup.concat([part.lookup for part in parts])
