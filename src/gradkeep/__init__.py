@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradkeep import query, remat, store
+    from gradkeep._attribute import Scores, attribute, methods
     from gradkeep._capture import (
         Captured,
         CaptureWarning,
@@ -55,13 +56,16 @@ __all__ = [
     "Regression",
     "Run",
     "Schema",
+    "Scores",
     "ScoresKey",
     "Store",
     "Task",
     "Weights",
+    "attribute",
     "capture",
     "gradients",
     "layers",
+    "methods",
     "open",
     "query",
     "recording",
@@ -77,6 +81,7 @@ _CAPTURE = (
 _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),
     **dict.fromkeys(_CAPTURE, "gradkeep._capture"),
+    **dict.fromkeys(("Scores", "attribute", "methods"), "gradkeep._attribute"),
     "GradkeepError": "gradkeep._errors",
     "gradients": "gradkeep.query",
 }

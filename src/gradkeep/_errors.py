@@ -1,6 +1,7 @@
 """Every error that gradkeep raises on purpose.
 
     GradkeepError
+    |-- AttributionError     scores that cannot be made from what is kept (also a ValueError)
     |-- BudgetError          a budget that is none, or too small (also a ValueError)
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- DataError            example data or a model that is not what was asked for (also a ValueError)
@@ -95,6 +96,10 @@ class StudyError(GradkeepError, ValueError):
 
 class MissingExtra(GradkeepError):
     """An optional dependency is not installed."""
+
+
+class AttributionError(GradkeepError, ValueError):
+    """Scores that cannot be made from what the store holds."""
 
 
 class BudgetError(GradkeepError, ValueError):

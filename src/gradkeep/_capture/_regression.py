@@ -21,6 +21,7 @@ class Regression(Task):
     With one target per sample the output is the prediction itself, and d loss / d output the
     residual. With several there is no such output, and the loss's gradient is kept.
 
+    >>> import torch
     >>> model, batch = torch.nn.Linear(4, 1), (torch.ones(2, 4), torch.zeros(2))
     >>> measured = Regression().measure(model, batch)
     >>> torch.equal(measured.slopes, measured.outputs)

@@ -97,6 +97,7 @@ def layers(
     of the dense gradient per sample, and the way that `gk.capture` would choose. `select` takes
     names, globs and types, as `layers=` does there.
 
+    >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 10))
     >>> layers(model)
     layer  type    parameters
