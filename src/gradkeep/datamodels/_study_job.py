@@ -1,0 +1,146 @@
+"""The job of a study: train models on their subsets and take their outputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep._errors import StudyError
+from gradkeep.datamodels._draw import Subsets, draw_masks, training_seed
+from gradkeep.datamodels._outputs import tensors
+from gradkeep.datamodels._stacked import train_many
+from gradkeep.datamodels._training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gradkeep.datamodels._outputs import Output
+
+MASKS, WEIGHTS = "masks", "weights"
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(slots=True, eq=False)
+class StudyJob:
+    """Trains the models of some rows; each follows from the study's seed and its index alone."""
+
+    dataset: Any
+    train_fn: Callable[[Any, int], Any]
+    outputs: Mapping[str, Output]
+    num_examples: int
+    alpha: float
+    subsets: Subsets
+    seed: int
+    keep_models: bool
+    stacked: bool
+    _loaded: Any = field(default=None, repr=False)
+
+    def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The masks, outputs and, if wanted, weights of these models."""
+        masks = draw_masks(
+            self.seed,
+            numbers,
+            num_examples=self.num_examples,
+            alpha=self.alpha,
+            subsets=self.subsets,
+        )
+        if self.stacked:
+            return self._together(numbers, masks)
+        return [self._alone(n, mask) for n, mask in zip(numbers, masks, strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = [name for name in self.__dataclass_fields__ if name != "_loaded"]
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._loaded = None
+
+    def data(self) -> Any:
+        """The dataset, made once per process if it was given as a function."""
+        if self._loaded is None:
+            self._loaded = load_dataset(self.dataset)
+        return self._loaded
+
+    def _alone(self, number: int, mask: AnyArray) -> dict[str, Any]:
+        import torch
+
+        places = np.flatnonzero(mask)
+        seed = training_seed(self.seed, number)
+        # Also whatever the training draws from by itself: the order of rows must not matter.
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        if isinstance(self.train_fn, Training):
+            inputs, labels = tensors(self.data())
+            model: Any = self.train_fn.train_one(inputs[places], labels[places], seed)
+        else:
+            model = self.train_fn(torch.utils.data.Subset(self.data(), places.tolist()), seed)
+        row: dict[str, Any] = {MASKS: mask}
+        row.update({name: output(model) for name, output in self.outputs.items()})
+        if self.keep_models:
+            row[WEIGHTS] = flat_weights(model.state_dict())
+        return row
+
+    def _together(self, numbers: Sequence[int], masks: AnyArray) -> list[dict[str, Any]]:
+        import torch
+
+        assert isinstance(self.train_fn, Training)
+        inputs, labels = tensors(self.data())
+        seeds = [training_seed(self.seed, number) for number in numbers]
+        subsets = torch.from_numpy(np.stack([np.flatnonzero(mask) for mask in masks]))
+        weights, ask = train_many(self.train_fn, inputs, labels, subsets, seeds)
+        found = {}
+        for name, output in self.outputs.items():
+            assert output.of_logits is not None
+            asked, right = tensors(output.examples)
+            found[name] = output.of_logits(ask(asked), right).numpy().astype(output.dtype)
+        rows: list[dict[str, Any]] = []
+        for place, mask in enumerate(masks):
+            row: dict[str, Any] = {MASKS: mask}
+            row.update({name: values[place] for name, values in found.items()})
+            if self.keep_models:
+                row[WEIGHTS] = flat_weights({n: value[place] for n, value in weights.items()})
+            rows.append(row)
+        return rows
+
+
+def load_dataset(dataset: Any) -> Any:
+    """A dataset, or what the function that was given in its place returns."""
+    return dataset() if callable(dataset) and not hasattr(dataset, "__len__") else dataset
+
+
+def flat_weights(state: Mapping[str, Any]) -> AnyArray:
+    """All float tensors of a state, one after the other, float32 `[P]`."""
+    parts = [value.detach().cpu().float().reshape(-1).numpy() for value in floats(state).values()]
+    return np.concatenate([np.empty(0, np.float32), *parts])
+
+
+def floats(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a state that hold weights; counters are left as they begin."""
+    return {name: value for name, value in state.items() if value.is_floating_point()}
+
+
+def restore_weights(model: Any, flat: AnyArray) -> Any:
+    """Put weights `[P]` back into a model of the same kind."""
+    import torch
+
+    state = dict(model.state_dict())
+    at = 0
+    for name, value in floats(state).items():
+        part = flat[at : at + value.numel()]
+        at += value.numel()
+        if len(part) == value.numel():
+            state[name] = torch.from_numpy(part.copy()).reshape(value.shape).to(value.dtype)
+    if at != len(flat):
+        raise StudyError(
+            "this model has another number of weights than those that were kept",
+            found=at,
+            expected=len(flat),
+        )
+    model.load_state_dict(state)
+    return model
