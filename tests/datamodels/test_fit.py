@@ -169,7 +169,7 @@ def test_the_same_call_gives_the_same_bits(kind):
 
 def test_means_are_differences_of_means():
     data = planted(90, 12, 3)
-    found = fit(data.masks, data.outputs, penalty="means", held_out=None)
+    found = fit(data.masks, data.outputs, penalty="means")
     for example in range(12):
         with_it = data.outputs[data.masks[:, example]].mean(0)
         without = data.outputs[~data.masks[:, example]].mean(0)
@@ -188,8 +188,6 @@ def test_added_models_give_the_fit_of_all(kind, first, second, seed):
     data = planted(first + second, 15, 2, seed=seed)
     lam = None if kind == "means" else [0.05, 0.1]
     options = {"penalty": kind, "lam": lam, "dtype": "float64", "tolerance": 1e-10}
-    if kind == "means":
-        options["held_out"] = None
     start = fit(data.masks[:first], data.outputs[:first], **options)
     kept = start.weights.copy(), start.counts.pairs.copy()
     grown = start.add(data.masks[first:], data.outputs[first:])
@@ -321,7 +319,8 @@ def with_nan():
         ({"lambdas": "many"}, "number of penalties"),
         ({"lambdas": [-1.0]}, "positive"),
         ({"lam": [-1.0]}, "at least 0"),
-        ({"held_out": None}, "nothing to choose"),
+        ({"penalty": "means", "folds": 3}, "no penalty"),
+        ({"held_out": 0.1, "folds": 3}, "exclude each other"),
         ({"held_out": 1.5}, "between 0 and 1"),
         ({"held_out": [40]}, r"0\.\.29"),
         ({"held_out": [1]}, "3 or more on either side"),

@@ -66,7 +66,11 @@ class Final:
             rows=self.layout.rows,
             variances=self.made.variances,
         )
-        return (standard, None) if self.prior is None else after_prior(standard, self.prior)
+        return (
+            (standard, None)
+            if self.prior is None
+            else after_prior(standard, self.prior, counts.models)
+        )
 
     def parts(self, targets: int) -> Iterator[slice]:
         """The targets that are solved together."""

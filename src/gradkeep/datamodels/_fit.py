@@ -19,6 +19,7 @@ from gradkeep.datamodels._request import (
     checked_prior,
     fold_rows,
     fractions,
+    left_out,
     recipe,
     split,
 )
@@ -38,7 +39,7 @@ def fit(
     penalty: str | None = None,
     lambdas: int | Sequence[float] = 20,
     lam: Any = None,
-    held_out: Any = 0.1,
+    held_out: Any = None,
     folds: int | None = None,
     share: float = 0.5,
     prior: Any = None,
@@ -58,9 +59,10 @@ def fit(
     with a prior) or `means` (difference of means, which has none). `lambdas` are tried from large to
     small, as a number of them or as fractions of each target's least penalty without weights (of
     n / m for ridge). Each target takes the one that predicts best the models that were left out:
-    `held_out`, a part or rows, or all in turn with `folds`; then all models are fitted. `lam [t]`
-    skips the choice. `prior [t, n]` are attribution scores that the weights shrink towards, by
-    `variances [n]` that examples are allowed. Same input and seed, same bits.
+    `held_out`, a part (by default a tenth) or rows, or all in turn with `folds`; then all models
+    are fitted. `lam [t]` skips the choice. `prior [t, n]` are attribution scores that the weights
+    shrink towards, as far as `variances [n]` allow each example to differ; all targets then share
+    one choice, made with five folds below 1,000 models. Same input and seed, same bits.
 
     Costs m n^2 / 24 additions for the pairs, then 2 n^2 t for each of about ten steps per penalty;
     n^2 (2 + 4) bytes in float32. Under `memory_budget` the counts go to a file in `scratch`.
@@ -90,20 +92,25 @@ def fit(
         examples=examples,
     )
     path = fractions(
-        lambdas, made.penalty, models=models, examples=examples, prior=scores is not None
+        lambdas,
+        made.penalty,
+        models=models,
+        examples=examples,
+        targets=y.shape[1],
+        prior=scores is not None,
     )
     given = None if lam is None else _checked_lam(lam, y.shape[1])
     work = _Work(made, packed, y, scores, path, seed, progress)
-    if made.penalty == "means" or given is not None:
-        return work.at(given, held_out=None if given is not None else held_out)
-    if folds is not None:
-        return work.by_folds(folds)
-    if held_out is None:
+    if given is not None:
+        return work.at(given)
+    rows, parts = left_out(held_out, folds, models=models, prior=scores is not None)
+    if parts and made.penalty == "means":
         raise DatamodelsError(
-            "there is nothing to choose the penalty by",
-            fix="pass held_out=0.1, folds=5, or the penalty itself with lam=",
+            "a difference of means has no penalty that folds could choose", fix="pass held_out="
         )
-    return work.by_rows(held_out)
+    if parts:
+        return work.by_folds(parts)
+    return work.by_rows(rows) if made.penalty != "means" else work.at(None, held_out=rows)
 
 
 def _checked_lam(lam: Any, targets: int) -> AnyArray:
@@ -125,28 +132,26 @@ class _Work:
     seed: int
     progress: Callable[[int, int], None] | None
 
-    def at(self, lam: AnyArray | None, *, held_out: Any) -> Datamodels:
+    def at(self, lam: AnyArray | None, *, held_out: Any = None) -> Datamodels:
         """The fit at known penalties; models left out of a first one tell how well it predicts."""
         division = layout(self.made, *self.masks.shape, self.outputs.shape[1])
         if held_out is None:
             return self._noted(self._final(division, self._count(division, None)).fitted(lam))
-        left_out = split(held_out, len(self.masks), seed=self.seed)
-        kept = np.setdiff1d(np.arange(len(self.masks)), left_out)
+        out = split(held_out, len(self.masks), seed=self.seed)
+        kept = np.setdiff1d(np.arange(len(self.masks)), out)
         first = self._final(division, self._count(division, kept))
         before = first.fitted(lam)
-        predicted = predict(self.masks[left_out], before.weights, before.bias)
-        counts = first.counts.add(
-            self.masks[left_out], self.outputs[left_out], device=self.made.device
-        )
-        return self._noted(self._final(division, counts).fitted(lam), left_out, predicted)
+        predicted = predict(self.masks[out], before.weights, before.bias)
+        counts = first.counts.add(self.masks[out], self.outputs[out], device=self.made.device)
+        return self._noted(self._final(division, counts).fitted(lam), out, predicted)
 
     def by_rows(self, held_out: Any) -> Datamodels:
         """The fit with penalties chosen on some rows."""
         import torch
 
         division = layout(self.made, *self.masks.shape, self.outputs.shape[1])
-        left_out = split(held_out, len(self.masks), seed=self.seed)
-        kept = np.setdiff1d(np.arange(len(self.masks)), left_out)
+        out = split(held_out, len(self.masks), seed=self.seed)
+        kept = np.setdiff1d(np.arange(len(self.masks)), out)
         first = self._final(division, self._count(division, kept))
         parts = list(first.parts(self.outputs.shape[1]))
         ticks = _Ticks(self.progress, len(parts) * len(self.path) + 1)
@@ -160,8 +165,8 @@ class _Work:
                         standard.targets(torch.arange(self.outputs.shape[1])[part]),
                         self.path,
                         self._natural(len(kept)),
-                        self.masks[left_out],
-                        self.outputs[left_out, part],
+                        self.masks[out],
+                        self.outputs[out, part],
                         together=self.prior is not None,
                         progress=ticks,
                     )
@@ -169,16 +174,14 @@ class _Work:
                 ticks.reach(number * len(self.path))
             del standard  # the largest array: the next one takes its place
         choice = _joined(choices)
-        counts = first.counts.add(
-            self.masks[left_out], self.outputs[left_out], device=self.made.device
-        )
+        counts = first.counts.add(self.masks[out], self.outputs[out], device=self.made.device)
         final = self._final(division, counts)
         lam = choice.lam
         if self.made.penalty == "ridge":  # its scale is n / m: more models, less of it
             lam = lam * len(kept) / len(self.masks)
         found = final.fitted(lam, start=choice.weights)
         ticks.reach(ticks.total)
-        return self._noted(found, left_out, choice.predicted)
+        return self._noted(found, out, choice.predicted)
 
     def by_folds(self, folds: int) -> Datamodels:
         """The fit with penalties chosen by leaving out each fold in turn."""

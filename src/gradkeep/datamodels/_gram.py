@@ -29,7 +29,7 @@ _STRIP = 96
 """Floats, and so pairs of columns, in a strip."""
 _CHUNK = _SIX * _GROUPS * 24  # 4032 models: no field overflows its 12 bits
 _FIELD = 4096
-_MIRROR = 1024
+_MIRROR = 256
 
 
 def pair_dtype(models: int) -> np.dtype[Any]:

@@ -12,8 +12,10 @@ _STATE = 16
 """Arrays `[targets, examples]` that a solver holds at its peak, temporary ones included."""
 _PANEL = 26
 """Bytes per value of a panel of rows: float64 counts, their products, the panel itself."""
-_BLOCK = 6
-"""Bytes per mask bit of 4,032 models while pairs are counted."""
+_BLOCKS = ((6, 4032), (10, 1024))
+"""Bytes per mask bit, and models at once: while pairs are counted, and in other passes."""
+_TABLES = 4 << 20
+"""Tables, tiles and strips of fixed size."""
 _LEAST_ROWS = 8
 _MOST_ROWS = 1024
 
@@ -54,7 +56,8 @@ def plan(
         return Plan(True, targets, _MOST_ROWS, examples)
     each = _STATE * examples * itemsize
     # What is there however the work is divided: sums, warm starts, results; blocks of masks.
-    held = examples * targets * (16 + itemsize) + _BLOCK * examples * min(models, 4032)
+    block = max(each_bit * min(models, most) for each_bit, most in _BLOCKS)
+    held = _TABLES + examples * (targets * (16 + itemsize) + block)
     pairs = examples * examples * pair_dtype(models).itemsize * (2 if folds else 1)
     whole = (
         held

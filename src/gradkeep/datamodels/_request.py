@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray, Masks
 
 _LEAST_LEFT_OUT = 3
-_ENOUGH_TO_CHOOSE = 200
-"""Below so many models a small ridge around a prior over-fits, whatever left-out rows say."""
+_ENOUGH_TO_CHOOSE = 400
+"""Below so many outputs a small ridge around a prior over-fits, whatever left-out rows say."""
+_FEW_MODELS = 1000
+_FOLDS = 5
+_PART = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +150,7 @@ def checked_prior(prior: Any, examples: int, targets: int) -> AnyArray | None:
 
 
 def fractions(
-    lambdas: Any, kind: Kind, *, models: int, examples: int, prior: bool
+    lambdas: Any, kind: Kind, *, models: int, examples: int, targets: int, prior: bool
 ) -> tuple[float, ...]:
     """The path, from large to small, in parts of the penalty's natural scale."""
     if isinstance(lambdas, int | np.integer) and not isinstance(lambdas, bool):
@@ -155,7 +158,7 @@ def fractions(
             raise DatamodelsError("a path needs one penalty or more", found=f"lambdas={lambdas}")
         low, high = (1e-2, 1.0) if kind != "ridge" else (1e-2, 1e2)
         if prior and kind == "ridge":
-            low, high = (0.1 if models >= _ENOUGH_TO_CHOOSE else 10.0), 1e4
+            low, high = (0.1 if models * targets >= _ENOUGH_TO_CHOOSE else 10.0), 1e4
         return tuple(float(value) for value in np.geomspace(high, low, int(lambdas)))
     if isinstance(lambdas, Mapping | str) or not isinstance(lambdas, Iterable):
         raise DatamodelsError("lambdas is a number of penalties or several fractions")
@@ -173,6 +176,21 @@ def fractions(
             + (", or train more models" if few else ""),
         )
     return values
+
+
+def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> tuple[Any, int]:
+    """How penalties are chosen: rows to leave out, or a number of folds (0 for none).
+
+    By default a tenth of the models; around a prior, where the choice matters most with few
+    models, five folds below a thousand.
+    """
+    if held_out is not None and folds is not None:
+        raise DatamodelsError("held_out and folds exclude each other", fix="pass one of them")
+    if folds is not None:
+        return None, folds
+    if held_out is None and prior and models < _FEW_MODELS:
+        return None, _FOLDS
+    return (_PART if held_out is None else held_out), 0
 
 
 def split(held_out: Any, models: int, *, seed: int) -> AnyArray:

@@ -210,10 +210,12 @@ def standardise(
     )
 
 
-def after_prior(standard: Standard, prior: AnyArray) -> tuple[Standard, AnyArray]:
+def after_prior(standard: Standard, prior: AnyArray, models: int) -> tuple[Standard, AnyArray]:
     """What is left to explain after prior weights `[n, t]` in mask units, and their scale `[t]`.
 
-    The scale is the least-squares one, and never negative: scores only promise an order.
+    The scale is the least-squares one, never negative (scores only promise an order), and shrunk
+    as far as the prior's correlation r with the outputs may be chance: noise alone gives 1/m in
+    the mean of r^2 over the targets. A prior that knows nothing so leaves the plain regression.
     """
     import torch
     from torch.linalg import vecdot
@@ -221,8 +223,14 @@ def after_prior(standard: Standard, prior: AnyArray) -> tuple[Standard, AnyArray
     p = standard.from_mask_units(prior)
     gp = standard.gram.times(p)
     against, own = vecdot(p, standard.c), vecdot(p, gp)
-    fitted = against / own.clamp_min(torch.finfo(own.dtype).tiny)
-    scale = torch.where((own > 0) & (against > 0), fitted, torch.zeros_like(own))
+    tiny = torch.finfo(own.dtype).tiny
+    known = (own > 0) & (standard.power > 0)
+    r = torch.where(known, against / (own * standard.power).sqrt().clamp_min(tiny), 0 * own)
+    signal = (r * r.abs()).sum() / known.sum().clamp_min(1)  # opposite signs speak against it
+    trust = (1 - (1 - signal) / (models * signal.clamp_min(tiny))).clamp_min(0)
+    trust = torch.where(signal > 0, trust, 0 * trust)
+    fitted = trust * against / own.clamp_min(tiny)
+    scale = torch.where(known & (against > 0), fitted, 0 * own)
     left = replace(
         standard,
         c=standard.c - scale[:, None] * gp,
