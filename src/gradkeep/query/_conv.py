@@ -58,9 +58,11 @@ def restore(form: Conv, rows: ConvRows) -> Tensor:
     weights = _weights(form)
     out = rows.wide.new_empty(count, _size(form))
     narrow = rows.narrow.reshape(count, groups, form.filters // groups, form.positions)
-    read = columns(form, rows.wide)
-    into = out[:, :weights].view(count, groups, narrow.shape[2], read.shape[2])
-    torch.matmul(narrow, read.transpose(2, 3), out=into)
+    into = out[:, :weights].view(count, groups, narrow.shape[2], -1)
+    # A tile of patches at a time: written and read again while it is in the cache.
+    for start, stop in _tiles(form, rows, CACHED):
+        read = columns(form, rows.wide[start:stop])
+        torch.matmul(narrow[start:stop], read.transpose(2, 3), out=into[start:stop])
     if form.bias is not None:
         out[:, weights:] = _sums(form, rows)
     return out
