@@ -48,7 +48,15 @@ COMMANDS = (
     Command("optimal", "_remat", "The best any schedule can do, proven.", "remat"),
     Command("experiments", "_remat_experiments", "Run a configuration of trials.", "remat"),
     Command("record", "_remat_record", "Record the training step of a script.", "remat"),
+    Command("init", "_datamodels", "Begin a set of models, or import one.", "datamodels"),
+    Command("work", "_datamodels_work", "Be one worker that trains models.", "datamodels"),
+    Command("run", "_datamodels_work", "Train all models, here or on a cluster.", "datamodels"),
+    Command("status", "_datamodels", "Show what is done, runs and failed.", "datamodels"),
+    Command("export", "_datamodels", "Write the models as .npy arrays.", "datamodels"),
 )
 
-GROUPS = {"remat": "Training in fewer bytes: record a step, simulate smaller budgets."}
+GROUPS = {
+    "datamodels": "Models on many subsets: train them, fit how their outputs depend on the data.",
+    "remat": "Training in fewer bytes: record a step, simulate smaller budgets.",
+}
 """What `gradkeep --help` says of each group."""
