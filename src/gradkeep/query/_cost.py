@@ -79,8 +79,8 @@ def _lookup(tally: Tally, form: Lookup, load: Load) -> None:
     pairs = ours * theirs * equal
     tally.product(math.sqrt(pairs), math.sqrt(pairs), form.width)
     tally.copy((ours + theirs) * 8 + pairs, run=1)
-    tally.turn((ours + theirs) * form.width)
-    tally.call(40 * min(form.rows, ours, theirs))
+    tally.copy((ours + theirs) * form.width, run=form.width)
+    tally.call(4 * min(form.rows, ours, theirs))
 
 
 def _half(tally: Tally, form: Form, load: Load) -> None:
@@ -100,7 +100,7 @@ def _half(tally: Tally, form: Form, load: Load) -> None:
 
 def _gather(tally: Tally, form: Lookup, load: Load) -> None:
     values = load.n_query * load.n_train * load.t_train * form.width
-    tally.copy(values, run=form.width)
+    tally.turn(2 * values)  # a gathered copy is written to memory and read again
     tally.touch(values)
     tally.fold(values)
 
