@@ -58,7 +58,8 @@ def restore(form: Conv, rows: ConvRows) -> Tensor:
     weights = _weights(form)
     out = rows.wide.new_empty(count, _size(form))
     narrow = rows.narrow.reshape(count, groups, form.filters // groups, form.positions)
-    into = out[:, :weights].view(count, groups, narrow.shape[2], -1)
+    inner = form.channels // groups * form.taps
+    into = out[:, :weights].view(count, groups, narrow.shape[2], inner)
     # A tile of patches at a time: written and read again while it is in the cache.
     for start, stop in _tiles(form, rows, CACHED):
         read = columns(form, rows.wide[start:stop])
