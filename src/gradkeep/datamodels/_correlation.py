@@ -82,11 +82,11 @@ def correlation(
         ratio = np.divide(epy - ep * ey, spread, out=np.full_like(spread, np.nan), where=spread > 0)
         drawn[start : start + count] = np.clip(ratio, -1, 1)
     tails = (50 * (1 - level), 50 * (1 + level))
-    low, high = _percentiles(drawn, tails)
+    low, high = _percentiles(drawn, value, tails)
     defined = ~np.isnan(value)
     means = drawn[:, defined].mean(axis=1) if defined.any() else np.full(resamples, np.nan)
-    (mean_low,), (mean_high,) = _percentiles(means[:, None], tails)
     mean = float(value[defined].mean()) if defined.any() else float("nan")
+    (mean_low,), (mean_high,) = _percentiles(means[:, None], np.array([mean]), tails)
     return Correlation(
         value, low, high, mean, float(mean_low), float(mean_high), len(p), level, kind
     )
@@ -105,15 +105,22 @@ def ranks(values: AnyArray) -> AnyArray:
     return out
 
 
-def _percentiles(drawn: AnyArray, tails: tuple[float, float]) -> tuple[AnyArray, AnyArray]:
-    """Percentiles of each column without its NaN; NaN where nothing else is there."""
+def _percentiles(
+    drawn: AnyArray, value: AnyArray, tails: tuple[float, float]
+) -> tuple[AnyArray, AnyArray]:
+    """Percentiles of each column without its NaN; NaN where nothing else is there.
+
+    The draws are moved to have the value as their mean: a correlation of few models is too near
+    to 0, that of a resample doubly so.
+    """
     found = np.full((2, drawn.shape[1]), np.nan)
     for column in range(drawn.shape[1]):
         values = drawn[:, column]
         values = values[~np.isnan(values)]
         if len(values):
-            found[:, column] = np.percentile(values, tails)
-    return found[0], found[1]
+            found[:, column] = np.percentile(values, tails) + value[column] - values.mean()
+    low, high = np.clip(found, -1, 1)
+    return low, high
 
 
 def _two_dimensional(values: AnyArray) -> AnyArray:
