@@ -1,0 +1,261 @@
+"""Datamodels against other L1 solvers and a plain matrix product, in one run, CPU time.
+
+`./x bench lasso` measures all; `--quick` smaller sizes without bars; `--memory` only the fit of
+20,000 examples under 4 GiB. celer is compared if it can be imported, or if CELER_PYTHON names
+another environment's Python that can.
+
+Every solver follows the same 20 penalties from lam_max to lam_max / 100, to a duality gap of 1e-4
+of half the target's variance or less. Ours solves all targets together and is given per target;
+against solvers that start from the masks our time includes the packing, counts and matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.linear_model import lasso_path
+
+from gradkeep.datamodels import Counts, Masks, fit, planted
+from gradkeep.datamodels._gram import add_pairs, pair_dtype
+from gradkeep.datamodels._path import Solver, walk
+from gradkeep.datamodels._standard import standardise
+
+GAP = 1e-4
+FRACTIONS = tuple(np.geomspace(1, 1e-2, 20))
+
+
+@dataclass(frozen=True)
+class Line:
+    what: str
+    ratio: float
+    bar: float | None
+    note: str = ""
+
+    def show(self) -> str:
+        bar = "" if self.bar is None else f">= {self.bar:g}x"
+        return f"{self.what:<62}{self.ratio:>8.1f}x  {bar:<9}{self.note}"
+
+
+def cpu(work: Callable[[], object], rounds: int = 1) -> float:
+    spent = []
+    for _ in range(rounds):
+        start = time.process_time()
+        work()
+        spent.append(time.process_time() - start)
+    return min(spent)
+
+
+def gram_line(models: int, examples: int, bar: float | None) -> Line:
+    dense = np.random.default_rng(0).random((models, examples)) < 0.5
+    x = torch.from_numpy(dense).float()
+    masks = Masks.of(dense)
+    out = np.zeros((examples, examples), pair_dtype(models))
+    product = cpu(lambda: x.T @ x, 2)
+
+    def ours() -> None:
+        out[:] = 0
+        add_pairs(masks, out)
+
+    spent = cpu(ours, 3)
+    assert np.array_equal(out, (x.T @ x).numpy()), "the counts are not exact"
+    name = f"Gram of {models} x {examples} masks, exact / fp32 GEMM"
+    return Line(name, product / spent, bar, f"({spent:.2f} s against {product:.2f} s)")
+
+
+def in_standard_units(masks: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    x = masks.astype(np.float64)
+    z = np.asfortranarray((x - x.mean(0)) / x.std(0))
+    centred = y - y.mean(0)
+    return z, centred / centred.std(0)
+
+
+def bounds(z: np.ndarray, y: np.ndarray, w: np.ndarray, lam: float) -> tuple[float, float]:
+    """The objective at w, and what no objective is below, by the feasible multiple of its residual;
+    both in parts of half the variance."""
+    m = len(y)
+    r = y - z @ w
+    slope = np.abs(z.T @ r / m).max()
+    primal = r @ r / (2 * m) + lam * np.abs(w).sum()
+    scale = min(lam / slope, (r @ y) / (r @ r))
+    dual = scale * (r @ y) / m - scale**2 * (r @ r) / (2 * m)
+    return primal / (y @ y / (2 * m)), dual / (y @ y / (2 * m))
+
+
+def follow(masks: np.ndarray, outputs: np.ndarray) -> tuple[float, float, list[np.ndarray]]:
+    """Our CPU seconds for counts and matrix, and for the path; the weights `[t, n]` along it."""
+    found: list[np.ndarray] = []
+
+    def visit(index: int, ids: object, lam: object, w: torch.Tensor) -> None:
+        found.append(w.numpy().copy())
+
+    start = time.process_time()
+    counts = Counts.of(Masks.of(masks), outputs)
+    standard = standardise(counts, dtype=torch.float32, device="cpu", dense=True)
+    middle = time.process_time()
+    with torch.inference_mode():
+        solver = Solver("l1", 1.0, 0.9 * GAP, 5000, masks.shape[1])
+        walk(solver, standard, FRACTIONS, 1.0, visit)
+    return middle - start, time.process_time() - middle, found
+
+
+def path_lines(sizes: tuple[int, int, int], peers: int, bars: dict[str, float]) -> list[Line]:
+    m, n, t = sizes
+    data = planted(m, n, t, large=30, tail=0.01, explained=0.6)
+    made, followed, weights = follow(data.masks, data.outputs)
+    z, y = in_standard_units(data.masks, data.outputs)
+    matrix = np.asfortranarray(z.T @ z)
+    lines: list[Line] = []
+    ours, theirs = 0.0, 0.0
+    on_x, on_gram = [], []
+    # Its tolerance is of y'y / m, twice what the gap is relative to here.
+    on_masks = {"precompute": False, "tol": GAP / 2}
+    on_pairs = {"precompute": matrix, "tol": GAP / 2}
+    for target in range(peers):
+        one = np.ascontiguousarray(y[:, target])
+        largest = np.abs(z.T @ one / m).max()
+        lams = largest * np.array(FRACTIONS)
+        coefs: list[np.ndarray] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            on_x.append(
+                cpu(lambda: coefs.append(lasso_path(z, one, alphas=lams, **on_masks)[1]))  # noqa: B023
+            )
+            product = z.T @ one
+            on_gram.append(
+                cpu(lambda: lasso_path(z, one, alphas=lams, Xy=product, **on_pairs))  # noqa: B023
+            )
+            best = lasso_path(z, one, alphas=lams, Xy=product, **{**on_pairs, "tol": 1e-7})[1]
+        for index, lam in enumerate(lams):
+            _, least = bounds(z, one, best[:, index], lam)
+            value, _ = bounds(z, one, weights[index][target].astype(np.float64), lam)
+            ours = max(ours, value - least)
+            theirs = max(theirs, bounds(z, one, coefs[0][:, index], lam)[0] - least)
+    name = f"({m}, {n}, {t})"
+    each, whole = followed / t, (made + followed) / t
+    gaps = f"proven {ours:.0e} from the minimum, sklearn {theirs:.0e}"
+    assert ours <= GAP, gaps
+    lines.append(
+        Line(
+            f"{name} sklearn lasso_path on X / ours from masks",
+            float(np.mean(on_x)) / whole,
+            bars.get("x"),
+            f"({1e3 * whole:.1f} ms against {1e3 * np.mean(on_x):.0f} per target; {gaps})",
+        )
+    )
+    lines.append(
+        Line(
+            f"{name} sklearn lasso_path on a Gram / ours on counts",
+            float(np.mean(on_gram)) / each,
+            bars.get("gram"),
+            f"({1e3 * each:.1f} ms against {1e3 * np.mean(on_gram):.0f} per target)",
+        )
+    )
+    if "celer" in bars:
+        celer = celer_seconds(z, y[:, 0])
+        if isinstance(celer, str):
+            print(f"celer left out: {celer}")
+        else:
+            note = f"({1e3 * whole:.1f} ms against {1e3 * celer:.0f} per target)"
+            lines.append(
+                Line(
+                    f"{name} celer_path on X / ours from masks", celer / whole, bars["celer"], note
+                )
+            )
+    return lines
+
+
+CELER = """
+import json, sys, time, warnings
+import numpy as np
+from celer import celer_path
+warnings.simplefilter("ignore")
+z, y = np.asfortranarray(np.load(sys.argv[1])), np.load(sys.argv[2])
+lams = np.abs(z.T @ y / len(y)).max() * np.geomspace(1, 1e-2, 20)
+# Its tolerance is of y'y / m: twice what the gap is relative to here.
+run = lambda count: celer_path(z[:, :count], y, "lasso", alphas=lams, tol=5e-5)
+run(50)  # compiled code and imports are not the solver's
+start = time.process_time()
+run(z.shape[1])
+print(json.dumps(time.process_time() - start))
+"""
+
+
+def celer_seconds(z: np.ndarray, y: np.ndarray) -> float | str:
+    """CPU seconds of celer for one target, or why there are none."""
+    python = os.environ.get("CELER_PYTHON", sys.executable)
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(f"{folder}/z.npy", z)
+        np.save(f"{folder}/y.npy", y)
+        run = subprocess.run(
+            [python, "-c", CELER, f"{folder}/z.npy", f"{folder}/y.npy"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if run.returncode:
+        reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"{reason} (pip install celer elsewhere and set CELER_PYTHON)"
+    return float(json.loads(run.stdout))
+
+
+def memory_line(budget: int = 4 << 30) -> Line:
+    """The fit of 20,000 examples in a process of its own: its peak against the budget."""
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.lasso", "--memory"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, spent = json.loads(run.stdout)
+    note = f"(peak {peak / 2**30:.2f} GiB with libraries and data, {spent:.0f} s CPU)"
+    return Line("4 GiB / memory taken by a fit of 20,000 examples", budget / peak, 1.0, note)
+
+
+def fit_large() -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 256, (2000, 2500), np.uint8)
+    masks = Masks(bits, 20_000)
+    weights = np.zeros((20_000, 4), np.float32)
+    for target in range(4):
+        weights[rng.choice(20_000, 30, replace=False), target] = rng.laplace(0, 1, 30)
+    signal = np.concatenate([rows.astype(np.float32) @ weights for _, rows in masks.blocks(500)])
+    outputs = signal + signal.std(0) * rng.standard_normal(signal.shape)
+    start = time.process_time()
+    found = fit(masks, outputs, memory_budget="4GiB", lambdas=np.geomspace(1, 0.1, 6))
+    assert not found.unfinished
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps([peak, time.process_time() - start]))
+
+
+def main(arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    if "--memory" in arguments:
+        fit_large()
+        return 0
+    if "--quick" in arguments:
+        lines = [gram_line(4000, 1000, None), *path_lines((400, 200, 20), 2, {})]
+    else:
+        lines = [gram_line(16384, 4000, 5.0)]
+        lines += path_lines((2000, 1000, 50), 5, {"x": 10.0, "gram": 3.0, "celer": 10.0})
+        lines += path_lines((10000, 5000, 20), 2, {"x": 15.0})
+        lines.append(memory_line())
+    for line in lines:
+        print(line.show())
+    return int(any(line.bar is not None and line.ratio < line.bar for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
