@@ -1,0 +1,1 @@
+"""Front ends with the names of other systems; what they do is done elsewhere."""

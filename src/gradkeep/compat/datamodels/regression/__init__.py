@@ -1,0 +1,1 @@
+"""Collect the completed models of a store directory, and fit datamodels."""

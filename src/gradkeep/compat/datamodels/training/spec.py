@@ -1,0 +1,5 @@
+"""Names that scripts import."""
+
+from gradkeep.datamodels import COMPLETED
+
+__all__ = ["COMPLETED"]

@@ -1,0 +1,5 @@
+"""Names that scripts import."""
+
+from gradkeep.datamodels import load_memmap
+
+__all__ = ["load_memmap"]

@@ -1,0 +1,48 @@
+"""`python -m ...training.worker --worker.index=I --worker.main_import=MODULE --worker.logdir=DIR`"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from gradkeep.compat.datamodels import _scripts
+from gradkeep.compat.datamodels._flags import Flag, collect, end
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FLAGS = (
+    Flag("worker.index", int, required=True),
+    Flag("worker.main_import", required=True),
+    Flag("worker.logdir", required=True),
+    Flag("worker.do_if_complete", switch=True),
+    Flag("worker.job_timeout", float, default=math.inf),
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train the model of one row; all other flags are left to the script, in `sys.argv`."""
+    from gradkeep.datamodels import NpyFolder, load_main, train_row
+
+    settings = collect(FLAGS, arguments)
+    folder = NpyFolder.open(settings["worker.logdir"])
+    index = settings["worker.index"]
+    folder.check_index(index)
+    _scripts.offer_old_name()
+    _scripts.tolerate_other_flags()
+    function = load_main(settings["worker.main_import"])
+    _scripts.collect_for_script()
+    trained = train_row(
+        folder,
+        function,
+        index,
+        redo=settings["worker.do_if_complete"],
+        timeout=settings["worker.job_timeout"],
+        command=sys.argv,
+    )
+    print(f"model {index}: done" if trained else f"model {index}: was done before")
+
+
+if __name__ == "__main__":
+    end(main)
