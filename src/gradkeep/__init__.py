@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Weights,
         capture,
         layers,
+        plan,
         recording,
     )
     from gradkeep._errors import GradkeepError
@@ -67,6 +68,7 @@ __all__ = [
     "layers",
     "methods",
     "open",
+    "plan",
     "query",
     "recording",
     "remat",
@@ -76,7 +78,7 @@ __all__ = [
 _ROOMS = ("query", "remat", "store")
 _CAPTURE = (
     *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
-    *("Regression", "Task", "Weights", "capture", "layers", "recording"),
+    *("Regression", "Task", "Weights", "capture", "layers", "plan", "recording"),
 )
 _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),

@@ -3,6 +3,7 @@
 from gradkeep._capture._captured import Captured, CaptureWarning, KeptLayer
 from gradkeep._capture._classification import Classification
 from gradkeep._capture._language import LanguageModelling
+from gradkeep._capture._planned import Planned, PlannedLayer, plan
 from gradkeep._capture._recording import Recording, recording
 from gradkeep._capture._regression import Regression
 from gradkeep._capture._replay import capture
@@ -19,11 +20,14 @@ __all__ = [
     "Layers",
     "ListedLayer",
     "Measured",
+    "Planned",
+    "PlannedLayer",
     "Recording",
     "Regression",
     "Task",
     "Weights",
     "capture",
     "layers",
+    "plan",
     "recording",
 ]
