@@ -132,7 +132,9 @@ def plan(
         prepared.tracer.run(part)
         per_row = (time.perf_counter() - started) / count
     at_once = min(
-        _footprint.rows_at_once(prepared, count), _footprint.rows_within(budget, footprint)
+        size_of(batch),
+        _footprint.rows_at_once(prepared, count),
+        _footprint.rows_within(budget, footprint),
     )
     row_bytes = prepared.row_bytes
     segment = int(min(rows * row_bytes, _footprint.segment_bytes(None)))

@@ -1,0 +1,172 @@
+"""`gradkeep attribute` and `gradkeep why`: scores from what a store holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
+from gradkeep.cli._output import print_json
+
+if TYPE_CHECKING:
+    from gradkeep._attribute import Scores
+    from gradkeep.store import Store
+
+MethodOption = Annotated[str, typer.Option("--method", help="dot, cos, tracin, self.")]
+QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
+TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
+CheckpointOption = Annotated[
+    list[str] | None, typer.Option("--checkpoint", help="May be repeated.")
+]
+LayerOption = Annotated[
+    list[str] | None, typer.Option("--layer", help="A layer or glob; may be repeated.")
+]
+RunOption = Annotated[str, typer.Option(help="The run.")]
+CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
+PlanOption = Annotated[
+    str | None, typer.Option("--plan", help="naive, recon, ted or half, in place of the planner's.")
+]
+BudgetOption = Annotated[
+    str | None, typer.Option("--memory-budget", metavar="BYTES", help="For example 512MiB.")
+]
+
+
+def attribute(
+    store: StoreArgument,
+    method: MethodOption = "dot",
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoint: CheckpointOption = None,
+    layer: LayerOption = None,
+    run: RunOption = "main",
+    capture: CaptureOption = "main",
+    plan: PlanOption = None,
+    memory_budget: BudgetOption = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Write scores and ids to an .npz.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many rows to show for each query.")] = 3,
+    show: Annotated[int, typer.Option(help="How many queries to show.")] = 10,
+    json: JsonOption = False,
+) -> None:
+    """Score every training row for every query, by what was captured."""
+    import numpy as np
+
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    scores = gk.attribute(
+        opened,
+        queries=queries,
+        train=train,
+        method=method,
+        checkpoints=checkpoint,
+        layers=layer,
+        run=run,
+        name=capture,
+        plan=plan,
+        memory_budget=memory_budget,
+    )
+    if out is not None:
+        out = out if out.endswith(".npz") else f"{out}.npz"
+        np.savez(out, scores=scores.values, query_ids=scores.query_ids, train_ids=scores.train_ids)
+    shown = [int(query) for query in scores.query_ids[:show]]
+    if json:
+        found = [_ranked(scores, query, top) for query in shown]
+        print_json({"scores": repr(scores), "shape": scores.shape, "top": found, "file": out})
+        return
+    print(scores)
+    if scores.plan is not None:
+        print("  " + str(scores.plan).replace("\n", "\n  "))
+    for query in shown:
+        ranked = _ranked(scores, query, top)
+        helped = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["helped"])
+        harmed = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["harmed"])
+        print(f"{queries} {query}: helped by {helped}; harmed by {harmed}")
+    if out is not None:
+        print(f"written to {out}")
+
+
+def why(
+    store: StoreArgument,
+    query: Annotated[int, typer.Argument(metavar="QUERY", help="The id of the query.")],
+    method: MethodOption = "dot",
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoint: CheckpointOption = None,
+    layer: LayerOption = None,
+    run: RunOption = "main",
+    capture: CaptureOption = "main",
+    top: Annotated[int, typer.Option(help="How many rows to show on each side.")] = 5,
+    json: JsonOption = False,
+) -> None:
+    """Show which training rows made the model answer a query as it did."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    scores = gk.attribute(
+        opened,
+        queries=queries,
+        train=train,
+        method=method,
+        checkpoints=checkpoint,
+        layers=layer,
+        run=run,
+        name=capture,
+        ids=[query],
+    )
+    asked = _facts(opened, scores, queries, [query], run=run, capture=capture)
+    ranked = _ranked(scores, query, top)
+    sides = {}
+    for side, found in ranked.items():
+        if side == "query":
+            continue
+        ids = [number for number, _ in found]
+        facts = _facts(opened, scores, train, ids, run=run, capture=capture)
+        sides[side] = [
+            {**fact, "score": value} for fact, (_, value) in zip(facts, found, strict=True)
+        ]
+    if json:
+        print_json({"query": asked[0], "method": method, **sides})
+        return
+    print(f"{queries} {_line(asked[0])}")
+    for side, rows in sides.items():
+        print(f"{side} most by ({scores.scale}):")
+        for row in rows:
+            print(f"  {row['score']:>12.4g}  {train} {_line(row)}")
+
+
+def _ranked(scores: Scores, query: int, k: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"query": query}
+    for side, ranked in (
+        ("helped", scores.top(k, query=query)),
+        ("harmed", scores.bottom(k, query=query)),
+    ):
+        pairs = zip(ranked.ids.tolist(), ranked.values.tolist(), strict=True)
+        found[side] = [(number, value) for number, value in pairs]
+    return found
+
+
+def _facts(
+    store: Store, scores: Scores, split: str, ids: list[int], *, run: str, capture: str
+) -> list[dict[str, Any]]:
+    """What was kept of some rows beside their gradients."""
+    from gradkeep.store import CaptureKey
+
+    block = store.read(CaptureKey(scores.checkpoints[-1], split, run, capture))
+    names = [name for name in ("label", "predicted", "loss", "output") if name in block.names]
+    batch = block.read(ids, names)
+    return [
+        {"id": number, **{name: batch[name][at].item() for name in names}}
+        for at, number in enumerate(ids)
+    ]
+
+
+def _line(fact: dict[str, Any]) -> str:
+    told = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in fact.items()
+        if name not in ("id", "score")
+    )
+    return f"{fact['id']}: {told}"

@@ -1,0 +1,105 @@
+"""`gradkeep capture` and `gradkeep plan`: from a configuration file."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._output import print_json
+
+if TYPE_CHECKING:
+    from gradkeep._capture import Captured
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file: store, model, checkpoints, data, ...")
+]
+
+
+def capture(
+    config: ConfigArgument,
+    split: Annotated[
+        list[str] | None, typer.Option("--split", help="Only this split; may be repeated.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Replay checkpoints over data and keep every sample's gradients; interrupted, it resumes."""
+    import gradkeep as gk
+    from gradkeep.cli._capture_config import read_config
+
+    given = read_config(config)
+    model, task = given.make_model(), given.make_task()
+    store = gk.open(given.folder / given.store)
+    done: list[Captured] = []
+    for name in split or list(given.data):
+        options: dict[str, Any] = {"checkpoint": given.weights() or "final"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gk.CaptureWarning)  # the notes are printed below
+            found = gk.capture(
+                store,
+                model,
+                given.loader(name),
+                task=task,
+                split=name,
+                run=given.run,
+                name=given.name,
+                layers=given.layers,
+                encoding=given.encoding,  # type: ignore[arg-type]
+                plan=given.plan,
+                tolerance=given.tolerance,
+                of=given.of,  # type: ignore[arg-type]
+                uncovered=given.uncovered,  # type: ignore[arg-type]
+                mode=given.mode,  # type: ignore[arg-type]
+                embeddings=given.embeddings,
+                memory_budget=given.memory_budget,
+                **options,
+            )
+        done += found if isinstance(found, list) else [found]
+        if not json:
+            for one in done[-len(found) :] if isinstance(found, list) else [found]:
+                print(one)
+    if json:
+        print_json([dataclasses.asdict(one) for one in done])
+    else:
+        print(f"next: gradkeep attribute {store.location}")
+
+
+def plan(
+    config: ConfigArgument,
+    train: Annotated[str, typer.Option(help="The split that is asked about.")] = "train",
+    queries: Annotated[str, typer.Option(help="The split that the queries are from.")] = "test",
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="For example 512MiB.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what capturing and asking will take, per layer, before anything runs."""
+    import gradkeep as gk
+    from gradkeep._errors import CaptureError
+    from gradkeep.cli._capture_config import first_batch, read_config
+
+    given = read_config(config)
+    for split in (train, queries):
+        if split not in given.data:
+            raise CaptureError(f"no data for {split!r}", path=config, found=", ".join(given.data))
+    loader = given.loader(train)
+    planned = gk.plan(
+        given.make_model(),
+        first_batch(loader),
+        task=given.make_task(),
+        rows=len(loader.dataset),  # type: ignore[arg-type]
+        queries=len(given.loader(queries).dataset),  # type: ignore[arg-type]
+        layers=given.layers,
+        encoding=given.encoding,  # type: ignore[arg-type]
+        storage=given.plan,
+        tolerance=given.tolerance,
+        memory_budget=memory_budget if memory_budget is not None else given.memory_budget,
+        mode=given.mode,  # type: ignore[arg-type]
+    )
+    if json:
+        print_json(dataclasses.asdict(planned))
+    else:
+        print(planned)
