@@ -244,3 +244,14 @@ def test_an_unknown_way_and_rows_of_another_form_are_refused():
         ops.dot(form, rows, rows, how="gram", scratch=1)
     with pytest.raises(_errors.QueryError, match="expected: DenseRows"):
         ops.restore(form, ConvRows(random(1, 1, 1), random(1, 1, 1)))
+
+
+def test_products_of_long_rows_keep_the_digits_of_float32():
+    torch.manual_seed(0)
+    size = 1 << 21
+    form = Dense((Parameter("w", (size,)),), "d", size)
+    rows = DenseRows(random(3, size))
+    found = ops.dot(form, single(rows), single(rows), how="dense", scratch=1 << 20)
+    wanted = rows.values @ rows.values.t()
+    off = ~torch.eye(3, dtype=torch.bool)  # nearly orthogonal: all digits are rounding's to lose
+    assert (found.double() - wanted)[off].abs().max() < 2e-9 * wanted.max()

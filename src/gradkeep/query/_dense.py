@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradkeep.query._factors import DenseRows
-from gradkeep.query._inner import squared_lengths
+from gradkeep.query._inner import pairwise, squared_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ def total(form: Dense, rows: DenseRows, weights: Tensor) -> Tensor:
 def dense(form: Dense, queries: DenseRows, train: DenseRows, *, scratch: int) -> Tensor:
     """Inner products `[Q, P] @ [P, N]`; 2 P operations a pair, no temporaries."""
     del form, scratch
-    return queries.values @ train.values.t()
+    return pairwise(queries.values, train.values)
 
 
 def half(form: Dense, rows: DenseRows, directions: Tensor, *, scratch: int) -> Tensor:

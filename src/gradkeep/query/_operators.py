@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradkeep._errors import QueryError
 from gradkeep.query import _conv, _dense, _lookup, _outer, _tied
 from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import size_of
+from gradkeep.query._inner import pairwise
 from gradkeep.query._restored import restored
 from gradkeep.query._tiles import RESTORED, tiles
 from gradkeep.query._ways import How, hows
@@ -53,6 +52,7 @@ _BYTES = 50
 def restore(form: Form, rows: Factors) -> Tensor:
     """The gradients themselves `[B, P]`: the form's parameters in order, each flattened.
 
+    >>> import torch
     >>> from gradkeep.query._forms import Outer, Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
     >>> restore(form, OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])))
@@ -79,6 +79,7 @@ def dot(form: Form, queries: Factors, train: Factors, *, how: How, scratch: int)
 
     All ways give the same numbers up to rounding.
 
+    >>> import torch
     >>> from gradkeep.query._forms import Outer, Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
     >>> rows = OuterRows(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0], [1.0]]))
@@ -154,7 +155,7 @@ def against(
         return products
     out = directions.new_empty(len(directions), len(rows))
     for start, stop, dense in _tiles_of(form, rows, scratch):
-        torch.mm(directions, dense.t(), out=out[:, start:stop])
+        out[:, start:stop] = pairwise(directions, dense)
         del dense  # before the next is made
     return out
 
