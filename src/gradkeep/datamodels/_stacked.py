@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradkeep.datamodels._training import Training
 
 MANY = 64
-"""How many models are trained together."""
+"""How many models are trained together: more gain little, and leave the cache."""
 _LEAST_GAIN = 1.2
 
 
@@ -47,11 +47,14 @@ def train_many(
     size = subsets.shape[1]
     for places in zip(*(training.batches(size, seed) for seed in seeds), strict=True):
         rows = subsets.gather(1, torch.stack(places))
+        flat = rows.flatten()
         optimizer.zero_grad(set_to_none=True)
-        logits = each(stacked, buffers, inputs[rows])
+        # Whole rows at a time, which indexing with a matrix would not do.
+        batch = inputs.index_select(0, flat).reshape(*rows.shape, *inputs.shape[1:])
+        logits = each(stacked, buffers, batch)
         # The sum over models of each one's mean: no model's gradient sees another's loss.
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[rows].flatten(), reduction="sum"
+            logits.flatten(0, 1), labels.index_select(0, flat), reduction="sum"
         )
         torch.autograd.backward(loss / rows.shape[1])
         optimizer.step()
