@@ -1,0 +1,1 @@
+"""MetaStore's command line on gradkeep: the same flags, configuration and method names."""

@@ -1,0 +1,131 @@
+"""MetaStore's configuration file: blocks for the system, each model and each data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradkeep._errors import CaptureError
+
+METHODS = ("naive", "ted", "half", "recon")
+_ENCODINGS = {
+    "torch.float16": "float16-scaled",
+    "torch.quint8": "int8-scaled",
+    "torch.qint8": "int8-scaled",
+    "torch.qint32": "plain",
+    "float32": "plain",
+}
+_LEAST_MEMORY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One run, with everything that the configuration and the flags say about it."""
+
+    config: Path
+    method: str
+    model_name: str
+    data_name: str
+    target_layers: tuple[str, ...]
+    num_analyzed_samples: int
+    num_query: int
+    batch_size: int
+    artifacts: Path
+    logs: Path
+    encoding: str
+    memory_budget: int
+    target_epoch: int
+    checkpoint: Path | None
+    files: Mapping[str, str]
+    """Where the data is: `data_dir`, or `train_file` and `test_file`."""
+    sizes: Mapping[str, Any]
+    """Sizes of the model, where the block gives any."""
+    seed: int
+
+
+def read(path: str, **flags: Any) -> Experiment:
+    """The experiment that a file and the flags describe; what is missing is named."""
+    import yaml
+
+    file = Path(path)
+    if not file.exists():
+        raise CaptureError("there is no such configuration", path=path, fix="pass --config FILE")
+    content = yaml.safe_load(file.read_text())
+    if not isinstance(content, Mapping):
+        raise CaptureError("a configuration is a mapping", path=path)
+    system = _block(content, "system", path)
+    model = _named(
+        _block(content, "target_model", path), flags["target_model"], "target_model", path
+    )
+    data = _named(_block(content, "data", path), flags["data"], "data", path)
+    method = flags["method"]
+    valid = tuple(system.get("valid_methods", METHODS))
+    if method not in valid or method not in METHODS:
+        raise CaptureError(f"no method {method!r}", path=path, expected=", ".join(METHODS))
+    quant, io = system.get("quant") or {}, system.get("io") or {}
+    precision = str(quant.get("quant_float_precision", "float32"))
+    if quant.get("use_quant") and precision not in _ENCODINGS:
+        raise CaptureError(
+            f"no quant_float_precision {precision!r}", path=path, expected=", ".join(_ENCODINGS)
+        )
+    share = float(io.get("gpu_memory_threshold", io.get("gpu_memory_cache_threshold", 0.02)))
+    epoch = int(model.get("target_epoch", 2))
+    template = model.get("checkpoint_path")
+    base = file.resolve().parent
+    out = str(system.get("out_dir_base", "."))
+    layers = model.get("target_layers") or ()
+    if not layers:
+        raise CaptureError(f"target_model.{flags['target_model']}: no target_layers", path=path)
+    for name in ("num_analyzed_samples", "num_query"):
+        if flags[name] < 1:
+            raise CaptureError(f"--{name} must be at least 1", found=flags[name])
+    return Experiment(
+        config=file,
+        method=method,
+        model_name=str(model.get("model_name", flags["target_model"])),
+        data_name=str(data.get("data_name", flags["data"])),
+        target_layers=tuple(str(layer) for layer in layers),
+        num_analyzed_samples=flags["num_analyzed_samples"],
+        num_query=flags["num_query"],
+        batch_size=int(data.get("batch_size", 100)),
+        artifacts=base / str(system.get("artifacts_store_base", "./artifacts/")),
+        # Joined as text: its own default, "/output/result", was taken for the root of the disk.
+        logs=base / out / "log",
+        encoding=_ENCODINGS[precision] if quant.get("use_quant") else "plain",
+        memory_budget=max(_LEAST_MEMORY, int(share * _free_memory())),
+        target_epoch=epoch,
+        checkpoint=None if template is None else base / str(template).format(epoch),
+        files={
+            key: str(base / str(data[key]))
+            for key in ("data_dir", "train_file", "dev_file", "test_file")
+            if data.get(key)
+        },
+        sizes=model.get("sizes") or {},
+        seed=int(system.get("random_seed", 1)),
+    )
+
+
+def _block(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    if not isinstance(found, Mapping):
+        raise CaptureError(f"no block {name!r}", path=path, expected="system, target_model, data")
+    return found
+
+
+def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> Mapping[str, Any]:
+    found = block.get(name)
+    if not isinstance(found, Mapping):
+        raise CaptureError(f"no {what} {name!r}", path=path, expected=", ".join(map(str, block)))
+    return found
+
+
+def _free_memory() -> int:
+    """Bytes of memory that could be used now; a guess where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(line for line in lines if line.startswith("MemAvailable"))
+        return int(free.split()[1]) << 10
+    except (OSError, StopIteration):
+        return 8 << 30
