@@ -1,0 +1,251 @@
+"""A study gives the same rows whoever trains them; stacked models equal those trained alone."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import gradkeep as gk
+from gradkeep._errors import SchemaMismatch, StudyError
+from gradkeep.datamodels import (
+    Masks,
+    Study,
+    Training,
+    confidences,
+    correct,
+    draw_masks,
+    losses,
+    margins,
+    output,
+)
+from gradkeep.datamodels._stacked import stacks_well, train_many
+from gradkeep.datamodels._training import TOLERANCE
+
+GENERATOR = torch.Generator().manual_seed(3)
+X = torch.randn(40, 5, generator=GENERATOR)
+Y = (X[:, 0] + 0.5 * X[:, 1] > 0).long()
+TEST = (torch.randn(7, 5, generator=GENERATOR), torch.tensor([0, 1, 1, 0, 1, 0, 1]))
+
+
+def linear():
+    return torch.nn.Linear(5, 2)
+
+
+def mlp():
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+
+TRAINING = Training(mlp, epochs=3, batch_size=6, options={"momentum": 0.9})
+
+
+def study(folder, training=TRAINING, **options):
+    given = {"num_models": 10, "outputs": margins(TEST), "stacked": False, **options}
+    return Study((X, Y), training, store=gk.open(folder, durability="process"), **given)
+
+
+def test_masks_follow_from_seed_and_index_alone():
+    all_at_once = draw_masks(4, range(20), num_examples=33, alpha=0.3)
+    backwards = [draw_masks(4, [n], num_examples=33, alpha=0.3)[0] for n in reversed(range(20))]
+    np.testing.assert_array_equal(all_at_once, backwards[::-1])
+    assert set(all_at_once.sum(1)) == {10}
+    assert len({mask.tobytes() for mask in all_at_once}) == 20
+    assert not np.array_equal(all_at_once, draw_masks(5, range(20), num_examples=33, alpha=0.3))
+
+
+def test_independent_subsets_have_the_share_on_average():
+    masks = draw_masks(0, range(400), num_examples=200, alpha=0.2, subsets="independent")
+    assert abs(masks.mean() - 0.2) < 0.01
+    assert len(set(masks.sum(1))) > 10
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -1, float("nan")])
+def test_a_share_that_leaves_nothing_is_refused(alpha):
+    with pytest.raises(StudyError, match="alpha"):
+        draw_masks(0, [0], num_examples=10, alpha=alpha)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_order_workers_and_restarts_do_not_change_a_bit(tmp_path, stacked):
+    """Here in one go; there in pieces, with another batch, and grown later."""
+    one = study(tmp_path / "one", stacked=stacked)
+    assert one.run(workers=0).complete
+    other = study(tmp_path / "other", num_models=4, stacked=stacked)
+    other.run(workers=0, batch=3)
+    other = study(tmp_path / "other", num_models=10, stacked=stacked)
+    assert other.done().tolist() == [0, 1, 2, 3]
+    other.run(workers=0, batch=5)
+    np.testing.assert_array_equal(one.masks().bits, other.masks().bits)
+    np.testing.assert_array_equal(one.outputs(), other.outputs())
+
+
+@pytest.mark.slow
+def test_workers_give_the_same_rows_as_this_process(tmp_path):
+    # Of torch alone: worker processes cannot import the tests.
+    training = Training(functools.partial(torch.nn.Linear, 5, 2), epochs=3, batch_size=6)
+    here = study(tmp_path / "here", training)
+    here.run(workers=0, threads=1)
+    there = study(tmp_path / "there", training)
+    assert there.run(workers=2, threads=1).complete
+    np.testing.assert_array_equal(here.outputs(), there.outputs())
+
+
+def test_the_kept_masks_are_the_subsets_the_models_saw(tmp_path):
+    seen = {}
+
+    def train(subset, seed):
+        seen[seed] = sorted(subset.indices)
+        return linear()
+
+    found = study(tmp_path, train)
+    found.run(workers=0)
+    masks = found.masks().numpy()
+    assert sorted(map(tuple, seen.values())) == sorted(
+        tuple(np.flatnonzero(mask).tolist()) for mask in masks
+    )
+    np.testing.assert_array_equal(masks, draw_masks(0, range(10), num_examples=40))
+
+
+def test_what_a_training_draws_from_the_global_generators_is_reproducible(tmp_path):
+    def train(subset, seed):
+        return float(torch.rand(()) + np.random.rand())
+
+    kept = output(lambda model: [model], 1)
+    runs = [study(tmp_path / name, train, outputs=kept, num_models=4) for name in ("a", "b")]
+    runs[0].run(workers=0)
+    torch.rand(7)
+    runs[1].run(workers=0, batch=4)
+    np.testing.assert_array_equal(runs[0].outputs(), runs[1].outputs())
+    assert len(np.unique(runs[0].outputs())) == 4
+
+
+def test_kept_models_answer_as_they_did(tmp_path):
+    for stacked in (False, True):
+        found = study(tmp_path / str(stacked), keep_models=True, stacked=stacked, num_models=3)
+        found.run(workers=0)
+        for index in range(3):
+            again = margins(TEST)(found.model(index))
+            np.testing.assert_allclose(again, found.outputs()[index], rtol=1e-5, atol=1e-6)
+
+
+def test_a_study_that_keeps_no_models_says_so(tmp_path):
+    with pytest.raises(StudyError, match="keep_models=True"):
+        study(tmp_path).model(0)
+    with pytest.raises(StudyError, match="untrained model"):
+        study(tmp_path, lambda subset, seed: linear(), keep_models=True, name="other")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"alpha": 0.4}, "alpha"),
+        ({"seed": 1}, "seed"),
+        ({"subsets": "independent"}, "subsets"),
+        ({"outputs": losses((X, Y))}, "outputs"),
+        ({"training": Training(mlp, epochs=4)}, "training"),
+    ],
+)
+def test_a_study_that_changed_is_refused_with_the_difference(tmp_path, change, word):
+    study(tmp_path)
+    with pytest.raises(SchemaMismatch, match=word):
+        study(tmp_path, **change)
+
+
+def test_other_data_is_refused(tmp_path):
+    study(tmp_path)
+    with pytest.raises(SchemaMismatch, match="fingerprint data"):
+        Study(
+            (X + 1, Y),
+            TRAINING,
+            store=tmp_path,
+            num_models=10,
+            outputs=margins(TEST),
+            stacked=False,
+        )
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, None])
+def test_a_number_of_models_that_is_none_is_refused(tmp_path, count):
+    with pytest.raises(StudyError, match="num_models"):
+        study(tmp_path, num_models=count)
+
+
+def test_a_training_that_diverges_is_a_failure_not_a_row(tmp_path):
+    found = study(tmp_path, Training(mlp, epochs=5, lr=1e30), num_models=3)
+    outcome = found.run(workers=0, max_attempts=1)
+    assert len(outcome.failures) == 3
+    assert "NaN or infinity" in outcome.failures[0].error
+    assert found.done().tolist() == []
+
+
+def test_a_study_is_fitted(tmp_path):
+    def train(subset, seed):
+        mask = np.zeros(40)
+        mask[subset.indices] = 1
+        return mask
+
+    kept = {
+        "weight": output(lambda mask: [3 * mask[4] - 2 * mask[7]], 1),
+        "size": output(np.sum, ()),
+    }
+    found = study(tmp_path, train, outputs=kept, num_models=300, subsets="independent")
+    found.run(workers=0)
+    fitted = found.fit("weight")
+    assert np.abs(fitted.weights[[4, 7], 0] - [3, -2]).max() < 0.2
+    assert isinstance(found.masks([0, 5]), Masks)
+    with pytest.raises(StudyError, match="weight or size"):
+        found.outputs()
+
+
+def test_stacked_training_equals_training_alone():
+    """Within the stated tolerance, after every step has had its say; also with a smaller last batch."""
+    subsets = torch.from_numpy(
+        np.stack([np.flatnonzero(m) for m in draw_masks(0, range(9), num_examples=40)])
+    )
+    for optimizer, lr in (("SGD", 0.1), ("AdamW", 0.01)):
+        training = Training(mlp, epochs=8, batch_size=6, lr=lr, optimizer=optimizer)
+        weights, ask = train_many(training, X, Y, subsets, list(range(9)))
+        alone = [training.train_one(X[rows], Y[rows], n) for n, rows in enumerate(subsets)]
+        with torch.no_grad():
+            wanted = torch.stack([model(TEST[0]) for model in alone])
+        assert (ask(TEST[0]) - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+        moved = alone[0].state_dict()["0.weight"] - training.begin(0).state_dict()["0.weight"]
+        assert moved.abs().max() > 0.01, "something was learnt"
+        assert weights["0.weight"].shape == (9, 8, 5)
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5)], ids=["statistics", "random"]
+)
+def test_models_that_would_differ_are_not_stacked(layer):
+    training = Training(lambda: torch.nn.Sequential(layer, torch.nn.Linear(5, 2)))
+    assert not stacks_well(training, X, Y, 20)
+
+
+def test_stacking_what_cannot_be_stacked_is_refused(tmp_path):
+    for options in ({"subsets": "independent"}, {"outputs": output(lambda model: [1.0], 1)}):
+        with pytest.raises(StudyError, match="stacked"):
+            study(tmp_path, stacked=True, **options)
+
+
+def test_a_study_goes_on_as_it_began(tmp_path):
+    assert study(tmp_path, stacked=True).job.stacked
+    assert study(tmp_path, stacked=None).job.stacked
+    assert study(tmp_path, stacked=None, num_models=20).rows.num_rows == 20
+
+
+def test_outputs_are_what_their_names_say():
+    logits = torch.tensor([[2.0, 0.5, 1.0], [0.0, 0.0, 3.0]])
+    examples = (torch.zeros(2, 1), torch.tensor([0, 1]))
+
+    class Fixed(torch.nn.Module):
+        def forward(self, x):
+            return logits
+
+    model = Fixed()
+    probability = torch.softmax(logits, -1)[[0, 1], [0, 1]]
+    np.testing.assert_allclose(margins(examples)(model), [1.0, -3.0])
+    np.testing.assert_allclose(confidences(examples)(model), probability, rtol=1e-6)
+    np.testing.assert_allclose(losses(examples)(model), -probability.log(), rtol=1e-6)
+    np.testing.assert_allclose(correct(examples)(model), [1.0, 0.0])
+    assert margins(examples, dtype="float16")(model).dtype == np.float16
