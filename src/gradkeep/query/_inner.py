@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 _PIECE = 1 << 16
+_SHORT_PIECE = 1 << 11
+_FEW = 1 << 12
+"""Below so many products at once, a library sums each of them in one go, without blocks."""
 
 
 def squared_lengths(rows: Tensor) -> Tensor:
@@ -24,7 +27,8 @@ def pairwise(left: Tensor, right: Tensor) -> Tensor:
 
     Long rows are summed in pieces: one sum over millions of values loses a digit of float32.
     """
-    out = left[:, :_PIECE] @ right[:, :_PIECE].t()
-    for start in range(_PIECE, left.shape[1], _PIECE):
-        out += left[:, start : start + _PIECE] @ right[:, start : start + _PIECE].t()
+    piece = _SHORT_PIECE if len(left) * len(right) < _FEW else _PIECE
+    out = left[:, :piece] @ right[:, :piece].t()
+    for start in range(piece, left.shape[1], piece):
+        out += left[:, start : start + piece] @ right[:, start : start + piece].t()
     return out
