@@ -318,7 +318,7 @@ def with_nan():
         ({"lambdas": 0}, "one penalty or more"),
         ({"lambdas": "many"}, "number of penalties"),
         ({"lambdas": [-1.0]}, "positive"),
-        ({"lam": [-1.0]}, "at least 0"),
+        ({"lam": [0.1, 0.0]}, "one positive number per target"),
         ({"penalty": "means", "folds": 3}, "no penalty"),
         ({"held_out": 0.1, "folds": 3}, "exclude each other"),
         ({"held_out": 1.5}, "between 0 and 1"),

@@ -99,7 +99,7 @@ def fit(
         targets=y.shape[1],
         prior=scores is not None,
     )
-    given = None if lam is None else _checked_lam(lam, y.shape[1])
+    given = None if lam is None else _checked_lam(lam, y)
     work = _Work(made, packed, y, scores, path, seed, progress)
     if given is not None:
         return work.at(given)
@@ -113,10 +113,13 @@ def fit(
     return work.by_rows(rows) if made.penalty != "means" else work.at(None, held_out=rows)
 
 
-def _checked_lam(lam: Any, targets: int) -> AnyArray:
-    values = np.broadcast_to(np.asarray(lam, np.float64), (targets,)).copy()
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise DatamodelsError("lam must be one number of at least 0 per target", found=lam)
+def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
+    values = np.broadcast_to(np.asarray(lam, np.float64), (outputs.shape[1],)).copy()
+    varying = np.ptp(outputs, axis=0) > 0
+    if not (np.isfinite(values) & ((values > 0) | ~varying)).all():
+        raise DatamodelsError(
+            "lam must be one positive number per target, or one for all", found=values.tolist()
+        )
     return values
 
 

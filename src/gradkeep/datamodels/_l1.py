@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 _SLACK = 1.001
 _SAFETY = 1.05
-_MARGIN = 0.7
+MARGIN = 0.7
 """Stopped targets are dropped when so few are left: a smaller product pays for the copying."""
+PATIENCE = 25
+"""Steps without a better value or bound after which rounding has won."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,28 +53,43 @@ class Problem:
         """Some of the targets."""
         return Problem(self.c[which], self.power[which], self.lam[which], self.ridge[which])
 
-    def value(self, x: torch.Tensor, gx: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The primal value, the squared residual and its product with the target, all `[t]`."""
+    def in_units(self, unit: torch.Tensor) -> Problem:
+        """The same for weights and targets divided by `unit [t]`."""
+        return Problem(self.c / unit[:, None], self.power / unit**2, self.lam / unit, self.ridge)
+
+    def value(self, x: torch.Tensor, slope: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The primal value, the squared residual and its product with the target, all `[t]`.
+
+        `slope [t, p]` is c - Gx - ridge x.
+        """
         from torch.linalg import vecdot
 
         explained = vecdot(x, self.c)
-        squared = self.power - 2 * explained + vecdot(x, gx)
+        squared = self.power - explained - vecdot(x, slope)
         return squared / 2 + self.lam * x.abs().sum(dim=1), squared, self.power - explained
 
-    def dual(
-        self, largest: torch.Tensor, squared: torch.Tensor, along: torch.Tensor
-    ) -> torch.Tensor:
-        """The dual value at the best feasible multiple of the residual, `[t]`.
-
-        `largest` is max_j |c - gx|_j over all examples.
-        """
+    def dual(self, slope: torch.Tensor, squared: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
+        """The dual value at the best feasible multiple of the residual, `[t]`."""
         import torch
 
         tiny = torch.finfo(squared.dtype).tiny
-        most = self.lam / largest.clamp_min(tiny)
+        most = self.lam / slope.abs().amax(dim=1).clamp_min(tiny)
         # Both ways: a step too far turns the best multiple negative.
         multiple = torch.clamp(along / squared.clamp_min(tiny), -most, most)
         return multiple * along - multiple * multiple * squared / 2
+
+    def relative(self, gap: torch.Tensor) -> torch.Tensor:
+        """A gap in parts of half the power, `[t]`; 0 where there is nothing to explain."""
+        import torch
+
+        whole = self.power / 2
+        tiny = torch.finfo(whole.dtype).tiny
+        return torch.where(whole > 0, gap.clamp_min(0) / whole.clamp_min(tiny), 0 * whole)
+
+    def gap(self, x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        """How far at most x is from the optimum, relative, by its own residual."""
+        value, squared, along = self.value(x, slope)
+        return self.relative(value - self.dual(slope, squared, along))
 
 
 def descend(
@@ -98,11 +115,11 @@ def descend(
     steps = _Steps(now, active)
     taken = 0
     while True:
-        running = (steps.gap > tolerance) & (steps.stalled < _PATIENCE)
+        running = (steps.gap > tolerance) & (steps.stalled < PATIENCE)
         left = int(running.sum())
         if left == 0 or taken >= max_steps:
             break
-        if left < _MARGIN * len(ids):
+        if left < MARGIN * len(ids):
             _put_back(state, ids, now, active)
             gap[ids] = steps.gap
             ids, now, active = ids[running], now.rows(running), active.rows(running)
@@ -119,10 +136,6 @@ def _put_back(state: State, ids: torch.Tensor, problem: Problem, active: State) 
     state.gx[ids] = active.gx - problem.ridge[:, None] * active.x
 
 
-_PATIENCE = 25
-"""Steps without a better value or bound after which rounding has won."""
-
-
 class _Steps:
     """The momentum, restarts and bounds of running targets."""
 
@@ -132,11 +145,11 @@ class _Steps:
         self.problem = problem
         self.before, self.product_before = state.x, state.gx
         self.speed = torch.ones_like(problem.power)
-        self.value, squared, along = problem.value(state.x, state.gx)
-        largest = (problem.c - state.gx).abs().amax(dim=1)
-        self.bound = problem.dual(largest, squared, along)
+        slope = problem.c - state.gx
+        self.value, squared, along = problem.value(state.x, slope)
+        self.bound = problem.dual(slope, squared, along)
         self.stalled = torch.zeros_like(problem.power)
-        self.gap = self._relative()
+        self.gap = problem.relative(self.value - self.bound)
 
     def rows(self, which: torch.Tensor, problem: Problem) -> _Steps:
         """The same for some targets."""
@@ -145,13 +158,6 @@ class _Steps:
         for name in ("before", "product_before", "speed", "value", "bound", "stalled", "gap"):
             setattr(kept, name, getattr(self, name)[which])
         return kept
-
-    def _relative(self) -> torch.Tensor:
-        import torch
-
-        whole = self.problem.power / 2
-        gap = (self.value - self.bound).clamp_min(0)
-        return torch.where(whole > 0, gap / whole.clamp_min(torch.finfo(whole.dtype).tiny), 0 * gap)
 
     def step(self, times: Callable[[torch.Tensor], torch.Tensor], state: State) -> None:
         """One step of all running targets."""
@@ -169,9 +175,9 @@ class _Steps:
         gx = torch.addcmul(times(x), x, problem.ridge[:, None])
         moved = x - z
         length, bent = vecdot(moved, moved), vecdot(moved, gx - gz)
-        value, squared, along = problem.value(x, gx)
-        largest = (problem.c - gx).abs().amax(dim=1)
-        bound = torch.maximum(self.bound, problem.dual(largest, squared, along))
+        slope = problem.c - gx
+        value, squared, along = problem.value(x, slope)
+        bound = torch.maximum(self.bound, problem.dual(slope, squared, along))
 
         # Too long a step shows as more curvature along it than was assumed: shorten the next ones.
         tiny = torch.finfo(length.dtype).tiny
@@ -191,4 +197,4 @@ class _Steps:
             value = torch.where(worse, self.value, value)
         state.x, state.gx = x, gx
         self.value, self.bound = value, bound
-        self.gap = self._relative()
+        self.gap = problem.relative(self.value - self.bound)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
+from gradkeep.datamodels._blocks import blocks, sweep
 from gradkeep.datamodels._l1 import Problem, State, descend
 from gradkeep.datamodels._ridge import conjugate
+from gradkeep.datamodels._standard import DenseGram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +26,11 @@ _FIRST_CURVATURE = 1.2
 _WORTH = 0.6
 """A working set below this part of all examples pays for its own matrix."""
 _ROUNDS = 4
+
+
+class _Until(TypedDict):
+    tolerance: float
+    max_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +71,18 @@ class Solver:
         """Move the state to the optimum at penalties lam `[t]`, coming from `before`; the gap."""
         if self.kind == "ridge":
             problem = Problem(standard.c, standard.power, 0 * lam, lam)
-            return self._inner(standard.gram.times, problem, state)
+            return conjugate(standard.gram.times, problem, state, **self._until)
         problem = Problem(standard.c, standard.power, lam * self.share, lam * (1 - self.share))
         return self._by_working_sets(standard, state, problem, before * self.share)
 
-    def _inner(
-        self, times: Callable[[torch.Tensor], torch.Tensor], problem: Problem, state: State
-    ) -> torch.Tensor:
-        minimise = conjugate if self.kind == "ridge" else descend
-        return minimise(times, problem, state, tolerance=self.tolerance, max_steps=self.max_steps)
+    @property
+    def _until(self) -> _Until:
+        return {"tolerance": self.tolerance, "max_steps": self.max_steps}
 
     def _by_working_sets(
         self, standard: Standard, state: State, problem: Problem, before: torch.Tensor
     ) -> torch.Tensor:
         """Solve for the examples that may have weights, then check all others; widen and repeat."""
-
         all_examples = problem.c.shape[1]
         most = min(self.working, int(_WORTH * all_examples))
         # The strong rule: gradients move no faster than penalties, but for rare exceptions.
@@ -91,10 +95,10 @@ class Solver:
             matrix = standard.gram.part(ids)
             part = State(state.x[:, ids], state.gx[:, ids], state.curvature)
             narrow = Problem(problem.c[:, ids], problem.power, problem.lam, problem.ridge)
-            self._inner(lambda x, g=matrix: x @ g, narrow, part)  # type: ignore[misc]
-            state.x[:, ids], state.curvature = part.x, part.curvature
+            sweep(blocks(matrix), narrow, part, **self._until)
+            state.x[:, ids] = part.x
             state.gx = standard.gram.times_some(part.x, ids)
-            gap = _full_gap(problem, state)
+            gap = problem.gap(state.x, _slope(problem, state))
             if not bool((gap > self.tolerance).any()):
                 return gap
             slope = _slope(problem, state).abs()
@@ -104,23 +108,13 @@ class Solver:
             if bool((wider == inside).all()):
                 break
             inside = wider
-        return self._inner(standard.gram.times, problem, state)
+        if isinstance(standard.gram, DenseGram):
+            return sweep(standard.gram.parts(), problem, state, **self._until)
+        return descend(standard.gram.times, problem, state, **self._until)
 
 
 def _slope(problem: Problem, state: State) -> torch.Tensor:
     return problem.c - state.gx - problem.ridge[:, None] * state.x
-
-
-def _full_gap(problem: Problem, state: State) -> torch.Tensor:
-    """The gap of a state over all examples, `[t]`."""
-    import torch
-
-    gx = state.gx + problem.ridge[:, None] * state.x
-    value, squared, along = problem.value(state.x, gx)
-    bound = problem.dual((problem.c - gx).abs().amax(dim=1), squared, along)
-    whole = problem.power / 2
-    gap = (value - bound).clamp_min(0) / whole.clamp_min(torch.finfo(whole.dtype).tiny)
-    return torch.where(whole > 0, gap, 0 * gap)
 
 
 def walk(

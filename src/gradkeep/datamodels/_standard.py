@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from gradkeep.datamodels._blocks import blocks
+
 if TYPE_CHECKING:
     import torch
 
+    from gradkeep.datamodels._blocks import Block
     from gradkeep.datamodels._counts import Counts
     from gradkeep.datamodels._masks import AnyArray
 
@@ -36,6 +39,13 @@ class DenseGram:
     """The matrix in memory: 4 n^2 bytes in float32."""
 
     matrix: torch.Tensor
+    _parts: list[Block] = field(default_factory=list, repr=False)
+
+    def parts(self) -> list[Block]:
+        """The matrix in blocks, made at the first call: their eigenvalues cost n block^2."""
+        if not self._parts:
+            self._parts.extend(blocks(self.matrix))
+        return self._parts
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x G, one product for all targets."""
