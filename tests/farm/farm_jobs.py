@@ -1,5 +1,6 @@
 """Jobs for the tests, in a module that worker processes can import."""
 
+import ctypes
 import os
 import signal
 import time
@@ -36,6 +37,18 @@ class Hanging:
         for n in numbers:
             if n in self.rows and (self.notes is None or first_time(self.notes, n)):
                 wait_for_ever()
+        return trivial(numbers)
+
+
+class Stuck:
+    """One row hangs in native code that never lets go of Python, the first time."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def __call__(self, numbers):
+        if 1 in numbers and first_time(self.notes, 1):
+            ctypes.PyDLL(None).sleep(1000)
         return trivial(numbers)
 
 
@@ -87,6 +100,20 @@ class Exiting:
     def __call__(self, numbers):
         if 1 in numbers:
             raise SystemExit(2)
+        return trivial(numbers)
+
+
+class Counted:
+    """Leaves a note in every process that loads it."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        count(self.notes, "loads")
+
+    def __call__(self, numbers):
         return trivial(numbers)
 
 

@@ -119,6 +119,30 @@ def test_a_hung_row_is_ended_recorded_with_where_it_hung_and_tried_again(rows_of
     assert "wait_for_ever" in state.error
 
 
+@pytest.mark.slow
+def test_a_worker_stuck_in_native_code_is_killed_from_outside(rows_of, tmp_path):
+    import farm_jobs
+
+    store = rows_of(3)
+    outcome = farm.run(store, "models", farm_jobs.Stuck(tmp_path), workers=1, lease_seconds=1.0)
+    assert outcome.complete
+    state = store.rows("models").states()[1]
+    assert state.attempts == 1
+    assert "SIGKILL" in state.error
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_others_is_left_alone(rows_of, tmp_path):
+    """Its last row is done and it has nothing to say, for longer than a silent worker may."""
+    import farm_jobs
+
+    store = rows_of(3)
+    assert store.rows("models").claim(owner="another machine", count=1, seconds=12.0)
+    job = farm_jobs.Counted(tmp_path)
+    assert farm.run(store, "models", job, workers=1, lease_seconds=0.5).complete
+    assert (tmp_path / "loads").read_text() == "x", "one process did it all"
+
+
 def test_a_row_that_kills_its_worker_fails_and_the_others_are_done(rows_of):
     import farm_jobs
 

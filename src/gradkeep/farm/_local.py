@@ -101,7 +101,7 @@ class _Supervisor:
 
     def _patience(self, worker: _Worker) -> float:
         """How long a living worker may be silent: between batches it has nothing to say."""
-        return 2 * self._order.lease_seconds + 10.0 if worker.leases else float("inf")
+        return 2 * self._order.lease_seconds + 5.0 if worker.leases else float("inf")
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()

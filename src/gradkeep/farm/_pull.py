@@ -106,6 +106,7 @@ class Puller:
                 error = traceback.format_exc()
         if error is not None:
             self.rows.fail(lease, f"{error.rstrip()}\nafter {watch.seconds:.3g} s by {self.owner}")
+        watch.settled()
         self._count(number, error)
 
     def _count(self, number: int, error: str | None) -> None:

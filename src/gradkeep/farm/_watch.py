@@ -84,6 +84,11 @@ class Watch:
             self._beat([*self._leases.values(), lease])
             return lease
 
+    def settled(self) -> None:
+        """The row that was let go is done or recorded."""
+        with self._lock:
+            self._beat(list(self._leases.values()))
+
     @property
     def seconds(self) -> float:
         """How long the batch has taken so far."""
