@@ -197,6 +197,30 @@ def test_a_study_is_fitted(tmp_path):
         found.outputs()
 
 
+def test_removals_are_verified_by_trainings_that_the_store_keeps(tmp_path):
+    trained = []
+
+    def train(subset, seed):
+        trained.append(seed)
+        mask = np.zeros(40)
+        mask[subset.indices] = 1
+        return mask
+
+    kept = output(lambda mask: [3 * mask[4] - 2 * mask[7], mask[9]], 2)
+    found = study(tmp_path, train, outputs=kept, num_models=300, subsets="independent")
+    found.run(workers=0)
+    fitted = found.fit()
+    trained.clear()
+    removals = [[4], [7, 20], range(9, 12)]
+    checked = found.verify_removals(fitted, removals, repeats=2, workers=0)
+    assert len(trained) == 8
+    np.testing.assert_allclose(checked.measured, [[-3, 0], [2, 0], [0, -1]])
+    assert checked.correlation > 0.99
+    again = found.verify_removals(fitted, removals, repeats=3, workers=0)
+    assert len(trained) == 12, "only the third repeat is trained"
+    np.testing.assert_allclose(again.measured, checked.measured)
+
+
 def test_stacked_training_equals_training_alone():
     """Within the stated tolerance, after every step has had its say; also with a smaller last batch."""
     subsets = torch.from_numpy(

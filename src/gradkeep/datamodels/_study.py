@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 import gradkeep.store as stores
 from gradkeep import farm
@@ -14,7 +13,9 @@ from gradkeep._errors import SchemaMismatch, StudyError
 from gradkeep.datamodels._draw import Subsets, check_alpha, draw_masks
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._outputs import Output, tensors
+from gradkeep.datamodels._retrain import verify_by_farm
 from gradkeep.datamodels._stacked import MANY, stacks_well
+from gradkeep.datamodels._study_facts import count_of, describe, fingerprint_of
 from gradkeep.datamodels._study_job import (
     MASKS,
     WEIGHTS,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
+    from gradkeep.datamodels._removal import Verified
     from gradkeep.datamodels._result import Datamodels
     from gradkeep.store import Rows, Store
 
@@ -71,7 +73,7 @@ class Study:
         self.store = store if isinstance(store, stores.Store) else stores.open(store)
         self.name = name
         data = load_dataset(dataset)
-        count = _count(data)
+        count = count_of(data)
         check_alpha(alpha, num_examples=count)
         given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
         self._blank = _blank(train_fn, keep_models)
@@ -117,6 +119,33 @@ class Study:
         from gradkeep.datamodels._fit import fit
 
         return fit(self.masks(), self.outputs(output), **options)
+
+    def verify_removals(
+        self,
+        found: Datamodels,
+        removals: Sequence[Any],
+        *,
+        output: str | None = None,
+        base: Any = None,
+        repeats: int = 1,
+        **options: Any,
+    ) -> Verified:
+        """Retrain with and without each set of examples, and compare with what `found` predicts.
+
+        As `gradkeep.datamodels.verify_removals`, with the trainings done by the farm (`options` are
+        those of `run`) and kept in the store: called again, it trains only what is missing.
+        """
+        return verify_by_farm(
+            self.store,
+            self.name,
+            self.job,
+            found,
+            removals,
+            output=self._output(output),
+            base=base,
+            repeats=repeats,
+            **options,
+        )
 
     def _read(self, models: Sequence[int] | None, name: str) -> AnyArray:
         wanted = self.done() if models is None else np.asarray(models)
@@ -167,11 +196,11 @@ class Study:
             tuple(arrays),
             fingerprints={
                 "alpha": job.alpha,
-                "data": _fingerprint(data),
+                "data": fingerprint_of(data),
                 "seed": job.seed,
                 "stacked": job.stacked,
                 "subsets": job.subsets,
-                "training": _describe(job.train_fn),
+                "training": describe(job.train_fn),
             },
         )
         try:
@@ -199,26 +228,3 @@ def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] |
             fix="give keep_models a function that returns one",
         )
     return train_fn.model
-
-
-def _count(data: Any) -> int:
-    pair = isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
-    return len(data[1]) if pair else len(data)
-
-
-def _fingerprint(data: Any) -> str:
-    """A digest of the examples in memory; of anything else, their number."""
-    digest = xxhash.xxh3_128()
-    kept = [getattr(data, name, None) for name in ("inputs", "labels")]
-    parts = kept if all(hasattr(part, "shape") for part in kept) else data
-    if not isinstance(parts, tuple | list) or not all(hasattr(part, "shape") for part in parts):
-        return f"{len(data)} examples"
-    for part in parts:
-        digest.update(np.ascontiguousarray(np.asarray(part)).tobytes())
-    return digest.hexdigest()
-
-
-def _describe(train_fn: Any) -> str:
-    if isinstance(train_fn, Training):
-        return train_fn.describe()
-    return str(getattr(train_fn, "__qualname__", type(train_fn).__qualname__))

@@ -49,7 +49,8 @@ class StudyJob:
         )
         if self.stacked:
             return self._together(numbers, masks)
-        return [self._alone(n, mask) for n, mask in zip(numbers, masks, strict=True)]
+        seeds = [training_seed(self.seed, number) for number in numbers]
+        return [self.train_on(mask, seed) for mask, seed in zip(masks, seeds, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         names = [name for name in self.__dataclass_fields__ if name != "_loaded"]
@@ -66,11 +67,11 @@ class StudyJob:
             self._loaded = load_dataset(self.dataset)
         return self._loaded
 
-    def _alone(self, number: int, mask: AnyArray) -> dict[str, Any]:
+    def train_on(self, mask: AnyArray, seed: int) -> dict[str, Any]:
+        """The row of one model, trained on a mask `[n]`."""
         import torch
 
         places = np.flatnonzero(mask)
-        seed = training_seed(self.seed, number)
         # Also whatever the training draws from by itself: the order of rows must not matter.
         random.seed(seed)
         np.random.seed(seed)
