@@ -44,7 +44,7 @@ def factored(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) ->
 def gram(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tensor:
     """Inner products `[Q, N]` by the pixel Gram matrix, the bias included."""
     out = _gram.dot(form, queries, train, scratch=scratch)
-    if form.bias is not None:
+    if form.bias == "wide":
         out += _sums(form, queries) @ _sums(form, train).t()
     return out
 

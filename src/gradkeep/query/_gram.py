@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tensor:
-    """Inner products `[Q, N]` of weight gradients, without the bias.
+    """Inner products `[Q, N]` of gradients, a bias of the narrow array included.
 
     With `P[s, s'] = x_s . x'_s'` over pixels and `R[t, t'] = g_t . g'_t'` over positions, the sum
-    over taps a of `P[t + a, t' + a] R[t, t']`. The sum over taps is done first and one axis at a
-    time, `k + k` additions instead of `k k`. A stride parts the pixels into phases that never
-    meet, so that all sums are of neighbours. 2 (S^2 C / prod(stride) + T^2 D) operations a pair.
+    over taps a of `P[t + a, t' + a] R[t, t']`, and for the bias that of `R[t, t']`. The sum over
+    taps is done first and one axis at a time, `k + k` additions instead of `k k`. A stride parts
+    the pixels into phases that never meet, so that all sums are of neighbours.
+    2 (S^2 C / prod(stride) + T^2 D) operations a pair.
     """
     out = train.wide.new_zeros(len(queries), len(train))
     item = train.wide.element_size()
@@ -58,7 +59,8 @@ def _tile(form: Conv, left: list[Tensor], right: list[Tensor]) -> Tensor:
             near = sums if near is None else near.add_(sums)
         grads = products(left[1][group], right[1][group], axes)
         assert near is not None
-        summed = near.mul_(grads).sum([*range(axes), *range(axes + 1, 2 * axes + 1)])
+        both = grads.addcmul_(near, grads) if form.bias == "narrow" else grads.mul_(near)
+        summed = both.sum([*range(axes), *range(axes + 1, 2 * axes + 1)])
         out = summed if out is None else out.add_(summed)
     assert out is not None
     return out
