@@ -128,7 +128,8 @@ def test_every_parameter_of_every_sample_is_autograds(name, tmp_path):
     truth = oracle(model, batch, task, of="loss")
     assert found.size == sum(p.numel() for p in model.parameters())
     restored = found.restore(found.ids)
-    assert list(restored) and set(restored) == {n for n, _ in model.named_parameters()}
+    assert list(restored)
+    assert set(restored) == {n for n, _ in model.named_parameters()}
     ordered = {n: restored[n] for n, _ in model.named_parameters()}
     assert error(flat(ordered), truth) < 1e-5
     assert torch.allclose(found.norms().double(), truth.norm(dim=1), rtol=1e-5)

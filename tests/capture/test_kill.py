@@ -1,0 +1,83 @@
+"""Killed at any moment, a capture resumes and ends with the same bytes."""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import torch
+from torch import nn
+
+import gradkeep as gk
+
+KILLS = 20
+KEY = gk.CaptureKey("final", "train")
+
+
+def work(folder):
+    """A capture of some hundred milliseconds with many segments."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randn(8, 1, 8, 8, generator=generator),
+            torch.randint(0, 10, (8,), generator=generator),
+        )
+        for _ in range(60)
+    ]
+    gk.capture(
+        folder,
+        model,
+        batches,
+        task=gk.Classification(),
+        split="train",
+        progress=False,
+        memory_budget="150kB",
+    )
+
+
+def killed_after(folder, seconds):
+    """Run the work in a process of its own and kill it; False if it was done before."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work(folder)
+        finally:
+            os._exit(0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    return os.WIFSIGNALED(status)
+
+
+def contents(folder):
+    root = folder / KEY.folder
+    whole = [p for p in (root / "seg").iterdir() if not p.name.startswith(".")]
+    return {str(p.relative_to(root)): p.read_bytes() for p in whole}
+
+
+def test_killed_at_random_moments_it_ends_byte_identical(tmp_path):
+    started = time.monotonic()
+    work(tmp_path / "whole")
+    lasts = time.monotonic() - started
+    whole = contents(tmp_path / "whole")
+    assert len(whole) > 10
+    chance = random.Random(0)
+    kills = finished = 0
+    while kills < KILLS or not finished:
+        folder = tmp_path / f"broken-{finished}"
+        if kills < KILLS and killed_after(folder, chance.uniform(0.05, 0.9) * lasts):
+            kills += 1
+            continue
+        work(folder)
+        assert contents(folder) == whole
+        shutil.rmtree(folder)
+        finished += 1
+    assert kills == KILLS
