@@ -1,0 +1,83 @@
+"""Keeping gradients while a Lightning Trainer runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from gradkeep._errors import CaptureError
+from gradkeep.integrations._optional import base, need
+from gradkeep.integrations._replays import learning_rate, replays
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+
+    from gradkeep._capture import Captured, Task
+    from gradkeep.store import Store
+
+    Base = object
+else:
+    Base = base("lightning.pytorch", "Callback")
+
+At = Literal["epoch", "end"]
+
+
+class GradkeepLightningCallback(Base):
+    """Replays loaders after every epoch of training, and keeps every sample's gradients.
+
+    `loaders` name the splits; they must not shuffle. Captures are named `epoch-1`, `epoch-2`, ...
+    with the step and the learning rate of the last step. `module` is the path of the part that
+    makes the outputs, where that is not the LightningModule's own `forward`; layers are then named
+    from there. `every=5` leaves epochs out, `at="end"` replays once. Other arguments go to
+    `gk.capture`. The training itself comes out bit by bit as without it. Cost: one forward and
+    backward pass over the loaders each time.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        loaders: Mapping[str, Iterable[Any]],
+        *,
+        task: Task,
+        at: At = "epoch",
+        every: int = 1,
+        module: str = "",
+        run: str = "main",
+        **options: Any,
+    ) -> None:
+        need(Base, "lightning")
+        if at not in get_args(At):
+            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(At)))
+        if every < 1:
+            raise CaptureError("every must be at least 1", found=every)
+        self._replays = replays(store, loaders, task=task, run=run, options=options)
+        self._at, self._every, self._module = at, every, module
+        self._lr: float | None = None
+        self.captured: list[Captured] = []
+        """What was kept so far."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to meet what is there before hours have passed."""
+        if trainer.global_step == 0:  # a resumed training goes on with its captures
+            self._replays.check_new()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note the learning rate: a schedule moves it on before the epoch ends."""
+        self._lr = learning_rate(optimizer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Replay after an epoch."""
+        if self._at == "epoch" and (trainer.current_epoch + 1) % self._every == 0:
+            self._keep(trainer, pl_module, trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Replay after the training."""
+        if self._at == "end":
+            self._keep(trainer, pl_module, trainer.current_epoch)
+
+    def _keep(self, trainer: Any, pl_module: Any, epochs: int) -> None:
+        if not trainer.is_global_zero:
+            return
+        model = pl_module.get_submodule(self._module)
+        step = int(trainer.global_step)
+        self.captured += self._replays.keep(model, f"epoch-{epochs}", step=step, lr=self._lr)

@@ -1,0 +1,105 @@
+"""Replaying loaders at the moments that a trainer tells of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import gradkeep.store as gs
+from gradkeep._capture import capture
+from gradkeep._errors import CaptureError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
+
+    from gradkeep._capture import Captured, Task
+    from gradkeep.store import Store
+
+_OWN = ("checkpoint", "ids", "lr", "model", "progress", "resume", "split", "step")
+"""Arguments of `gk.capture` that follow from the training."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replays:
+    """What to replay at every checkpoint, and how to keep it."""
+
+    store: Store
+    loaders: Mapping[str, Iterable[Any]]
+    task: Task
+    run: str
+    options: Mapping[str, Any]
+    """Further arguments of `gk.capture`."""
+
+    def check_new(self) -> None:
+        """Raise before training starts if its captures would meet those of an earlier one."""
+        held = [key for key in self.store.captures() if key.run == self.run]
+        taken = [key for key in held if key.split in self.loaders]
+        if taken:
+            raise CaptureError(
+                f"run {self.run!r} holds captures of an earlier training",
+                path=self.store.location,
+                found=", ".join(f"{key.split} at {key.checkpoint}" for key in taken[:4]),
+                fix="give the callback another run=, or delete that one",
+            )
+
+    def keep(
+        self, model: nn.Module, checkpoint: str, *, step: int, lr: float | None
+    ) -> list[Captured]:
+        """Capture every loader at the weights that the model has now.
+
+        The training goes on as if nothing had happened: loaders draw a seed from torch's random
+        state, which is put back, as are the model's mode and gradients.
+        """
+        kept: list[Captured] = []
+        with torch.random.fork_rng(), torch.enable_grad():
+            for split, loader in self.loaders.items():
+                found = capture(
+                    self.store,
+                    model,
+                    loader,
+                    task=self.task,
+                    split=split,
+                    checkpoint=checkpoint,
+                    run=self.run,
+                    step=step,
+                    lr=lr,
+                    progress=False,
+                    **self.options,
+                )
+                kept += found if isinstance(found, list) else [found]
+        return kept
+
+
+def replays(
+    store: Store | str | os.PathLike[str],
+    loaders: Mapping[str, Iterable[Any]],
+    *,
+    task: Task,
+    run: str,
+    options: Mapping[str, Any],
+) -> Replays:
+    """The replays of a callback, once its arguments are seen to make sense."""
+    if not loaders:
+        raise CaptureError(
+            "no loaders to replay", fix='pass {"train": train_loader, "test": test_loader}'
+        )
+    wrong = sorted(set(options) & set(_OWN))
+    if wrong:
+        raise CaptureError(
+            "the training decides about these arguments",
+            found=", ".join(wrong),
+            fix="leave them out",
+        )
+    opened = store if isinstance(store, gs.Store) else gs.open(store)
+    return Replays(opened, dict(loaders), task, run, {"mode": "eval", **options})
+
+
+def learning_rate(optimizer: Any) -> float | None:
+    """The optimizer's step size, if all its parameters have the same."""
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    return rates.pop() if len(rates) == 1 else None

@@ -1,0 +1,30 @@
+"""Without the other library a callback says what to install."""
+
+import importlib.util
+
+import pytest
+
+import gradkeep as gk
+from gradkeep import integrations
+from gradkeep._errors import MissingExtra
+
+CALLBACKS = {
+    "transformers": "GradkeepTrainerCallback",
+    "lightning": "GradkeepLightningCallback",
+}
+
+
+@pytest.mark.parametrize("extra", CALLBACKS)
+def test_a_missing_library_names_its_extra(extra, tmp_path):
+    if importlib.util.find_spec(extra) is not None:
+        pytest.skip(f"{extra} is installed")
+    callback = getattr(integrations, CALLBACKS[extra])
+    with pytest.raises(MissingExtra, match=rf"gradkeep\[{extra}\]"):
+        callback(tmp_path / "store", {"train": []}, task=gk.Classification())
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_names_are_these():
+    assert sorted(integrations.__all__) == sorted(CALLBACKS.values())
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = integrations.no_such_name
