@@ -1,0 +1,117 @@
+"""The models of MetaStore's experiments after a few steps of training, with samples to keep."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradkeep.data import load_agnews, load_cifar10, model
+
+STEPS = 12
+LENGTH = 32
+FIRST = [f"bert.encoder.layer.0.attention.self.{name}" for name in ("query", "key", "value")]
+LAST = [f"bert.encoder.layer.1.attention.self.{name}" for name in ("query", "key", "value")]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """A model in eval mode, and batches of samples that it was and was not trained on."""
+
+    net: nn.Module
+    train: list[Any]
+    test: list[Any]
+
+
+def data_folder() -> Path | None:
+    """Where real data lies, if it does."""
+    given = os.environ.get("GRADKEEP_DATA")
+    place = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    return place if place.is_dir() else None
+
+
+def vgg16(rows: int, queries: int) -> Trained:
+    """VGG16 on CIFAR-10."""
+    place = data_folder()
+    order = torch.Generator().manual_seed(0)
+    if place is not None:
+        parts = []
+        for split, count in (("train", rows), ("test", queries)):
+            found = load_cifar10(place / "cifar10" / "cifar10_10k_2k.npz", split=split)
+            chosen = torch.randperm(len(found), generator=order)[:count]
+            pairs = [found[int(at)] for at in chosen]
+            parts.append((torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])))
+    else:
+        print("no CIFAR-10: pictures are noise")
+        parts = [
+            (
+                torch.randn(count, 3, 32, 32, generator=order),
+                torch.randint(10, (count,), generator=order),
+            )
+            for count in (rows, queries)
+        ]
+    train, test = ([(x[i : i + 50], y[i : i + 50]) for i in range(0, len(y), 50)] for x, y in parts)
+    net = model("vgg16").train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        picture_loss(net, train[step % len(train)]).backward()
+        optimizer.step()
+    return Trained(net.eval(), train, test)
+
+
+def bert(rows: int, queries: int) -> Trained:
+    """Two layers of BERT-base with its loss at [CLS], on AG News."""
+    place = data_folder()
+    order = torch.Generator().manual_seed(0)
+    if place is not None:
+        source = place / "agnews" / "alps_dev.tsv"
+        texts = load_agnews(source, length=LENGTH)
+        chosen = torch.randperm(len(texts), generator=order)[: rows + queries]
+        whole, vocabulary = texts[chosen], len(texts.vocabulary)
+    else:
+        print("no AG News: texts are random words")
+        count, vocabulary = rows + queries, 10_000
+        whole = {
+            "input_ids": torch.randint(4, vocabulary, (count, LENGTH), generator=order),
+            "attention_mask": torch.ones(count, LENGTH, dtype=torch.int64),
+            "labels": torch.randint(4, (count,), generator=order),
+        }
+    batches = [
+        {name: values[start : start + 50] for name, values in whole.items()}
+        for start in range(0, rows, 50)
+    ]
+    net = model(
+        "bert", vocabulary=vocabulary, length=LENGTH, dim=768, heads=12, inner=3072, layers=2
+    ).train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        text_loss(net, batches[step % len(batches)]).backward()
+        optimizer.step()
+    test = [{name: values[rows:] for name, values in whole.items()}]
+    return Trained(net.eval(), batches, test)
+
+
+def resnet50(rows: int) -> Trained:
+    """ResNet-50 on noise of 64 x 64: only sizes are asked of it."""
+    order = torch.Generator().manual_seed(0)
+    pictures = torch.randn(rows, 3, 64, 64, generator=order)
+    batch = (pictures, torch.randint(10, (rows,), generator=order))
+    return Trained(model("resnet50", classes=10).eval(), [batch], [batch])
+
+
+def picture_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> torch.Tensor:
+    """The loss of pictures."""
+    return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
+
+
+def text_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> torch.Tensor:
+    """The loss of texts."""
+    logits = net(batch["input_ids"], attention_mask=batch["attention_mask"])
+    return F.cross_entropy(logits, batch["labels"], reduction=reduction)
