@@ -57,6 +57,11 @@ def plain(net, loader) -> None:
         F.cross_entropy(net(x), y).backward()
 
 
+def keep(store, net, loader):
+    task = gk.Classification()
+    return gk.capture(store, net, loader, task=task, split="train", progress=False)
+
+
 def timed(function, *arguments):
     started = time.process_time()
     found = function(*arguments)
@@ -74,13 +79,7 @@ def main() -> int:
         base, _ = timed(plain, net, loader)
         net.zero_grad()
         with tempfile.TemporaryDirectory() as folder:
-            store = gk.open(folder)
-            task = gk.Classification()
-            seconds, kept = timed(
-                lambda store=store: gk.capture(
-                    store, net, loader, task=task, split="train", progress=False
-                )
-            )
+            seconds, kept = timed(keep, gk.open(folder), net, loader)
         ratios.append(seconds / base)
         print(f"plain {base:.2f} s, capture {seconds:.2f} s, {seconds / base:.2f}x; {kept}")
     ratio = statistics.median(ratios)

@@ -7,19 +7,43 @@ import pytest
 
 import gradkeep
 import gradkeep.data
+import gradkeep.datamodels
+import gradkeep.farm
+import gradkeep.query
 import gradkeep.remat
 import gradkeep.store
 
 NAMES = {
     "gradkeep": """
-        Array CaptureKey Checkpoint GradkeepError Layer Ragged Run Schema ScoresKey Store open
-        remat store
+        Array CaptureKey CaptureWarning Captured Checkpoint Classification GradkeepError
+        LanguageModelling Layer Measured Ragged Regression Run Schema Scores ScoresKey
+        Store Task Weights attribute capture data datamodels farm gradients layers
+        methods open plan query recording remat store
     """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews
         load_characters load_cifar10 load_digit_images load_digits load_idx load_image_folder
         load_npz model models published_sizes read_idx zoo
+    """,
+    "gradkeep.datamodels": """
+        COMPLETED Clusters Comparison Components Correlation Counterfactual Counts
+        Datamodels DatamodelsError Groups LearningCurve MODELS MainJob Masks
+        Memorisation Neighbours NpyFolder Output Pairs Planted Published RegressionData
+        Spec Status Study Support Top Training Values Verified by_group clusters collect
+        compare components compute confidences correct correlation counterfactual
+        data_support draw_masks export_folder fit import_folder import_published
+        initialize leakage learning_curve load load_main load_memmap load_weights losses
+        margins memorisation models_of near_duplicates neighbours open_published output
+        planted save_weights similarity status top train_row values verify_removals work
+    """,
+    "gradkeep.farm": """
+        Engine Failure Job LocalProcesses Order Outcome Progress RayCluster Slurm engine
+        format_seconds progress_of recent_rate run
+    """,
+    "gradkeep.query": """
+        Directions Gradients Plan Products Step Top along cosine dot gradients gram mean
+        squares top total variance
     """,
     "gradkeep.remat": """
         Action Event Graph Heuristic Kind Op Optimum Outcome Policy Program Recorder Schedule Step
@@ -28,12 +52,13 @@ NAMES = {
         unlimited_peak
     """,
     "gradkeep.store": """
-        Array Backend Batch Block BlockFacts BlockKey Bucket CaptureKey Catalog Checkpoint
-        CheckpointFacts CheckpointInfo Column Damage Durability Entry Info Layer LayerFacts
-        Lease LocalDisk Manifest Memory Place Ragged Readable Result RowSetInfo RowState Rows
-        Run RunFacts RunInfo Schema ScoresKey Segment SegmentEntry SegmentFacts Share Store
-        Swept Syscalls Verdict Writer backend_for describe_rows describe_state format_ratio
-        format_size gc open verify zarr_references zarr_view
+        Array Backend Batch Block BlockFacts BlockKey Bucket CaptureKey Catalog
+        Checkpoint CheckpointFacts CheckpointInfo Column Damage Durability Encoding
+        Entry Info Layer LayerFacts Lease LocalDisk Manifest Memory Place Ragged
+        Readable Result RowSetInfo RowState Rows Run RunFacts RunInfo Schema ScoresKey
+        Segment SegmentEntry SegmentFacts Share Store Swept Syscalls Verdict Writer
+        backend_for describe_rows describe_state format_ratio format_size gc open verify
+        zarr_references zarr_view
     """,
 }
 

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradkeep import query, remat, store
+    from gradkeep import data, datamodels, farm, query, remat, store
     from gradkeep._attribute import Scores, attribute, methods
     from gradkeep._capture import (
         Captured,
@@ -64,6 +64,9 @@ __all__ = [
     "Weights",
     "attribute",
     "capture",
+    "data",
+    "datamodels",
+    "farm",
     "gradients",
     "layers",
     "methods",
@@ -75,7 +78,7 @@ __all__ = [
     "store",
 ]
 
-_ROOMS = ("query", "remat", "store")
+_ROOMS = ("data", "datamodels", "farm", "query", "remat", "store")
 _CAPTURE = (
     *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
     *("Regression", "Task", "Weights", "capture", "layers", "plan", "recording"),

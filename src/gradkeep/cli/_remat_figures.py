@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradkeep._errors import RematError
+from gradkeep._progress import progress
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
-from gradkeep._progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
