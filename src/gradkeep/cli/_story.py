@@ -22,9 +22,12 @@ from gradkeep.store import LocalDisk, verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import nn
+
     from gradkeep.data import Digits
 
 RUN = "digits"
+EXPLAINED = "explained"
 EPOCHS = 30
 KEEP_EVERY = 5
 INTERRUPTED = gk.CaptureKey(f"epoch-{EPOCHS:02d}", "train", RUN, "interrupted")
@@ -52,19 +55,32 @@ def tell(folder: Path, *, say: Callable[[str], None] = print) -> None:
     digits = load_digits(wrong_labels=0.08)
     wrong = int(digits.planted.sum())
     say(f"data       1437 digits to train, {wrong} of them with a wrong label planted; 360 to test")
-    last = _train_and_keep(store, digits, say)
+    model = _network()
+    last = _train_and_keep(store, model, digits, say)
     _kill_and_resume(store, last, digits, say)
     _damage_and_repair(store, last, digits, say)
     _ask(store, digits, say)
+    _explain(store, model, digits, say)
     say(f"done       in {time.perf_counter() - started:.0f} s; the store is {folder}")
     say(f"next       gradkeep info {folder}")
     say(f'           gradkeep sql {folder} "select label, avg(loss) from samples group by label"')
+    say(f"           gradkeep why {folder} 113 --run {EXPLAINED}")
 
 
-def _train_and_keep(store: gk.Store, digits: Digits, say: Callable[[str], None]) -> Kept:
+def _network() -> nn.Sequential:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _train_and_keep(
+    store: gk.Store, model: nn.Sequential, digits: Digits, say: Callable[[str], None]
+) -> Kept:
     store.add_run(gk.Run(RUN, {"epochs": EPOCHS, "hidden": 64}, data=digits.fingerprint))
     kept = None
-    for kept in _train(digits, say):
+    for kept in _train(model, digits, say):
         store.add_checkpoint(gk.Checkpoint(RUN, kept.checkpoint, kept.weights, step=kept.epoch))
         key = gk.CaptureKey(kept.checkpoint, "train", RUN)
         with store.write(key, _schema(kept, digits)) as writer:
@@ -81,15 +97,13 @@ def _train_and_keep(store: gk.Store, digits: Digits, say: Callable[[str], None])
     return kept
 
 
-def _train(digits: Digits, say: Callable[[str], None]) -> Iterator[Kept]:
+def _train(model: nn.Sequential, digits: Digits, say: Callable[[str], None]) -> Iterator[Kept]:
     """Train a 64-64-10 network; yields what the checkpoints leave behind."""
     import torch
     from torch.nn import functional as F
 
-    torch.manual_seed(0)
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
-    hidden, out = torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)
-    model = torch.nn.Sequential(hidden, torch.nn.ReLU(), out)
+    hidden, out = model[0], model[2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(1, EPOCHS + 1):
         order = torch.randperm(len(images))
@@ -205,6 +219,45 @@ def _ask(store: gk.Store, digits: Digits, say: Callable[[str], None]) -> None:
     say(
         f"asked      in SQL for the {wrong} highest mean losses: {hits} of the {wrong} planted "
         f"wrong labels are among them, {more} among twice as many"
+    )
+
+
+def _explain(
+    store: gk.Store, model: nn.Sequential, digits: Digits, say: Callable[[str], None]
+) -> None:
+    """Capture every gradient of the trained network, and ask which rows harmed its mistakes."""
+    import torch
+
+    splits = {
+        "train": (digits.train_images, digits.train_labels),
+        "test": (digits.test_images, digits.test_labels),
+    }
+    found: list[gk.Captured] = []
+    for split, (images, labels) in splits.items():
+        batch = (torch.from_numpy(images), torch.from_numpy(labels))
+        kept = gk.capture(
+            store,
+            model,
+            [batch],
+            task=gk.Classification(),
+            split=split,
+            run=EXPLAINED,
+            progress=False,
+        )
+        found += [kept] if isinstance(kept, gk.Captured) else kept
+    ratio = sum(kept.dense_bytes for kept in found) / sum(kept.bytes for kept in found)
+    say(
+        f"captured   all gradients of {sum(kept.rows for kept in found)} digits, exact, "
+        f"{ratio:.0f}x smaller than dense, in {sum(kept.seconds for kept in found):.1f} s"
+    )
+    scores = gk.attribute(store, run=EXPLAINED)
+    test = store.read(gk.CaptureKey("final", "test", EXPLAINED))
+    mistakes = np.flatnonzero(test.column("label") != test.column("predicted"))
+    blamed = [int(row) for query in mistakes for row in scores.bottom(5, query=int(query)).ids]
+    share = float(digits.planted[blamed].mean())
+    say(
+        f"explained  {len(mistakes)} mistakes on test digits: of the 5 training rows that harmed each "
+        f"most, {share:.0%} have a planted wrong label (of all rows {digits.planted.mean():.0%})"
     )
 
 
