@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from gradkeep._errors import QueryError
 from gradkeep.query import _operators
 from gradkeep.query._choose import choose
 from gradkeep.query._factors import OuterRows, positions_of
-from gradkeep.query._forms import Dense, Outer, size_of
+from gradkeep.query._forms import Conv, Dense, Outer, size_of
 from gradkeep.query._load import Load
 from gradkeep.query._machine import machine
 from gradkeep.query._memory import Shares, shares
@@ -241,9 +243,18 @@ def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
     count = min(len(side), 16)
     if not count:
         raise QueryError("there are no rows to ask about", found=repr(side))
+    names = {name for form in side.forms.values() for name in form.arrays}
+    arrays = [array for array in side.block.schema.arrays if array.name in names]
+    if not any(array.ragged for array in arrays):  # all rows are alike: nothing needs to be read
+        whole = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+        return float(whole), {name: _fixed_positions(form) for name, form in side.forms.items()}
     some = side.rows([index * len(side) // count for index in range(count)])
     size = sum(_operators.nbytes(rows) for rows in some.factors.values()) / count
     return size, {name: positions_of(rows) / count for name, rows in some.factors.items()}
+
+
+def _fixed_positions(form: Form) -> float:
+    return float(form.positions) if isinstance(form, Conv) else 1.0
 
 
 def _mapped(side: Gradients) -> int:

@@ -29,8 +29,13 @@ def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tens
     out = train.wide.new_zeros(len(queries), len(train))
     item = train.wide.element_size()
     high, step = gram_tile(form, len(queries), len(train), itemsize=item, scratch=scratch)
+    # For one group and one tile of queries the arrays are laid out one after the other, so that
+    # the second takes the place of the first.
+    at_once = high < len(queries) or form.groups > 1
     for start in range(0, len(train), step):
-        right = [turn(form, part[start : start + step]) for part in (train.wide, train.narrow)]
+        right = [train.wide[start : start + step], train.narrow[start : start + step]]
+        if at_once:
+            right = [turn(form, part) for part in right]
         for first in range(0, len(queries), high):
             left = [
                 turn(form, part[first : first + high]) for part in (queries.wide, queries.narrow)
@@ -51,19 +56,32 @@ def _tile(form: Conv, left: list[Tensor], right: list[Tensor]) -> Tensor:
     axes = len(form.size)
     out = None
     for group in range(form.groups):
-        near = None
-        for phase, taps in phases(form):
-            sums = products(left[0][group][phase], right[0][group][phase], axes)
-            for axis in range(axes):
-                sums = _along(sums, taps[axis], axis, axes, form.out[axis])
-            near = sums if near is None else near.add_(sums)
-        grads = products(left[1][group], right[1][group], axes)
-        assert near is not None
+        near = _near(form, left[0][group], _of_group(form, right[0], group))
+        grads = products(left[1][group], _of_group(form, right[1], group), axes)
         both = grads.addcmul_(near, grads) if form.bias == "narrow" else grads.mul_(near)
         summed = both.sum([*range(axes), *range(axes + 1, 2 * axes + 1)])
         out = summed if out is None else out.add_(summed)
     assert out is not None
     return out
+
+
+def _near(form: Conv, left: Tensor, right: Tensor) -> Tensor:
+    """The products of pixels, summed over the taps."""
+    axes = len(form.size)
+    near = None
+    for phase, taps in phases(form):
+        sums = products(left[phase], right[phase], axes)
+        for axis in range(axes):
+            sums = _along(sums, taps[axis], axis, axes, form.out[axis])
+        near = sums if near is None else near.add_(sums)
+    assert near is not None
+    return near
+
+
+def _of_group(form: Conv, array: Tensor, group: int) -> Tensor:
+    """The part of a group, laid out anew unless it is already."""
+    turned = array if array.dim() > len(form.size) + 2 else turn(form, array)
+    return turned[group]
 
 
 def products(left: Tensor, right: Tensor, axes: int) -> Tensor:
