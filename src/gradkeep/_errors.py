@@ -5,6 +5,7 @@
     |-- BudgetError          a budget that is none, or too small (also a ValueError)
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- DataError            example data or a model that is not what was asked for (also a ValueError)
+    |-- DatamodelsError      masks, outputs or options that cannot be fitted (also a ValueError)
     |-- FarmError            jobs that cannot be run, or none of which succeeds
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
@@ -84,6 +85,10 @@ def _rebuild(
 
 class DataError(GradkeepError, ValueError):
     """Example data or a reference model: a file, a name or a size that is not right."""
+
+
+class DatamodelsError(GradkeepError, ValueError):
+    """Masks, outputs or options that no datamodel can be fitted with or asked about."""
 
 
 class FarmError(GradkeepError):

@@ -326,6 +326,36 @@ def test_correlations_are_those_of_scipy_and_intervals_hold_them(seed, m, ties):
         assert (told.low <= told.high).all()
 
 
+@pytest.mark.parametrize("kind", ["pearson", "spearman"])
+def test_what_is_constant_is_named_and_only_missing_predictions_count(kind):
+    rng = np.random.default_rng(0)
+    y = rng.standard_normal((30, 4))
+    p = y.copy()
+    p[:, 1] = 0.1  # thirty of these have a mean that is not 0.1
+    p[:, 2] = y[:, 2] = 0.1
+    y[:, 3] = 0.1
+    told = correlation(p, y, kind=kind, resamples=50)
+    assert told.constant_predictions == (1,)
+    assert told.constant_outputs == (2, 3)
+    np.testing.assert_allclose(told.value, [1, 0, np.nan, np.nan], atol=1e-12)
+    np.testing.assert_allclose(told.low, [1, 0, np.nan, np.nan], atol=1e-12)
+    assert told.mean == pytest.approx(0.5)
+    assert told.mean_low == pytest.approx(0.5)
+    assert "mean of 2 targets, 1 of them with constant predictions (0)" in str(told)
+    assert "without 2 whose output is constant" in str(told)
+
+
+def test_a_fit_that_no_weight_improves_says_so():
+    rng = np.random.default_rng(0)
+    masks = rng.random((60, 20)) < 0.5
+    noise = np.stack([masks[:, 0] + 0.01 * rng.standard_normal(60), *rng.standard_normal((9, 60))])
+    found = fit(masks, noise.T)
+    silent = found.held_out.constant_predictions
+    assert 0 < len(silent) < 10
+    assert 0 not in silent
+    assert (found.held_out.value[list(silent)] == 0).all()
+
+
 def test_intervals_cover_the_truth_about_as_often_as_they_say():
     rng = np.random.default_rng(0)
     each, mean = [], []

@@ -279,6 +279,8 @@ def test_a_saved_fit_is_loaded_as_it_was_and_grows(tmp_path, kind, dtype):
     for name in ("weights", "bias", "lam", "gap"):
         assert getattr(again, name).tobytes() == getattr(found, name).tobytes(), name
     assert again.constant_targets == (2,)
+    assert again.held_out.constant_outputs == found.held_out.constant_outputs == (2,)
+    assert again.held_out.constant_predictions == found.held_out.constant_predictions
     assert np.array_equal(again.held_out.value, found.held_out.value, equal_nan=True)
     assert again.held_out.mean_low == found.held_out.mean_low
     more = planted(40, 12, 3, seed=1)

@@ -1,5 +1,6 @@
 """Datamodels: linear maps from training subsets to a model's outputs, and what they tell."""
 
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._compared import Comparison, compare
 from gradkeep.datamodels._components import Clusters, Components, clusters, components
 from gradkeep.datamodels._contract import MODELS, Status, initialize, models_of, status, work
@@ -18,7 +19,6 @@ from gradkeep.datamodels._exchange import (
 )
 from gradkeep.datamodels._fit import fit
 from gradkeep.datamodels._groups import Groups, by_group
-from gradkeep.datamodels._invalid import DatamodelsError
 from gradkeep.datamodels._main_job import MainJob, load_main
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._memorised import Memorisation, memorisation

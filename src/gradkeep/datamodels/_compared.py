@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._components import Components, principal
-from gradkeep.datamodels._invalid import DatamodelsError
 from gradkeep.datamodels._near import unit_rows
 
 if TYPE_CHECKING:

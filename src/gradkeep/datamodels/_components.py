@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep.datamodels._invalid import DatamodelsError
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._near import unit_rows
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from gradkeep.datamodels._invalid import DatamodelsError
+from gradkeep._errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray
@@ -19,7 +19,8 @@ _LEAST = 3
 @dataclass(frozen=True, slots=True, eq=False)
 class Correlation:
     """The correlation of predicted and true outputs over models: `value`, `low`, `high` `[t]`, and
-    their mean over targets. NaN where a target or its prediction is constant."""
+    their mean over targets. A constant prediction of a target that varies counts as 0; where the
+    output itself is constant there is nothing to predict: NaN, and left out of the mean."""
 
     value: AnyArray
     low: AnyArray
@@ -30,12 +31,22 @@ class Correlation:
     models: int
     level: float
     kind: Literal["pearson", "spearman"]
+    constant_outputs: tuple[int, ...] = ()
+    """Targets whose output is the same for all these models: NaN."""
+    constant_predictions: tuple[int, ...] = ()
+    """Targets that vary but are predicted to be the same, mostly because a fit without weights
+    predicted best: 0."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} {self.mean:.3f} [{self.mean_low:.3f}, {self.mean_high:.3f}] "
-            f"over {self.models} models, mean of {len(self.value)} targets"
+        told = (
+            f"{self.kind} {self.mean:.3f} [{self.mean_low:.3f}, {self.mean_high:.3f}] over "
+            f"{self.models} models, mean of {len(self.value) - len(self.constant_outputs)} targets"
         )
+        if self.constant_predictions:
+            told += f", {len(self.constant_predictions)} of them with constant predictions (0)"
+        if self.constant_outputs:
+            told += f", without {len(self.constant_outputs)} whose output is constant"
+        return told
 
 
 def correlation(
@@ -64,12 +75,15 @@ def correlation(
             "a correlation needs as many predictions as outputs, of three models or more",
             found=f"predictions {list(p.shape)}, outputs {list(y.shape)}",
         )
+    # By range: a mean of equal numbers may differ from them in the last bit.
+    still = np.ptp(y, axis=0) == 0
+    silent = (np.ptp(p, axis=0) == 0) & ~still
     if kind == "spearman":
         p, y = ranks(p), ranks(y)
     p, y = p - p.mean(axis=0), y - y.mean(axis=0)
-    spreads = p.std(axis=0), y.std(axis=0)
-    for values, spread in zip((p, y), spreads, strict=True):
-        values /= np.where(spread > 0, spread, np.nan)
+    for values, constant in ((p, still | silent), (y, still)):
+        values /= np.where(constant, np.nan, values.std(axis=0))
+    p[:, silent] = 0.0
     value = (p * y).mean(axis=0)
     drawn = np.empty((resamples, p.shape[1]))
     rng = np.random.default_rng(seed)
@@ -80,6 +94,7 @@ def correlation(
         ep, ey, epy, epp, eyy = np.split(times @ parts / len(p), 5, axis=1)
         spread = np.sqrt(np.maximum(epp - ep * ep, 0) * np.maximum(eyy - ey * ey, 0))
         ratio = np.divide(epy - ep * ey, spread, out=np.full_like(spread, np.nan), where=spread > 0)
+        ratio[:, silent] = 0.0
         drawn[start : start + count] = np.clip(ratio, -1, 1)
     tails = (50 * (1 - level), 50 * (1 + level))
     low, high = _percentiles(drawn, value, tails)
@@ -88,7 +103,17 @@ def correlation(
     mean = float(value[defined].mean()) if defined.any() else float("nan")
     (mean_low,), (mean_high,) = _percentiles(means[:, None], np.array([mean]), tails)
     return Correlation(
-        value, low, high, mean, float(mean_low), float(mean_high), len(p), level, kind
+        value,
+        low,
+        high,
+        mean,
+        float(mean_low),
+        float(mean_high),
+        len(p),
+        level,
+        kind,
+        constant_outputs=tuple(np.flatnonzero(still).tolist()),
+        constant_predictions=tuple(np.flatnonzero(silent).tolist()),
     )
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._fit import fit
-from gradkeep.datamodels._invalid import DatamodelsError
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._request import checked_outputs, split
 

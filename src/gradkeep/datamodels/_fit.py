@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._choice import Choice, choose_on_rows, predict, predict_path
 from gradkeep.datamodels._correlation import correlation
 from gradkeep.datamodels._counts import Counts, zeros
 from gradkeep.datamodels._final import Final, folder, layout
-from gradkeep.datamodels._invalid import DatamodelsError
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._request import (
     Recipe,

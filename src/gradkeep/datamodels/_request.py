@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from gradkeep._bytes import parse_bytes
-from gradkeep.datamodels._invalid import DatamodelsError
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._path import Kind, Solver
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._correlation import Correlation
 from gradkeep.datamodels._counts import Counts
-from gradkeep.datamodels._invalid import DatamodelsError
 from gradkeep.datamodels._request import Recipe
 from gradkeep.datamodels._result import Datamodels
 from gradkeep.store import Array, Schema, ScoresKey
@@ -23,6 +23,7 @@ _KIND = "datamodels"
 _ROWS = 256
 _PER_TARGET = ("bias", "lam", "gap", "total", "squares", "offset", "held", "held_low", "held_high")
 _HELD = ("mean", "mean_low", "mean_high", "models", "level", "kind")
+_HELD_LISTS = ("constant_outputs", "constant_predictions")
 
 
 def save(found: Datamodels, store: Store, name: str, *, counts: bool = True) -> None:
@@ -45,7 +46,9 @@ def save(found: Datamodels, store: Store, name: str, *, counts: bool = True) -> 
         "constant_examples": " ".join(map(str, found.constant_examples)),
         "counts": sums is not None,
     }
-    facts |= {f"held_{part}": getattr(held, part) for part in _HELD if held is not None}
+    if held is not None:
+        facts |= {f"held_{part}": getattr(held, part) for part in _HELD}
+        facts |= {f"held_{part}": " ".join(map(str, getattr(held, part))) for part in _HELD_LISTS}
     absent = np.full(targets, np.nan)
     columns: dict[str, AnyArray] = {
         "weights": found.weights.T,
@@ -96,6 +99,7 @@ def load(store: Store, name: str) -> Datamodels:
     held = None
     if "held_models" in facts:
         rest: dict[str, Any] = {part: facts.get(f"held_{part}", math.nan) for part in _HELD}
+        rest |= {part: _numbers(facts.get(f"held_{part}", "")) for part in _HELD_LISTS}
         held = Correlation(columns["held"], columns["held_low"], columns["held_high"], **rest)
     made: Any = {part: facts[part] for part in _RECIPE}
     scratch = facts["scratch"]

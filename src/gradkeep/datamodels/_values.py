@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep.datamodels._invalid import DatamodelsError
+from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._request import checked_outputs
 
