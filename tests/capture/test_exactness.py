@@ -93,6 +93,46 @@ class Recurrent(nn.Module):
         return self.head(self.again(self.again(last[-1]).tanh())) + self.head(outputs[:, 0])
 
 
+class Conv1D(nn.Module):
+    """The linear layer of Hugging Face's GPT-2: its weight is laid out the other way."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        flat = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], self.nf)
+
+
+class Odd(nn.Module):
+    """Layers without a rule, one that breaks its rule, and one that flattens samples and tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = Conv1D(6, 4)
+        self.pair = nn.Bilinear(6, 6, 5)
+        self.whiten = nn.InstanceNorm1d(4, affine=True)
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
+        self.flat = nn.Linear(5, 5)
+        self.head = DoubledLinear(5, 3)
+
+    def forward(self, x):
+        x = self.turned(self.whiten(x))
+        x = self.weighted(self.pair(x, x.flip(1)))
+        x = self.flat(x.reshape(-1, 5)).reshape(x.shape)
+        return self.head(x.mean(1))
+
+
+class DoubledLinear(nn.Linear):
+    """A linear layer whose gradient is not that of its input and output alone."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, 2 * self.weight, self.bias) + self.weight.sum(1)
+
+
 def images(rows):
     return torch.randn(rows, 3, 8, 8), torch.randint(0, 3, (rows,))
 
@@ -115,6 +155,7 @@ MODELS = {
     "tokens, tied": (lambda: Tokens(tied=True), tokens, gk.LanguageModelling()),
     "tokens, samples second": (lambda: Tokens(first=False), tokens, gk.LanguageModelling()),
     "recurrent": (Recurrent, sequences, gk.Classification()),
+    "odd": (Odd, sequences, gk.Classification()),
 }
 
 
