@@ -57,7 +57,7 @@ COMMANDS = (
     Command("run", "_datamodels_work", "Train all models, here or on a cluster.", "datamodels"),
     Command("status", "_datamodels", "Show what is done, runs and failed.", "datamodels"),
     Command("fit", "_datamodels_fit", "Fit outputs to training subsets.", "datamodels"),
-    Command("analyze", "_datamodels_fit", "Ask what the data did.", "datamodels"),
+    Command("analyze", "_datamodels_analyze", "Ask what the data did.", "datamodels"),
     Command("export", "_datamodels", "Write the models as .npy arrays.", "datamodels"),
 )
 
