@@ -63,17 +63,17 @@ class Tokens(nn.Module):
 
     def __init__(self, tied=False, first=True):
         super().__init__()
-        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        self.token_embed = nn.Embedding(11, 8, padding_idx=0)
         self.places = nn.Parameter(torch.randn(6, 8))
         self.mix = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=first)
         self.norm = nn.RMSNorm(8)
         self.head = nn.Linear(8, 11)
         self.first = first
         if tied:
-            self.head.weight = self.embed.weight
+            self.head.weight = self.token_embed.weight
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.places[: tokens.shape[1]]
+        x = self.token_embed(tokens) + self.places[: tokens.shape[1]]
         x = x if self.first else x.transpose(0, 1)
         x = self.norm(self.mix(x))
         return self.head(x if self.first else x.transpose(0, 1))

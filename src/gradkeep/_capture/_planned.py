@@ -92,10 +92,14 @@ class Planned:
             for cells in table
         ]
         lines += [
-            (f"capture {self.rows + self.queries} rows: {format_bytes(self.disk_bytes)} on disk, "
-            f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"),
-            (f"ask {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
-            f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"),
+            (
+                f"capture {self.rows + self.queries} rows: {format_bytes(self.disk_bytes)} on disk, "
+                f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
+            ),
+            (
+                f"ask {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
+                f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
+            ),
         ]
         return "\n".join(lines)
 

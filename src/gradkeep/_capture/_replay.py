@@ -13,6 +13,7 @@ import torch
 import gradkeep.store as gs
 from gradkeep._bytes import parse_bytes
 from gradkeep._capture import _footprint, _weights
+from gradkeep._capture._alarms import Alarms
 from gradkeep._capture._batches import digests, moved, rows_of, size_of
 from gradkeep._capture._captured import Captured, CaptureWarning, kept_layer
 from gradkeep._capture._embeddings import modules_named, seeing_outputs, vectors
@@ -269,7 +270,7 @@ class _Replay:
         at_once: int,
         earlier: Before | None,
     ) -> tuple[int, list[str]]:
-        alarms = _Alarms()
+        alarms = Alarms()
         reused = done = 0
         total = self.batches.num_rows
         bar = shown(f"capture {key.split} at {key.checkpoint}", "rows")
@@ -299,7 +300,7 @@ class _Replay:
         ids: np.ndarray[Any, Any],
         batch: Any,
         at_once: int,
-        alarms: _Alarms,
+        alarms: Alarms,
     ) -> int:
         """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
         start, count = 0, len(ids)
@@ -315,55 +316,6 @@ class _Replay:
             writer.append(ids[start:stop], values | gradients)
             start = stop
         return at_once
-
-
-class _Alarms:
-    """Counts what looks wrong in the gradients that pass."""
-
-    def __init__(self) -> None:
-        self.rows = self.zero = self.tiny = 0
-        self.example: int | None = None
-
-    def look(self, ids: np.ndarray[Any, Any], values: dict[str, Any], prepared: Prepared) -> None:
-        """Stop at NaN and infinity, which would spoil every answer; count vanished gradients."""
-        lengths = torch.from_numpy(values["norms"])
-        finite = lengths.isfinite()
-        if not finite.all():
-            row, layer = (~finite).nonzero()[0].tolist()
-            raise CaptureError(
-                f"the gradient of sample {ids[row]} is not a number in layer "
-                f"{prepared.kept[layer].unit.name}; nothing of this batch was kept",
-                found=f"loss {values['loss'][row]}",
-                fix="look at that sample, or capture an earlier checkpoint: training diverged",
-            )
-        total = values["norm"]
-        self.rows += len(total)
-        zero = total == 0
-        self.zero += int(zero.sum())
-        self.tiny += int(((total > 0) & (total < 1e-30)).sum())
-        if self.example is None and zero.any():
-            self.example = int(ids[zero.argmax()])
-
-    def check_all_zero(self) -> None:
-        """Raise before anything is sealed if there was not a single gradient."""
-        if self.rows and self.zero == self.rows:
-            raise CaptureError(
-                "all gradients are zero: there is nothing to answer questions with",
-                found=f"{self.rows} samples",
-                expected="a loss that depends on the chosen layers",
-                fix="check the task and the labels; dead units or a detached loss do this",
-            )
-
-    def notes(self) -> list[str]:
-        found = []
-        if self.zero:
-            found.append(
-                f"{self.zero} of {self.rows} samples have a gradient of exactly zero, the first "
-                f"is {self.example}: no method can say anything about them"
-            )
-        if self.tiny:
-            found.append(f"{self.tiny} samples have gradients below 1e-30: they may underflow")
-        return found
 
 
 def _keeps_outputs(prepared: Prepared, values: dict[str, Any]) -> bool:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep._capture import _low_rank
+from gradkeep._capture._arrays import arrays_of, as_stored, tensors_of
 from gradkeep._errors import CaptureError
 from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Tied
-from gradkeep.store import Array, Ragged
+from gradkeep.query._factors import DenseRows, LookupRows, OuterRows, TiedRows
+from gradkeep.query._forms import Conv, Dense, Outer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradkeep._capture._units import Unit
     from gradkeep.query._factors import Factors
     from gradkeep.query._forms import Form
-    from gradkeep.store import Encoding
+    from gradkeep.store import Array, Encoding
 
 Storage = Literal["factors", "dense", "low rank"]
 ALIASES: dict[str, Storage | None] = {
@@ -85,7 +85,7 @@ def choose(
     once.
     """
     kept: list[Keeping] = []
-    owners: list[tuple[torch.Tensor, int, Keeping]] = []
+    owners: list[tuple[torch.Tensor, Keeping]] = []
     for unit, piece in pieces.items():
         ways: list[Storage] = ["factors", "dense"]
         if isinstance(piece.form, Dense):
@@ -105,14 +105,16 @@ def choose(
             _keeping(unit, piece, way, encoding=encoding, tolerance=tolerance) for way in ways
         ]
         best = min(options, key=lambda option: option.row_bytes)
-        shared = _shared(best, piece, owners)
-        if shared is not None:
-            # With its prefix kept by another layer the factors cost only the suffix.
+        if isinstance(piece.form, Outer) and piece.source is not None:
+            owner = next((o for source, o in owners if _is_same(piece.source, source)), None)
             factors = next((o for o in options if o.storage == "factors"), None)
-            if factors is not None:
-                best = _with_shared_prefix(factors, shared)
-        elif best.storage == "factors" and piece.source is not None:
-            owners.append((piece.source, id(type(piece.form)), best))
+            if owner is not None and factors is not None:
+                # With its prefix kept by another layer the factors cost only the suffix.
+                best = min(
+                    _with_shared_prefix(factors, owner), best, key=lambda option: option.row_bytes
+                )
+            elif best.storage == "factors":
+                owners.append((piece.source, best))
         kept.append(best)
     return kept
 
@@ -121,9 +123,9 @@ def _keeping(
     unit: Unit, piece: Piece, storage: Storage, *, encoding: Encoding, tolerance: float
 ) -> Keeping:
     form, rows = stored(unit.name, piece, storage, tolerance=tolerance)
-    arrays = _arrays(unit.name, form, rows, encoding)
+    arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
-    tokens = {name: len(values) / count for name, values in _tensors(form, rows).items()}
+    tokens = {name: len(values) / count for name, values in tensors_of(form, rows).items()}
     row_bytes = sum(
         array.row_bytes * tokens[array.name] + 8 if array.ragged else array.row_bytes
         for array in arrays
@@ -167,9 +169,9 @@ def rows_to_store(
     for keeping in kept:
         rows = factors[keeping.unit]
         own = {array.name: array for array in keeping.arrays}
-        for name, values in _tensors(keeping.form, rows).items():
+        for name, values in tensors_of(keeping.form, rows).items():
             if name in own:
-                arrays[name] = _as_stored(own[name], values, rows)
+                arrays[name] = as_stored(own[name], values, keeping.form, rows)
     return factors, arrays
 
 
@@ -222,17 +224,6 @@ def _only(rows: OuterRows, used: torch.Tensor) -> OuterRows:
     return OuterRows(rows.x[used], rows.g[used], before[rows.offsets])
 
 
-def _shared(
-    best: Keeping, piece: Piece, owners: Sequence[tuple[torch.Tensor, int, Keeping]]
-) -> Keeping | None:
-    if piece.source is None or not isinstance(piece.form, Outer):
-        return None
-    for source, kind, owner in owners:
-        if kind == id(type(piece.form)) and _is_same(piece.source, source):
-            return owner
-    return None
-
-
 def _with_shared_prefix(keeping: Keeping, owner: Keeping) -> Keeping:
     assert isinstance(keeping.form, Outer)
     assert isinstance(owner.form, Outer)
@@ -253,70 +244,6 @@ def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return False
     same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return one is other or (same and one.shape == other.shape and one.dtype == other.dtype)
-
-
-def _tensors(form: Form, rows: Factors) -> dict[str, torch.Tensor]:
-    """The tensors of some rows by the names of their arrays."""
-    match form, rows:
-        case Outer(), OuterRows():
-            return {form.prefix: rows.x, form.suffix: rows.g}
-        case Conv(), ConvRows():
-            return {form.wide: rows.wide, form.narrow: rows.narrow}
-        case Lookup(), LookupRows():
-            return {form.prefix: rows.ids, form.suffix: rows.g}
-        case Dense(), DenseRows():
-            return {form.gradient: rows.values}
-        case Tied(), TiedRows():
-            return _tensors(form.lookup, rows.lookup) | _tensors(form.outer, rows.outer)
-    raise AssertionError("rows of another form")
-
-
-def _offsets(form: Form, rows: Factors, name: str) -> torch.Tensor | None:
-    match form, rows:
-        case Tied(), TiedRows():
-            if name in form.lookup.arrays:
-                return rows.lookup.offsets
-            return rows.outer.offsets
-        case _, OuterRows() | LookupRows():
-            return rows.offsets
-    return None
-
-
-def _arrays(name: str, form: Form, rows: Factors, encoding: Encoding) -> tuple[Array, ...]:
-    made = []
-    for array, values in _tensors(form, rows).items():
-        whole = not values.dtype.is_floating_point
-        double = values.dtype == torch.float64
-        made.append(
-            Array(
-                array,
-                dtype="int64" if whole else "float64" if double else "float32",
-                shape=tuple(values.shape[1:]),
-                kind=_kind(form, array),
-                encoding="plain" if whole or double else encoding,
-                layer=name,
-                ragged=_offsets(form, rows, array) is not None,
-            )
-        )
-    return tuple(made)
-
-
-def _kind(form: Form, array: str) -> Literal["prefix", "suffix", "gradient", "projection"]:
-    if isinstance(form, Dense):
-        return "projection" if form.sketch else "gradient"
-    return "suffix" if array.endswith("suffix") else "prefix"
-
-
-def _as_stored(array: Array, values: torch.Tensor, rows: Factors) -> Any:
-    given = values.detach().cpu().numpy()
-    if not array.ragged:
-        return given
-    part: Factors = rows
-    if isinstance(rows, TiedRows):
-        part = rows.lookup if ".token" in array.name else rows.outer
-    assert isinstance(part, OuterRows | LookupRows)
-    assert part.offsets is not None
-    return Ragged(given, part.offsets.numpy())
 
 
 def _check_same(keeping: Keeping, form: Form) -> None:
