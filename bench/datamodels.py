@@ -3,7 +3,7 @@
 A thousand perceptrons on random halves of the digits, trained stacked. A fifth of them are left out
 and choose nothing. Prints the correlation of predicted and true margins over these, per test digit
 in quantiles and against the number of models fitted, beside that of ridge and of differences of
-means on the same models; then removes the fifty examples that help a test digit most, and as many
+means on the same models; then removes the fifty examples that help a test digit most (fewer if fewer help), and as many
 at random, and trains again. One thread, about four minutes. `./x bench datamodels [--quick]`
 """
 
@@ -91,26 +91,28 @@ def removed(study, targets, repeats):
     fitted = study.fit()
     rng = np.random.default_rng(0)
     chosen = np.sort(rng.permutation(fitted.weights.shape[1])[:targets])
-    best = dm.top(fitted, REMOVED, targets=chosen)
-    tops = [ids[ids >= 0] for ids in best.positive]
-    randoms = [rng.permutation(len(fitted.weights))[: len(ids)] for ids in tops]
+    best = dm.top(fitted, len(fitted.weights), targets=chosen)
     # From a half, as the fit saw them: from all examples a margin has other examples to rest on.
-    kept = dm.draw_masks(10**6, [0], num_examples=len(fitted.weights))[0]
-    for what, base in (("a half", kept), ("all", None)):
+    half = dm.draw_masks(10**6, [0], num_examples=len(fitted.weights))[0]
+    for what, base in (("a half", half), ("all", np.ones_like(half))):
+        helping = [ids[ids >= 0] for ids in best.positive]
+        tops = [ids[base[ids]][:REMOVED] for ids in helping]
+        randoms = [rng.permutation(np.flatnonzero(base))[: len(ids)] for ids in tops]
         found = study.verify_removals(
             fitted, [*tops, *randoms], base=base, repeats=repeats, workers=0, threads=1
         )
         places = np.arange(targets)
         own, told = found.measured[places, chosen], found.predicted[places, chosen]
         control = found.measured[targets + places, chosen]
+        told_control = found.predicted[targets + places, chosen]
         error = found.standard_error[places, chosen]
         slope, _ = statistics.linear_regression(told.tolist(), own.tolist())
         print(
-            f"\nwithout the top {REMOVED} of each of {targets} targets, from {what} of the examples, "
-            f"{repeats} trainings each\n"
+            f"\nwithout the {statistics.mean(map(len, tops)):.3g} examples that help each of "
+            f"{targets} targets most, from {what} of the examples, {repeats} trainings each\n"
             f"  change of its margin   predicted {told.mean():+.2f}   measured {own.mean():+.2f}"
             f"   (standard error of one {np.median(error):.2f})\n"
-            f"  as many at random      measured {control.mean():+.2f}\n"
+            f"  as many at random      predicted {told_control.mean():+.2f}   measured {control.mean():+.2f}\n"
             f"  fell for {np.count_nonzero(own < 0)} of {targets}; correlation over these targets "
             f"{statistics.correlation(told.tolist(), own.tolist()):.2f}, slope {slope:.2f}; over all "
             f"removals and targets {found.correlation:.2f}"

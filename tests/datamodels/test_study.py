@@ -19,8 +19,10 @@ from gradkeep.datamodels import (
     margins,
     output,
 )
+from gradkeep.datamodels._draw import training_seed
 from gradkeep.datamodels._stacked import stacks_well, train_many
 from gradkeep.datamodels._training import TOLERANCE
+from gradkeep.testing._autograd import per_sample_gradients
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(40, 5, generator=GENERATOR)
@@ -126,6 +128,57 @@ def test_kept_models_answer_as_they_did(tmp_path):
         for index in range(3):
             again = margins(TEST)(found.model(index))
             np.testing.assert_allclose(again, found.outputs()[index], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_captured_gradients_are_autograds_of_the_models_that_gave_the_outputs(tmp_path, stacked):
+    found = study(tmp_path, keep_models=True, stacked=stacked, num_models=3)
+    found.run(workers=0)
+    task = gk.Classification()
+    done = found.capture(batch_size=16)
+    assert [(kept.key.checkpoint, kept.key.split, kept.rows) for kept in done] == [
+        (str(index), split, rows)
+        for index in range(3)
+        for split, rows in (("train", 40), ("test", 7))
+    ]
+    for index in range(3):
+        model = found.model(index)
+        if not stacked:  # the very model: trained once more from its mask and seed
+            mask = found.masks([index]).numpy()[0]
+            again = TRAINING.train_one(X[mask], Y[mask], training_seed(0, index))
+            model = again.eval()
+        for split, batch in (("train", (X, Y)), ("test", TEST)):
+            where = {"split": split, "checkpoint": str(index), "run": "study"}
+            kept = gk.query.gradients(found.store, **where)
+            assert kept.ids.tolist() == list(range(len(batch[1])))
+            truth = per_sample_gradients(model, task.losses, batch)
+            restored = kept.restore(kept.ids)
+            assert set(restored) == set(truth)
+            for name, gradient in truth.items():
+                scale = float(gradient.abs().max())
+                assert float((restored[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+def test_a_capture_of_a_study_resumes_and_takes_some_models_and_examples(tmp_path):
+    found = study(tmp_path, keep_models=True, num_models=3)
+    found.run(workers=0)
+    (train, test) = found.capture((TEST[0][:2], TEST[1][:2]), models=[1])
+    assert (train.reused_rows, test.rows) == (0, 2)
+    assert {key.checkpoint for key in found.store.captures()} == {"1"}
+    (train, _) = found.capture((TEST[0][:2], TEST[1][:2]), models=[1])
+    assert train.reused_rows == 40
+
+
+def test_captures_that_a_study_cannot_make_are_refused(tmp_path):
+    plain = study(tmp_path / "plain", num_models=1)
+    plain.run(workers=0)
+    with pytest.raises(StudyError, match="keep_models=True"):
+        plain.capture()
+    found = study(tmp_path / "kept", keep_models=True, outputs=output(lambda m: [1.0], 1))
+    with pytest.raises(StudyError, match="test="):
+        found.capture()
+    with pytest.raises(StudyError, match="run, split"):
+        found.capture(TEST, run="mine", split="other")
 
 
 def test_a_study_that_keeps_no_models_says_so(tmp_path):

@@ -15,6 +15,7 @@ from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._outputs import Output, tensors
 from gradkeep.datamodels._retrain import verify_by_farm
 from gradkeep.datamodels._stacked import MANY, stacks_well
+from gradkeep.datamodels._study_capture import capture_models
 from gradkeep.datamodels._study_facts import count_of, describe, fingerprint_of
 from gradkeep.datamodels._study_job import (
     MASKS,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
+    from gradkeep._capture import Captured, Task
     from gradkeep.datamodels._removal import Verified
     from gradkeep.datamodels._result import Datamodels
     from gradkeep.store import Rows, Store
@@ -113,6 +115,37 @@ class Study:
             )
         flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
         return restore_weights(self._blank(), np.asarray(flat))
+
+    def capture(
+        self,
+        test: Any = None,
+        *,
+        models: Sequence[int] | None = None,
+        task: Task | None = None,
+        output: str | None = None,
+        batch_size: int = 256,
+        **options: Any,
+    ) -> list[Captured]:
+        """Keep the gradients of these models (all that are done) on every example and on `test`.
+
+        `test` is by default what the output is about, so that outcomes and gradients are of the same
+        models and targets. Each model is a checkpoint named by its number, in the run named like the
+        study, with the splits `train` (row i is column i of the masks) and `test`; `options` are
+        those of `gradkeep.capture`. Needs `keep_models`; interrupted, it resumes.
+        """
+        asked = self.job.outputs[self._output(output)].examples if test is None else test
+        if asked is None:
+            raise StudyError(
+                "this output does not say which examples it is about", fix="pass them as test="
+            )
+        return capture_models(
+            self,
+            {"train": self.job.data(), "test": asked},
+            models=models,
+            task=task,
+            batch_size=batch_size,
+            **options,
+        )
 
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
         """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""

@@ -12,8 +12,12 @@ from gradkeep.datamodels._training import Training
 
 def count_of(data: Any) -> int:
     """How many examples there are, in a dataset or a pair of inputs and labels."""
-    pair = isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
-    return len(data[1]) if pair else len(data)
+    return len(data[1]) if is_pair(data) else len(data)
+
+
+def is_pair(data: Any) -> bool:
+    """Whether these are inputs and labels rather than a dataset of examples."""
+    return isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
 
 
 def fingerprint_of(data: Any) -> str:
