@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gradkeep._errors import RematError
+from gradkeep._bytes import parse_bytes
+from gradkeep._errors import BudgetError, RematError
 from gradkeep.remat import _sweep
-from gradkeep.remat._budget import parse_bytes
 from gradkeep.remat._picture import Look, draw, sentences
 from gradkeep.remat._sweep import Case, cases, read_table, run_case, sweep
 
@@ -74,7 +74,7 @@ def test_budgets_as_people_write_them(text, count):
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "5 apples", "1.2.3"])
 def test_budgets_that_are_none(text):
-    with pytest.raises(RematError, match="not a number of bytes"):
+    with pytest.raises(BudgetError, match="not a number of bytes"):
         parse_bytes(text)
 
 
