@@ -47,7 +47,7 @@ def loaders():
     return {"train": DataLoader(TRAIN, batch_size=8), "test": DataLoader(TEST, batch_size=8)}
 
 
-def train(folder, callbacks, **options):
+def train(folder, callbacks, *, resume=None, **options):
     arguments = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8} | options
     trainer = transformers.Trainer(
         model=new_model(),
@@ -65,7 +65,7 @@ def train(folder, callbacks, **options):
         train_dataset=TRAIN,
         callbacks=callbacks,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer.model
 
 
@@ -134,6 +134,23 @@ def test_a_second_training_into_the_same_run_is_refused_before_it_starts(tmp_pat
     with pytest.raises(CaptureError, match="earlier training"):
         again()
     assert [c.key.run for c in again(run="second").captured] == ["second", "second"]
+
+
+def test_a_resumed_training_goes_on_with_its_captures(tmp_path):
+    store = gk.open(tmp_path / "store")
+
+    def once(**options):
+        callback = GradkeepTrainerCallback(
+            store, loaders(), task=gk.Classification(), layers=LAYERS
+        )
+        train(tmp_path / "kept", [callback], **options)
+        return [(c.key.checkpoint, c.reused_rows) for c in callback.captured]
+
+    assert once(max_steps=4) == [("checkpoint-4", 0)] * 2
+    saved = tmp_path / "kept" / "checkpoint-4"
+    assert once(resume=saved) == [("checkpoint-8", 0)] * 2
+    with pytest.raises(CaptureError, match="none after step 4"):
+        once(resume=saved, max_steps=12)
 
 
 def test_arguments_that_the_training_decides_are_refused(tmp_path):

@@ -58,8 +58,7 @@ class GradkeepLightningCallback(Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse to meet what is there before hours have passed."""
-        if trainer.global_step == 0:  # a resumed training goes on with its captures
-            self._replays.check_new()
+        self._replays.check_new(int(trainer.global_step))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note the learning rate: a schedule moves it on before the epoch ends."""

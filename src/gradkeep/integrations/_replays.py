@@ -35,16 +35,19 @@ class Replays:
     options: Mapping[str, Any]
     """Further arguments of `gk.capture`."""
 
-    def check_new(self) -> None:
-        """Raise before training starts if its captures would meet those of an earlier one."""
+    def check_new(self, step: int) -> None:
+        """Raise before training goes on from a step if captures of later ones are there already."""
+        steps = {known.name: known.step or 0 for known in self.store.checkpoints(self.run)}
         held = [key for key in self.store.captures() if key.run == self.run]
         taken = [key for key in held if key.split in self.loaders]
-        if taken:
+        later = [key for key in taken if step == 0 or steps.get(key.checkpoint, 0) > step]
+        if later:
             raise CaptureError(
                 f"run {self.run!r} holds captures of an earlier training",
                 path=self.store.location,
-                found=", ".join(f"{key.split} at {key.checkpoint}" for key in taken[:4]),
-                fix="give the callback another run=, or delete that one",
+                found=", ".join(f"{key.split} at {key.checkpoint}" for key in later[:4]),
+                expected=f"none after step {step}, where this one starts",
+                fix="give the callback another run=, or delete those captures",
             )
 
     def keep(

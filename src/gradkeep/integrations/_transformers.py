@@ -61,8 +61,7 @@ class GradkeepTrainerCallback(Base):
                 found="save_strategy='no'",
                 fix="pass at='epoch' or at='end' to the callback, or another save_strategy",
             )
-        if state.global_step == 0:  # a resumed training goes on with its captures
-            self._replays.check_new()
+        self._replays.check_new(int(state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Note the learning rate: a schedule moves it on before anything is saved."""
