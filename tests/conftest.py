@@ -1,10 +1,14 @@
-"""Hypothesis profiles: `local` explores anew in every run, `ci` draws the same examples each time.
+"""Hypothesis profiles, and a filesystem that can really be full.
+
+`local` explores anew in every run, `ci` draws the same examples each time.
 
 HYPOTHESIS_PROFILE chooses one by name; otherwise the variable CI does.
 """
 
 import os
+import subprocess
 
+import pytest
 from hypothesis import settings
 
 # No deadline: the first example pays for imports and cold caches, and machines differ.
@@ -14,3 +18,21 @@ settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "local")
 )
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that mounts a small filesystem, or changes how it is mounted."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+
+    def mount(options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"cannot mount a filesystem here: {done.stderr.strip()}")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)

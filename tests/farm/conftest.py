@@ -17,8 +17,8 @@ def _jobs_can_be_imported(monkeypatch):
 
 @pytest.fixture
 def rows_of(tmp_path):
-    def make(count, name="models"):
-        store = gk.open(tmp_path / "store", durability="process")
+    def make(count, name="models", folder=tmp_path):
+        store = gk.open(folder / "store", durability="process")
         store.rows(name, SCHEMA, num_rows=count)
         return store
 

@@ -70,10 +70,15 @@ class Rows(RowFiles):
                 rows = [row for row in rows if row >= start]
             elif turn == buckets:
                 rows = [row for row in rows if row < start]
-            for lease in self._claim_in(bucket, rows, owner, seconds, max_attempts):
-                taken.append(lease)
-                if len(taken) == count:
-                    return taken
+            try:
+                for lease in self._claim_in(bucket, rows, owner, seconds, max_attempts):
+                    taken.append(lease)
+                    if len(taken) == count:
+                        return taken
+            except BaseException:  # a full disk, say: the caller never learns of these
+                for lease in taken:
+                    self.release(lease)
+                raise
         return taken
 
     def _claim_in(

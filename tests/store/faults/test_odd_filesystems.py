@@ -1,7 +1,6 @@
 """Disks that are really full or read-only, have no hard links, or take a write in pieces."""
 
 import errno
-import subprocess
 import threading
 from pathlib import Path
 
@@ -10,24 +9,6 @@ import pytest
 
 from gradkeep import store as gs
 from gradkeep._errors import Conflict, ReadOnly, WriteFailed
-
-
-@pytest.fixture
-def small_disk(ram):
-    """A function that mounts a small filesystem, or changes how it is mounted."""
-    place = ram / "mounted"
-    place.mkdir()
-
-    def mount(options):
-        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"cannot mount a filesystem here: {done.stderr.strip()}")
-        return place
-
-    yield mount
-    if place.is_mount():
-        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize("kind", ["size", "nr_inodes"])
