@@ -77,7 +77,7 @@ def predicted(study):
     print("\nper target, with all models that are not left out")
     print("quantile  " + "".join(f"{part:>8.0%}" for part in QUANTILES))
     for penalty, curve in curves.items():
-        values = np.quantile(curve.correlations[-1].value, QUANTILES)
+        values = np.nanquantile(curve.correlations[-1].value, QUANTILES)
         print(f"{penalty:8}  " + "".join(f"{value:8.3f}" for value in values))
     print(
         f"no weight predicts better than any for {len(best.constant_predictions)} targets under "
