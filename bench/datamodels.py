@@ -72,7 +72,7 @@ def predicted(study):
         ridge, means = curves["ridge"].mean[place], curves["means"].mean[place]
         print(
             f"{size:6d}   {one.mean:.3f}  [{one.mean_low:.3f}, {one.mean_high:.3f}]   "
-            f"{ridge:.3f}   {means:.3f}   {one.mean / means:.2f}x"
+            f"{ridge:.3f}   {means:.3f}   {f'{one.mean / means:.2f}x' if means > 0 else '-'}"
         )
     print("\nper target, with all models that are not left out")
     print("quantile  " + "".join(f"{part:>8.0%}" for part in QUANTILES))
