@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 CACHED = 1 << 21
 """Bytes of one temporary that several operators pass over: what stays in the cache."""
-RESTORED = 1 << 24
+RESTORED = 1 << 26
 """Bytes of restored gradients: enough rows for a matrix product of a good shape."""
 
 
