@@ -22,7 +22,7 @@ from gradkeep.data import Examples, dataset, model
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("GRADKEEP_DATA", ROOT.parent / "shared" / "data"))
-ROWS, BATCH, STEPS, ROUNDS = 1024, 128, 60, 3
+ROWS, BATCH, STEPS, ROUNDS = 3072, 128, 60, 2
 BAR = 1.6
 
 

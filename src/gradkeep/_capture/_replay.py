@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -305,7 +306,9 @@ class _Replay:
         """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
         start, count = 0, len(ids)
         while start < count:
-            stop = min(count, start + at_once)
+            left = count - start
+            # Parts of one size: a short last one would keep the processor waiting.
+            stop = start + math.ceil(left / math.ceil(left / at_once))
             part = batch if stop - start == count else rows_of(batch, start, stop)
             try:
                 gradients, values = self._values(prepared, part)
