@@ -32,7 +32,6 @@ class Traced:
 
     measured: Measured
     pieces: dict[Unit, Piece]
-    calls: list[Call]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +45,11 @@ class Tracer:
     units: Sequence[Unit] = ()
     unused: Sequence[Unit] = ()
     """Units that the loss did not depend on when the first batch ran."""
-    also: tuple[nn.Module, ...] = ()
-    """Further modules whose calls are wanted, for embeddings."""
 
     def run(self, batch: Any) -> Traced:
         """The gradients of every unit for every sample of the batch."""
         rows = size_of(batch)
-        modules = [*watched([*self.units, *self.unused]), *self.also]
+        modules = watched([*self.units, *self.unused])
         measured, target, calls = self.forward(modules, batch)
         fill(calls, target)
         by_module: dict[nn.Module, list[Call]] = {}
@@ -71,7 +68,7 @@ class Tracer:
                 pieces |= _module.pieces(units, self._calls(units[0], by_module), rows=rows)
         if whole := [unit for unit in self.units if unit.way == "whole"]:
             pieces |= _whole.pieces(whole, self.target, self.model, batch, rows=rows)
-        return Traced(measured, {unit: pieces[unit] for unit in self.units}, calls)
+        return Traced(measured, {unit: pieces[unit] for unit in self.units})
 
     def forward(
         self, modules: Sequence[nn.Module], batch: Any

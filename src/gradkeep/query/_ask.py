@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,11 +11,6 @@ from gradkeep._errors import QueryError
 from gradkeep.query._engine import Engine, Pair, Wanted
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._products import Products, Top
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Scale = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 Side = Gradients | Sequence[Gradients]
 
