@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradkeep.query._factors import OuterRows
-from gradkeep.query._inner import inner, squared_lengths
+from gradkeep.query._inner import inner, pairwise, squared_lengths
 from gradkeep.query._segments import (
     Spans,
     join_offsets,
@@ -40,8 +40,8 @@ def factored(form: Outer, queries: OuterRows, train: OuterRows, *, scratch: int)
     plus_one = form.bias and not form.ones
 
     def product(left: slice, right: slice) -> Tensor:
-        inputs = queries.x[left] @ train.x[right].t()
-        grads = queries.g[left] @ train.g[right].t()
+        inputs = pairwise(queries.x[left], train.x[right])
+        grads = pairwise(queries.g[left], train.g[right])
         return grads.addcmul_(inputs, grads) if plus_one else grads.mul_(inputs)
 
     return sum_pairs(spans_of(queries), spans_of(train), product, like=train.x, scratch=scratch)
