@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from gradkeep._errors import NotSealed, QueryError, StoreError
+from gradkeep._errors import MissingRows, NotSealed, QueryError, StoreError
 from gradkeep.query import _operators
 from gradkeep.query._forms import from_fields, size_of
 from gradkeep.query._read import factors_of
@@ -106,17 +106,13 @@ class Gradients:
 
     def positions(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Where the rows with these ids are."""
-        order = np.argsort(self.ids, kind="stable")
-        wanted = np.atleast_1d(np.asarray(ids, np.int64))
-        places = np.searchsorted(self.ids, wanted, sorter=order)
-        places = order[np.minimum(places, len(order) - 1)]
-        missing = wanted[self.ids[places] != wanted]
-        if len(missing):
+        try:
+            return self.block.positions(ids)
+        except MissingRows as error:
             raise QueryError(
-                f"no row with id {int(missing[0])} in {self.key.split}",
+                f"{error.found} in {self.key.split}",
                 found=f"ids {self.ids[:3].tolist()} ... {self.ids[-1:].tolist()}",
-            )
-        return places
+            ) from error
 
     def restore(self, ids: Any) -> dict[str, torch.Tensor]:
         """The gradients of these rows, one tensor `[B, *shape]` per parameter.

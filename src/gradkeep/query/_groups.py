@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,8 @@ def mean(
     rows, and the result is divided by their sum. `ids` takes only those rows. Cost: one product per
     layer, nothing is restored.
     """
+    summed = total(gradients, by=by, weights=weights, ids=ids, memory_budget=memory_budget)
     member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
-    sums = _sums(gradients, member, memory_budget, squares=False)
     sizes = member.sum(1, keepdim=True)
     empty = (sizes == 0).squeeze(1)
     if bool(empty.any()):
@@ -68,8 +69,8 @@ def mean(
             "the weights of a group add up to zero",
             found=f"group {groups[int(empty.nonzero()[0])]}",
         )
-    values = {name: total / sizes.to(total.dtype) for name, total in sums.items()}
-    return Directions(groups, values, gradients.forms, gradients.weights)
+    values = {name: sums / sizes.to(sums.dtype) for name, sums in summed.layers.items()}
+    return dataclasses.replace(summed, layers=values)
 
 
 def total(

@@ -171,7 +171,7 @@ class Block:
         wanted = self._wanted(ids)
         arrays = self._arrays(names)
         if fill is None:
-            rows = self._ids().rows(wanted, path=self.path)
+            rows = self.positions(wanted)
             return Batch(wanted, tuple(self._gather(array, rows) for array in arrays))
         check_fill(fill, arrays, path=self.path)
         rows = self._ids().find(wanted)
@@ -192,6 +192,10 @@ class Block:
             )
         columns = tuple(self._gather(array, positions) for array in self._arrays(names))
         return Batch(self.ids[positions], columns)
+
+    def positions(self, ids: Any) -> AnyArray:
+        """The positions (0 to N - 1) of the rows with these ids; raises `MissingRows`."""
+        return self._ids().rows(self._wanted(ids), path=self.path)
 
     def _wanted(self, ids: Any) -> AnyArray:
         values = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
