@@ -30,9 +30,9 @@ def measured_values(measured: Measured) -> Values:
         "label": measured.labels,
         "predicted": measured.predictions,
     }
-    values: Values = {name: _plain(tensor) for name, tensor in given.items() if tensor is not None}
+    values: Values = {name: plain(tensor) for name, tensor in given.items() if tensor is not None}
     if measured.tokens is not None:
-        tokens = _plain(measured.tokens)
+        tokens = plain(measured.tokens)
         values["token_loss"] = Ragged.of([row[~np.isnan(row)] for row in tokens])
     return values
 
@@ -65,7 +65,8 @@ def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
     return tuple(made)
 
 
-def _plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The values as numpy has them; 16 bits become float32."""
     values = tensor.detach().cpu()
     if values.dtype in (torch.bfloat16, torch.float16):
         values = values.float()

@@ -12,7 +12,7 @@ import torch
 import gradkeep.store as gs
 from gradkeep._capture import _select, _storing
 from gradkeep._capture._calls import Call, watching
-from gradkeep._capture._measures import arrays_for, norms
+from gradkeep._capture._measures import arrays_for, norms, plain
 from gradkeep._capture._mode import in_mode
 from gradkeep._capture._positions import LAYS, possible
 from gradkeep._capture._resume import before
@@ -98,7 +98,7 @@ class Recording:
             )
         factors, arrays = rows_to_store(self._kept, pieces)
         lengths = norms(self._kept, factors).cpu().float()
-        values = {name: _plain(value) for name, value in keep.items()}
+        values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
         values["norms"] = lengths.numpy()
         values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
         if not bool(lengths.isfinite().all()):
@@ -219,11 +219,3 @@ def _piece(unit: Unit, calls: Mapping[nn.Module, list[Call]], rows: int) -> Piec
         found=f"input {tuple(own[0].input.shape)} for {rows} ids",
         fix="give as many ids as there are samples in the batch",
     )
-
-
-def _plain(value: Any) -> np.ndarray[Any, Any]:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-        return np.asarray(value.numpy())
-    return np.asarray(value)
