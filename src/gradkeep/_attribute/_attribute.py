@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep import query
-from gradkeep._attribute._methods import Method, method_named
+from gradkeep._attribute._method import Method, options_for
+from gradkeep._attribute._named import method_named
+from gradkeep._attribute._places import places
+from gradkeep._attribute._question import Question, asked
+from gradkeep._attribute._saved import save_scores
 from gradkeep._attribute._scores import Scores
+from gradkeep._attribute._tally import Tally
+from gradkeep._bytes import parse_bytes
 from gradkeep._errors import AttributionError
+from gradkeep._progress import progress as shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from gradkeep.query import Gradients, Plan
+    from gradkeep._attribute._method import Scorer
     from gradkeep.query._engine import Wanted
-    from gradkeep.store import Store
+    from gradkeep.query._gradients import Of
+    from gradkeep.store import Block, Store
+
+_TILE = 256 << 20
+"""Bytes of scores that a method is asked for at a time."""
 
 
 def attribute(
     store: Store,
     *,
+    method: str = "dot",
     queries: str = "test",
     train: str = "train",
-    method: str = "dot",
     checkpoints: str | Sequence[str] | None = None,
     layers: str | Sequence[str] | None = None,
     ids: Any = None,
-    run: str = "main",
+    run: str | Sequence[str] = "main",
     name: str = "main",
-    lrs: Sequence[float] | None = None,
     plan: Wanted = None,
     memory_budget: int | str | None = None,
+    per_layer: bool = False,
+    save: str | None = None,
+    progress: bool = False,
+    **options: Any,
 ) -> Scores:
     """Score every training row for every query, from what was captured; nothing is run again.
 
-    `checkpoints` defaults to the only one (for `tracin` and `self`: all) at which both splits were
-    captured. `ids` picks queries. `lrs` are the learning rates of `tracin`; by default those that
-    the checkpoints were captured with.
+    `checkpoints` defaults to all at which both splits were captured, in each `run`; methods about
+    one checkpoint take the only one. `ids` picks queries, `layers` layers. `save` keeps the scores
+    in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
+    else is an option of the method: `gk.methods()` lists methods and what they need.
 
     >>> import gradkeep as gk, tempfile, torch
     >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
@@ -49,112 +64,128 @@ def attribute(
     (2, 6)
     """
     chosen = method_named(method)
-    at = _checkpoints(store, chosen, checkpoints, queries=queries, train=train, run=run, name=name)
-
-    def sides(split: str) -> list[Gradients]:
-        return [
-            query.gradients(store, split=split, checkpoint=c, run=run, name=name, layers=layers)
-            for c in at
-        ]
-
-    if chosen.name == "self":
-        return _own(chosen, sides(train), train, at)
-    asked, rows = sides(queries), sides(train)
-    if chosen.name == "cos":
-        found = query.cosine(asked, rows, ids=ids, plan=plan, memory_budget=memory_budget)
-    else:
-        weights = _learning_rates(store, run, at, lrs) if chosen.name == "tracin" else None
-        found = query.dot(
-            asked, rows, weights=weights, ids=ids, plan=plan, memory_budget=memory_budget
-        )
-    return _scores(
-        chosen, found.values.numpy(), found.query_ids, rows, queries, train, at, found.plan
+    told = options_for(chosen, options)
+    splits = (queries, train) if chosen.about_queries else (train,)
+    at = places(store, run=run, checkpoints=checkpoints, splits=splits, name=name)
+    _check(chosen, [str(place) for place in at], per_layer=per_layer)
+    question = asked(
+        store,
+        queries=splits[0],
+        train=train,
+        name=name,
+        places=at,
+        ids=ids if chosen.about_queries else None,
+        layers=layers,
+        plan=plan,
+        memory_budget=memory_budget,
+        per_layer=per_layer,
     )
+    with shown(f"attribute by {chosen.name}", "scores") as report:
+        scores = _computed(chosen, question, told, options, report if progress else None)
+    if save is not None:
+        save_scores(store, save, scores)
+    return scores
 
 
-def _own(chosen: Method, rows: list[Gradients], train: str, at: list[str]) -> Scores:
-    total = sum(side.norms().double().square() for side in rows)
-    values = np.asarray(total, np.float32)[None]
-    return _scores(chosen, values, np.zeros(1, np.int64), rows, train, train, at, None)
-
-
-def _scores(
+def _computed(
     chosen: Method,
-    values: Any,
-    query_ids: Any,
-    rows: list[Gradients],
-    queries: str,
-    train: str,
-    at: list[str],
-    plan: Plan | None,
+    question: Question,
+    told: Any,
+    options: dict[str, Any],
+    report: Callable[[int, int], None] | None,
 ) -> Scores:
+    first = question.at()[0]
+    train, block = first.train_block, first.query_block
+    count = len(question.positions) if chosen.about_queries else 1
+    rows, layers = len(train), _layers(first.train_block, question)
+    parts = (len(layers),) if question.per_layer else ()
+    tally = Tally(
+        (*parts, count, rows),
+        checkpoints=len(question.places),
+        over=chosen.over,
+        memory_budget=question.memory_budget,
+    )
+    step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
+    scorer: Scorer | None = None
+    for number, at in enumerate(question.at()):
+        # The last checkpoint's factorisation goes before the next one's is made.
+        scorer = None
+        scorer = chosen.prepare(at, told)
+        for start in range(0, count, step):
+            found = scorer.score(start, min(start + step, count))
+            _check_numbers(chosen, found, str(at.place))
+            tally.add(start, found)
+            if report is not None:
+                done = number * count + start + found.shape[-2]
+                report(done * rows, len(question.places) * count * rows)
+    assert scorer is not None
+    values = tally.values.sum(0) if parts else tally.values
     return Scores(
         values=values,
-        query_ids=query_ids,
-        train_ids=rows[0].ids,
+        query_ids=block.ids[question.positions] if chosen.about_queries else np.zeros(1, np.int64),
+        train_ids=train.ids,
         method=chosen.name,
-        queries=queries,
-        train=train,
-        checkpoints=tuple(at),
-        layers=tuple(rows[0].forms),
+        queries=question.queries,
+        train=question.train,
+        checkpoints=tuple(str(place) for place in question.places),
+        layers=layers,
         scale=chosen.summary,
-        exact=chosen.exact,
-        plan=plan,
+        exact=chosen.exact and scorer.approximate is None,
+        approximate=scorer.approximate,
+        options=_written(options),
+        query_labels=_labels(block, question.positions) if chosen.about_queries else None,
+        train_labels=_labels(train, None),
+        confidence=tally.confidence(),
+        per_layer=tally.values if parts else None,
+        plan=scorer.plan,
+        store=question.store,
     )
 
 
-def _checkpoints(
-    store: Store,
-    chosen: Method,
-    wanted: str | Sequence[str] | None,
-    *,
-    queries: str,
-    train: str,
-    run: str,
-    name: str,
-) -> list[str]:
-    if wanted is not None:
-        found = [wanted] if isinstance(wanted, str) else list(wanted)
-        if not found:
-            raise AttributionError("no checkpoint was given")
-    else:
-        keys = [key for key in store.captures() if (key.run, key.capture) == (run, name)]
-        splits = {train} if chosen.name == "self" else {train, queries}
-        both = set.intersection(*({k.checkpoint for k in keys if k.split == s} for s in splits))
-        steps = {c.name: c.step for c in store.checkpoints(run)}
-        found = sorted(both, key=lambda c: (steps.get(c) is None, steps.get(c) or 0, c))
-        if not found:
-            raise AttributionError(
-                f"{queries!r} and {train!r} were not captured at the same checkpoint",
-                path=store.location,
-                found=", ".join(f"{k.split} at {k.checkpoint}" for k in keys) or "no captures",
-                fix=f"gk.capture(store, model, loader, task=task, split={queries!r}), "
-                f"and the same for {train!r}",
-            )
-    if len(found) > 1 and chosen.name in ("dot", "cos"):
+def _check(chosen: Method, at: list[str], *, per_layer: bool) -> None:
+    if len(at) > 1 and chosen.over == "one":
         raise AttributionError(
             f"{chosen.name} is about one checkpoint",
-            found=", ".join(found),
-            fix=f"pass checkpoints={found[-1]!r}, or method='tracin' for all of them",
+            found=", ".join(at),
+            fix=f"pass checkpoints={at[-1]!r}, or method='tracin' for all of them",
         )
-    return found
-
-
-def _learning_rates(
-    store: Store, run: str, at: Sequence[str], lrs: Sequence[float] | None
-) -> list[float]:
-    if lrs is not None:
-        if len(lrs) != len(at):
-            raise AttributionError(
-                "one learning rate per checkpoint is needed",
-                found=f"{len(lrs)} for {len(at)} checkpoints",
-            )
-        return [float(lr) for lr in lrs]
-    known = {checkpoint.name: checkpoint.lr for checkpoint in store.checkpoints(run)}
-    missing = [name for name in at if known.get(name) is None]
-    if missing:
+    if per_layer and not chosen.layered:
         raise AttributionError(
-            f"tracin needs the learning rate at checkpoint {missing[0]!r}",
-            fix="pass lrs=, or capture with gk.Weights(source, lr=...)",
+            f"the scores of {chosen.name} are not sums over layers",
+            fix="pass layers= to see what some layers say, or use dot, tracin or kernel",
         )
-    return [float(known[name] or 0.0) for name in at]
+
+
+def _check_numbers(chosen: Method, found: Any, at: str) -> None:
+    if not bool(found.isfinite().all()):
+        raise AttributionError(
+            f"{chosen.name} gave scores that are no numbers at {at}",
+            found="NaN or infinity",
+            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
+        )
+
+
+def _queries_at_once(question: Question, row: int, count: int) -> int:
+    budget = question.memory_budget
+    tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
+    return max(1, min(count, tile // (4 * max(1, row))))
+
+
+def _layers(block: Block, question: Question) -> tuple[str, ...]:
+    at = question.at()[0]
+    if not any(layer.form for layer in block.schema.layers):
+        return ()
+    kept: Of = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
+    return tuple(at.train(kept).forms)
+
+
+def _labels(block: Block, positions: Any) -> Any:
+    if "label" not in block.names:
+        return None
+    labels = block.column("label")
+    return labels if positions is None else labels[positions]
+
+
+def _written(options: dict[str, Any]) -> str:
+    """The options as JSON, arrays and other large things by their type."""
+    return json.dumps(options, default=lambda value: type(value).__name__, sort_keys=True)
