@@ -16,9 +16,9 @@ import gradkeep.store
 NAMES = {
     "gradkeep": """
         Array CaptureKey CaptureWarning Captured Checkpoint Classification GradkeepError
-        LanguageModelling Layer Measured Ragged Regression Run Schema Scores ScoresKey
-        Store Task Weights attribute capture data datamodels farm gradients layers
-        methods open plan query recording remat store
+        LanguageModelling Layer Measured Projection Ragged Regression Run Schema Scores
+        ScoresKey Store Task Weights attribute capture combine data datamodels farm
+        gradients layers methods open plan project query recording remat store
     """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradkeep import data, datamodels, farm, query, remat, store
-    from gradkeep._attribute import Scores, attribute, methods
+    from gradkeep._attribute import Projection, Scores, attribute, combine, methods, project
     from gradkeep._capture import (
         Captured,
         CaptureWarning,
@@ -53,6 +53,7 @@ __all__ = [
     "LanguageModelling",
     "Layer",
     "Measured",
+    "Projection",
     "Ragged",
     "Regression",
     "Run",
@@ -64,6 +65,7 @@ __all__ = [
     "Weights",
     "attribute",
     "capture",
+    "combine",
     "data",
     "datamodels",
     "farm",
@@ -72,6 +74,7 @@ __all__ = [
     "methods",
     "open",
     "plan",
+    "project",
     "query",
     "recording",
     "remat",
@@ -83,10 +86,11 @@ _CAPTURE = (
     *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
     *("Regression", "Task", "Weights", "capture", "layers", "plan", "recording"),
 )
+_ATTRIBUTE = ("Projection", "Scores", "attribute", "combine", "methods", "project")
 _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),
     **dict.fromkeys(_CAPTURE, "gradkeep._capture"),
-    **dict.fromkeys(("Scores", "attribute", "methods"), "gradkeep._attribute"),
+    **dict.fromkeys(_ATTRIBUTE, "gradkeep._attribute"),
     "GradkeepError": "gradkeep._errors",
     "gradients": "gradkeep.query",
 }

@@ -54,7 +54,7 @@ def close(found, wanted):
 def test_dot_and_cos_are_products_and_angles(world):
     store, truth = world
     a, b = truth["test", "epoch-2"], truth["train", "epoch-2"]
-    dot = gk.attribute(store, checkpoints="epoch-2")
+    dot = gk.attribute(store, method="dot", checkpoints="epoch-2")
     assert close(dot.numpy(), a @ b.T)
     assert dot.exact
     assert "positive helps" in repr(dot)
@@ -82,7 +82,7 @@ def test_a_positive_score_lowers_the_loss_of_the_query(tmp_path):
     train, test = (torch.randn(6, 3), torch.arange(6) % 2), (torch.randn(4, 3), torch.arange(4) % 2)
     for split, batch in (("train", train), ("test", test)):
         gk.capture(store, model, [batch], task=gk.Classification(), split=split, progress=False)
-    scores = gk.attribute(store).numpy()
+    scores = gk.attribute(store, method="dot").numpy()
 
     def losses():
         return nn.functional.cross_entropy(model(test[0]), test[1], reduction="none")
@@ -116,7 +116,15 @@ def test_top_and_bottom_are_ranked_by_id(world):
     ("options", "words"),
     [
         ({"method": "trakk"}, "no method 'trakk'"),
-        ({}, "about one checkpoint"),
+        ({"method": "dot"}, "about one checkpoint"),
+        ({"method": "dot", "checkpoint": "epoch-1"}, "no option 'checkpoint'"),
+        ({"damp": 1.0}, "did you mean damping"),
+        ({"damping": 0.0}, "damping must be positive"),
+        ({"damping": "auto"}, "no subset models"),
+        ({"weight": "p"}, "weight 'p'"),
+        ({"method": "cos", "checkpoints": "epoch-1", "per_layer": True}, "not sums over layers"),
+        ({"method": "trak", "ridge": 0}, "would be noise"),
+        ({"ids": []}, "no queries"),
         ({"queries": "holdout"}, "not captured at the same checkpoint"),
         ({"method": "tracin", "lrs": [1.0]}, "one learning rate per checkpoint"),
     ],

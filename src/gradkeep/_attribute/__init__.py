@@ -1,8 +1,10 @@
 """Attribution: scores of training rows for queries, from captures."""
 
 from gradkeep._attribute._attribute import attribute
+from gradkeep._attribute._ensemble import combine
 from gradkeep._attribute._method import Method
 from gradkeep._attribute._named import methods
+from gradkeep._attribute._projections import Projection, project
 from gradkeep._attribute._scores import Ranked, Scores
 
-__all__ = ["Method", "Ranked", "Scores", "attribute", "methods"]
+__all__ = ["Method", "Projection", "Ranked", "Scores", "attribute", "combine", "methods", "project"]

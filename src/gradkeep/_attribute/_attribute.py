@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from gradkeep._attribute._question import Question, asked
 from gradkeep._attribute._saved import save_scores
 from gradkeep._attribute._scores import Scores
 from gradkeep._attribute._tally import Tally
+from gradkeep._attribute._tuning import choose, wants_choice
 from gradkeep._bytes import parse_bytes
 from gradkeep._errors import AttributionError
 from gradkeep._progress import progress as shown
@@ -33,7 +35,7 @@ _TILE = 256 << 20
 def attribute(
     store: Store,
     *,
-    method: str = "dot",
+    method: str = "kernel",
     queries: str = "test",
     train: str = "train",
     checkpoints: str | Sequence[str] | None = None,
@@ -44,6 +46,7 @@ def attribute(
     plan: Wanted = None,
     memory_budget: int | str | None = None,
     per_layer: bool = False,
+    subsets: Any = None,
     save: str | None = None,
     progress: bool = False,
     **options: Any,
@@ -53,7 +56,9 @@ def attribute(
     `checkpoints` defaults to all at which both splits were captured, in each `run`; methods about
     one checkpoint take the only one. `ids` picks queries, `layers` layers. `save` keeps the scores
     in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
-    else is an option of the method: `gk.methods()` lists methods and what they need.
+    else is an option of the method: `gk.methods()` lists methods and what they need. An option
+    "auto" is chosen by the outcomes of models trained on `subsets`: the name of a set in the
+    store, or (masks `[m, N]`, outputs `[m, Q]`).
 
     >>> import gradkeep as gk, tempfile, torch
     >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
@@ -81,7 +86,18 @@ def attribute(
         per_layer=per_layer,
     )
     with shown(f"attribute by {chosen.name}", "scores") as report:
-        scores = _computed(chosen, question, told, options, report if progress else None)
+        follow = report if progress else None
+        if wants_choice(chosen, told):
+            scores, why = choose(
+                chosen,
+                question,
+                told,
+                lambda one: _computed(chosen, question, one, follow),
+                subsets,
+            )
+            scores = dataclasses.replace(scores, chosen=why)
+        else:
+            scores = _computed(chosen, question, told, follow)
     if save is not None:
         save_scores(store, save, scores)
     return scores
@@ -91,7 +107,6 @@ def _computed(
     chosen: Method,
     question: Question,
     told: Any,
-    options: dict[str, Any],
     report: Callable[[int, int], None] | None,
 ) -> Scores:
     first = question.at()[0]
@@ -107,7 +122,8 @@ def _computed(
     )
     step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
     scorer: Scorer | None = None
-    for number, at in enumerate(question.at()):
+    pooled = None if chosen.pool is None else chosen.pool(question, told)
+    for number, at in enumerate(question.at(pooled)):
         # The last checkpoint's factorisation goes before the next one's is made.
         scorer = None
         scorer = chosen.prepare(at, told)
@@ -132,7 +148,7 @@ def _computed(
         scale=chosen.summary,
         exact=chosen.exact and scorer.approximate is None,
         approximate=scorer.approximate,
-        options=_written(options),
+        options=_written(told),
         query_labels=_labels(block, question.positions) if chosen.about_queries else None,
         train_labels=_labels(train, None),
         confidence=tally.confidence(),
@@ -186,6 +202,7 @@ def _labels(block: Block, positions: Any) -> Any:
     return labels if positions is None else labels[positions]
 
 
-def _written(options: dict[str, Any]) -> str:
+def _written(told: Any) -> str:
     """The options as JSON, arrays and other large things by their type."""
-    return json.dumps(options, default=lambda value: type(value).__name__, sort_keys=True)
+    values = {part.name: getattr(told, part.name) for part in dataclasses.fields(told)}
+    return json.dumps(values, default=lambda value: type(value).__name__, sort_keys=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep._attribute._question import At
+    from gradkeep._attribute._question import At, Question
     from gradkeep.query import Plan
 
 Over = Literal["one", "sum", "mean"]
@@ -51,10 +51,16 @@ class Method:
     reference: str
     prepare: Callable[[At, Any], Scorer] = field(repr=False)
     """What is done once per checkpoint; gives what scores some queries."""
+    pool: Callable[[Question, Any], Any] | None = field(default=None, repr=False)
+    """What is done once for all checkpoints together; `prepare` finds it in `at.pooled`."""
     over: Over = field(default="mean", repr=False)
     """What becomes of several checkpoints."""
     options: type = field(default=NoOptions, repr=False)
     """A frozen dataclass: what the method can be told, with defaults."""
+    tuned: str | None = field(default=None, repr=False)
+    """The option that may be "auto"."""
+    candidates: tuple[float, ...] = field(default=(), repr=False)
+    """What "auto" chooses from."""
     about_queries: bool = field(default=True, repr=False)
     """False: the score of a training row is the same for every query."""
     layered: bool = field(default=False, repr=False)

@@ -53,9 +53,9 @@ class Question:
     memory_budget: int | str | None = None
     per_layer: bool = False
 
-    def at(self) -> list[At]:
+    def at(self, pooled: Any = None) -> list[At]:
         """The checkpoints, one by one."""
-        return [At(self, place) for place in self.places]
+        return [At(self, place, pooled) for place in self.places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +64,8 @@ class At:
 
     question: Question
     place: Place
+    pooled: Any = None
+    """What the method found out about all checkpoints together."""
 
     def train(self, of: Of = "loss", *, name: str | None = None) -> Gradients:
         """The gradients of the training rows; `name` is that of another capture of them."""
@@ -110,7 +112,7 @@ class At:
 
 def open_block(store: Store, key: CaptureKey) -> Block:
     """A finished capture, or an error that says how to get it."""
-    if key not in store.captures():
+    if not store.has(key):
         raise QueryError(
             f"no capture of {key.split!r} at {key.checkpoint!r} in run {key.run!r}",
             path=store.location,

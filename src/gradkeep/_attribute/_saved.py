@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradkeep._attribute._scores import Scores
     from gradkeep.store import Store
 
-_TOLD = ("method", "queries", "train", "scale", "exact", "approximate", "options")
+_TOLD = ("method", "queries", "train", "scale", "exact", "approximate", "options", "chosen")
 _LISTED = ("checkpoints", "layers")
 _TRAIN = ".train"
 """What the name of the training rows' block ends in."""

@@ -62,6 +62,8 @@ class Scores:
     """What was approximated, if anything was."""
     options: str = "{}"
     """What the method was told, as JSON."""
+    chosen: str | None = None
+    """What was chosen by the outcomes of subset models, and how."""
     query_labels: Any = None
     """`[Q]`, where they were kept"""
     train_labels: Any = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from gradkeep._errors import DatamodelsError
+from gradkeep._ranks import ranks
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray
@@ -115,19 +116,6 @@ def correlation(
         constant_outputs=tuple(np.flatnonzero(still).tolist()),
         constant_predictions=tuple(np.flatnonzero(silent).tolist()),
     )
-
-
-def ranks(values: AnyArray) -> AnyArray:
-    """Ranks along the first axis, equal values sharing the mean of theirs, `[m, t]`."""
-    order = np.argsort(values, axis=0, kind="stable")
-    out = np.empty(values.shape)
-    for column in range(values.shape[1]):
-        ordered = values[order[:, column], column]
-        first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-        starts = np.flatnonzero(first)
-        ends = np.concatenate([starts[1:], [len(ordered)]])
-        out[order[:, column], column] = ((starts + ends - 1) / 2)[np.cumsum(first) - 1]
-    return out
 
 
 def _percentiles(

@@ -192,11 +192,11 @@ def gradients(
 
 
 def _key(store: Store, *, split: str, checkpoint: str | None, run: str, name: str) -> CaptureKey:
-    known = store.captures()
     if checkpoint is not None:
         key = CaptureKey(checkpoint, split, run, name)
-        if key in known:
+        if store.has(key):
             return key
+    known = store.captures()
     there = [k for k in known if (k.split, k.run, k.capture) == (split, run, name)]
     if checkpoint is None and len(there) == 1:
         return there[0]

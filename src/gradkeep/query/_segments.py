@@ -35,6 +35,8 @@ class Spans:
 
     def cut(self, start: int, stop: int) -> Spans:
         """The spans of some of the rows, counted from the first of them."""
+        if self.uniform is not None and self.bounds[0] == 0:
+            return Spans(self.bounds[: stop - start + 1], self.uniform)
         base = self.bounds[start]
         return Spans(tuple(at - base for at in self.bounds[start : stop + 1]), self.uniform)
 
@@ -44,6 +46,10 @@ class Spans:
         >>> list(Spans((0, 2, 4, 9), None).tiles(4))
         [(0, 2), (2, 3)]
         """
+        if self.uniform is not None:
+            step = max(1, positions // self.uniform if self.uniform else len(self))
+            yield from ((at, min(at + step, len(self))) for at in range(0, len(self), step))
+            return
         start = 0
         for stop in range(1, len(self) + 1):
             last = stop == len(self)

@@ -198,6 +198,10 @@ class Store:
             durability=self.durability,
         )
 
+    def has(self, key: BlockKey) -> bool:
+        """Whether there is such a capture or scores, sealed or not."""
+        return self.backend.exists(schema_key(key.folder))
+
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:
         """Publish a version of a block without these ids; `gc` frees their bytes later."""
         manifest = without(self.read(key), ids, durability=self.durability)

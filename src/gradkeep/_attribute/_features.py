@@ -1,0 +1,34 @@
+"""Projected gradients of both sides of a question."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradkeep._attribute._projections import project
+from gradkeep._bytes import format_bytes, parse_bytes
+from gradkeep._errors import BudgetError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep._attribute._projections import Projection
+    from gradkeep._attribute._question import At
+    from gradkeep.query._gradients import Of
+
+
+def features(at: At, of: Of, projection: Projection) -> tuple[Tensor, Tensor]:
+    """Projections of the training rows `[N, k]` and of the queries `[Q, k]`."""
+    question = at.question
+    train, asked = at.train(of), at.queries(of)
+    need = 4 * projection.dim * (len(train) + len(asked) + 2 * projection.dim)
+    budget = question.memory_budget
+    if budget is not None and need > parse_bytes(budget):
+        raise BudgetError(
+            f"projections to {projection.dim} numbers do not fit in the memory budget",
+            found=str(budget),
+            expected=f"at least {format_bytes(need)}",
+            fix="pass a smaller dim=, or a larger memory_budget=",
+        )
+    x = project(train, projection, memory_budget=budget)
+    g = project(asked, projection, memory_budget=budget)
+    return x, g[question.positions]
