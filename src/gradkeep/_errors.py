@@ -10,7 +10,8 @@
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
     |-- RematError           something about rematerialization (also a ValueError)
-    |   `-- LogError         a log that is not one, with the line
+    |   |-- LogError         a log that is not one, with the line
+    |   `-- StepChanged      a training step that was planned did something else
     |-- SqlError             a query that cannot be answered, or that would write
     |-- StudyError           a spec, a study or what a training returned is wrong (also a ValueError)
     `-- StoreError
@@ -129,6 +130,10 @@ class RematError(GradkeepError, ValueError):
 
 class LogError(RematError):
     """A log of operators that cannot be read; the message names the line."""
+
+
+class StepChanged(RematError):
+    """A training step did something else than the one that was recorded and planned."""
 
 
 class StoreError(GradkeepError):

@@ -1,0 +1,223 @@
+"""What a plan costs and how many bytes it takes, event by event, without running anything.
+
+The same pass gives the programs: at which request which operators run again, what they leave for
+later requests, and until when their sources are held. So a run does what was simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.remat._planned._problem import REPLAY_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.remat._planned._problem import Problem
+
+
+class State(IntEnum):
+    """What happens to a saved value."""
+
+    KEEP = 0
+    DROP = 1
+    """Make it again at the first request, and keep it until the last."""
+    AGAIN = 2
+    """Make it again at every request; nothing is kept on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """The work at one request."""
+
+    at: int
+    """Position in the order of asking."""
+    value: int
+    operations: tuple[int, ...]
+    sources: frozenset[int]
+    """Values that must be there."""
+    kept: frozenset[int]
+    """Made values that stay for later requests."""
+    forced: frozenset[int]
+    """Values made only to be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A plan's price."""
+
+    seconds: float
+    peak: int
+    where: int
+    """The event of the peak."""
+    rebuilds: tuple[Rebuild, ...]
+    last_use: dict[int, int]
+    """For sources: the last position in the order of asking at which a rebuild needs them."""
+    levels: np.ndarray[Any, np.dtype[np.int64]]
+    """Bytes alive at each event."""
+
+    def excess(self, budget: int) -> float:
+        """Bytes over the budget, summed over events."""
+        return float(np.maximum(self.levels - budget, 0).sum())
+
+
+class Evaluator:
+    """Evaluates many plans of one problem; a plan is a state per candidate."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        trace = problem.trace
+        self._base = np.asarray(problem.levels, dtype=np.int64)
+        self._index = {c.value: at for at, c in enumerate(problem.candidates)}
+        self._maker = [value.maker for value in trace.values]
+        self._storage = [value.storage for value in trace.values]
+        self._reads = [tuple(sorted(operation.reads)) for operation in trace.operations]
+        self._forced = [frozenset(operation.overwrites) for operation in trace.operations]
+        self._makes = [tuple(m.value for m in operation.makes) for operation in trace.operations]
+        self._takes = [
+            sum(problem.sizes[m.value] for m in operation.makes if m.position >= 0)
+            for operation in trace.operations
+        ]
+        self._cost = [operation.cost + REPLAY_SECONDS for operation in trace.operations]
+        self._asks = sorted(
+            (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
+        )
+        self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
+        """Values that are at hand unless dropped, from an event on."""
+
+    def __call__(self, states: Sequence[int]) -> Evaluation:
+        """Go through the requests in order."""
+        problem, trace = self.problem, self.problem.trace
+        candidates, asked = problem.candidates, trace.asked
+        present: set[int] = set()
+        change: list[tuple[int, int]] = []
+        bursts: list[tuple[int, int]] = []
+        rebuilds: list[Rebuild] = []
+        last_use: dict[int, int] = {}
+        seconds = 0.0
+        for index, state in enumerate(states):
+            if state:
+                candidate = candidates[index]
+                death = trace.storages[self._storage[candidate.value]].death
+                change += [(candidate.gone, -candidate.size), (death, candidate.size)]
+        for at, index in self._asks:
+            state = states[index]
+            if not state:
+                continue
+            candidate = candidates[index]
+            event = asked[at]
+            if candidate.value in present:
+                if candidate.asks[-1] == at:
+                    present.discard(candidate.value)
+                continue
+            rebuild, cost, burst = self._rebuild(candidate.value, at, states, present)
+            seconds += cost
+            arrived = 0
+            for value in rebuild.kept:
+                own = candidates[self._index[value]]
+                death = trace.storages[self._storage[value]].death
+                change += [(event, own.size), (death, -own.size)]
+                arrived += own.size
+                if own.asks[-1] > at:
+                    present.add(value)
+            if candidate.value not in rebuild.kept:
+                change += [(event, candidate.size), (trace.freed[at], -candidate.size)]
+                arrived += candidate.size
+            bursts.append((event, burst - arrived))
+            rebuilds.append(rebuild)
+            for source in rebuild.sources:
+                last_use[source] = at
+        for source, at in last_use.items():
+            stored = trace.storages[self._storage[source]]
+            dropped = source in self._index and states[self._index[source]]
+            if not dropped and not stored.constant and stored.death <= asked[at]:
+                change += [(stored.death, stored.size), (asked[at] + 1, -stored.size)]
+        levels = self._base
+        if change:
+            step = np.zeros(len(levels) + 1, dtype=np.int64)
+            events, sizes = zip(*change, strict=True)
+            np.add.at(step, np.minimum(events, len(levels)), sizes)
+            levels = levels + np.cumsum(step)[:-1]
+            for event, burst in bursts:
+                if burst > 0:
+                    levels[event] += burst
+        where = int(levels.argmax()) if len(levels) else 0
+        peak = int(levels[where]) if len(levels) else 0
+        return Evaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
+
+    def _rebuild(
+        self, value: int, at: int, states: Sequence[int], present: set[int]
+    ) -> tuple[Rebuild, float, int]:
+        """The operators that bring a value back, their cost, and the bytes they take on the way."""
+        event = self.problem.trace.asked[at]
+        index, ready, maker = self._index, self._ready, self._maker
+        operations: set[int] = set()
+        sources: set[int] = set()
+        forced: set[int] = set()
+        stack = [(value, True)]
+        while stack:
+            current, must = stack.pop()
+            if not must:
+                own = index.get(current)
+                if own is not None and states[own]:
+                    there = current in present
+                else:
+                    there = ready.get(current, event) < event
+                if there:
+                    sources.add(current)
+                    continue
+            elif current != value:
+                forced.add(current)
+            number = maker[current]
+            assert number is not None
+            if number not in operations:
+                operations.add(number)
+                stack += [(read, read in self._forced[number]) for read in self._reads[number]]
+        order = sorted(operations)
+        kept = set()
+        candidates = self.problem.candidates
+        for number in order:
+            for made in self._makes[number]:
+                own = index.get(made)
+                if own is None or made in present or made in forced:
+                    continue
+                asks = candidates[own].asks
+                if states[own] == State.DROP and asks and (made == value or asks[-1] > at):
+                    kept.add(made)
+        return (
+            Rebuild(
+                at, value, tuple(order), frozenset(sources), frozenset(kept), frozenset(forced)
+            ),
+            sum(self._cost[number] for number in order),
+            self._burst(order, kept | {value}),
+        )
+
+    def _burst(self, order: Sequence[int], stay: set[int]) -> int:
+        """The most bytes that these operators take at once, what stays included."""
+        last: dict[int, int] = {}
+        for number in order:
+            for read in self._reads[number]:
+                last[self._storage[read]] = number
+            for made in self._makes[number]:
+                last[self._storage[made]] = number
+        staying = {self._storage[value] for value in stay}
+        ends: dict[int, list[int]] = {}
+        sizes = self.problem.sizes
+        mine: set[int] = set()
+        for number in order:
+            for made in self._makes[number]:
+                storage = self._storage[made]
+                if storage not in mine:
+                    mine.add(storage)
+                    if storage not in staying:
+                        ends.setdefault(last[storage], []).append(sizes[made])
+        level = most = 0
+        for number in order:
+            level += self._takes[number]
+            most = max(most, level)
+            level -= sum(ends.get(number, ()))
+        return most

@@ -1,0 +1,116 @@
+"""Which module is running, and which of them own a tensor that stays from step to step."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Parameter
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class FromParameter:
+    """A parameter; the autograd graph tells whether it is still the one in use."""
+
+    tensor: weakref.ref[Any]
+
+    def find(self, inputs: Any) -> Tensor | None:
+        """The tensor, or None if it is gone."""
+        found: Tensor | None = self.tensor()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FromModule:
+    """A buffer or a frozen parameter of a module, by its name there."""
+
+    module: weakref.ref[Any]
+    name: str
+    tensor: weakref.ref[Any]
+
+    def find(self, inputs: Any) -> Tensor | None:
+        """The tensor, or None if the module has another one by now."""
+        module, tensor = self.module(), self.tensor()
+        if module is None or tensor is None:
+            return None
+        there = module._buffers.get(self.name)
+        if there is None:
+            there = module._parameters.get(self.name)
+        return tensor if there is tensor else None
+
+
+@dataclass(frozen=True, slots=True)
+class FromInputs:
+    """A tensor that was handed over with the step."""
+
+    position: int
+
+    def find(self, inputs: Any) -> Tensor | None:
+        """The tensor at the same place, or None if there is none."""
+        found: Tensor | None = inputs[self.position] if self.position < len(inputs) else None
+        return found
+
+
+Source = FromParameter | FromModule | FromInputs
+
+
+class Modules:
+    """Follows calls of modules by global hooks, while a step is recorded."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, nn.Module] = {}
+        self._names: dict[int, str] = {}
+        self._stack: list[nn.Module] = []
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        self._handles: list[Any] = [before, after]
+
+    def close(self) -> None:
+        """Stop following."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def current(self) -> str:
+        """The name of the innermost module, from the outermost one downwards."""
+        if not self._stack:
+            return ""
+        module = self._stack[-1]
+        if id(module) not in self._names:
+            for name, part in self._stack[0].named_modules():
+                self._names[id(part)] = name
+        return self._names.get(id(module), type(module).__name__)
+
+    def flags(self) -> tuple[tuple[weakref.ref[nn.Module], bool], ...]:
+        """Every module that ran, and whether it was training."""
+        return tuple((weakref.ref(module), module.training) for module in self.seen.values())
+
+    def source_of(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
+        """How to find this tensor in a later step, if it will be there."""
+        if id(tensor) in inputs:
+            return FromInputs(inputs[id(tensor)])
+        if isinstance(tensor, Parameter) and tensor.requires_grad:
+            return FromParameter(weakref.ref(tensor))
+        for module in self.seen.values():
+            for held in (module._buffers, module._parameters):
+                for name, owned in held.items():
+                    if owned is tensor:
+                        return FromModule(weakref.ref(module), name, weakref.ref(tensor))
+        return None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.seen[id(module)] = module
+        self._stack.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._stack and self._stack.pop() is not module:
+            pass

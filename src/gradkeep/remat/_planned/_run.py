@@ -1,0 +1,278 @@
+"""One training step under a plan: hooks only, every drop checked before it happens.
+
+At each saved tensor the plan is compared with what is there: shape, type, order, and the autograd
+graph below it with its scalars. Only then may the tensor go. If something differs, everything from
+there on is kept, and what was already dropped is still made again, for up to there the step was the
+recorded one. What the graph cannot show is seen when a value is back: it must match its fingerprint.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep._errors import StepChanged
+from gradkeep.remat._planned._fingerprint import same
+from gradkeep.remat._planned._nodes import Walk
+from gradkeep.remat._planned._programs import instruction
+from gradkeep.remat._planned._record import check_version, keeps_graph
+from gradkeep.remat._planned._replay import generator, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from gradkeep.remat._planned._programs import Compiled, SlotPlan
+
+_task = torch._C._current_graph_task_id
+
+
+class Kept:
+    """What autograd holds in place of a saved tensor that stays."""
+
+    __slots__ = ("slot", "step", "tensor", "version")
+
+    def __init__(self, step: Run | None, slot: int, tensor: Tensor, version: int) -> None:
+        self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
+
+    def unpack(self) -> Tensor:
+        """The tensor itself, if nobody changed it."""
+        step, tensor = self.step, self.tensor
+        if step is not None:
+            if step.walk.probing:
+                step.walk.touched = True
+                return tensor
+            if tensor._version != self.version:
+                check_version(tensor, self.version)
+            if _task() != -1:
+                step.asked_for(self.slot)
+            return tensor
+        check_version(tensor, self.version)
+        return tensor
+
+
+class Dropped:
+    """What autograd holds in place of a saved tensor that is made again."""
+
+    __slots__ = ("slot", "step")
+
+    def __init__(self, step: Run, slot: int) -> None:
+        self.step, self.slot = step, slot
+
+    def unpack(self) -> Tensor:
+        """The tensor, made again."""
+        step = self.step
+        if step.walk.probing:
+            step.walk.touched = True
+            return torch.empty(())
+        if _task() == -1:
+            return step.made_again(self.slot)
+        return step.back(self.slot)
+
+
+class Run:
+    """One step that follows a plan as long as it can."""
+
+    __slots__ = (
+        "_asks",
+        "_following",
+        "_plan",
+        "_random_states",
+        "_samples",
+        "_values",
+        "_versions",
+        "at",
+        "changed",
+        "recomputed",
+        "walk",
+    )
+
+    def __init__(self, plan: Compiled, inputs: Sequence[Tensor] = ()) -> None:
+        self._plan = plan
+        self._values: list[Tensor | None] = [None] * len(plan.trace.values)
+        self._versions: dict[int, int] = {}
+        self._random_states: dict[tuple[int, str], Tensor] = {}
+        self._samples: dict[int, Any] = {}
+        self._asks = 0
+        self._following = True
+        self.at = 0
+        self.changed: str | None = None
+        """What differed from the plan, if something did."""
+        self.recomputed = 0
+        """Nanoseconds spent on making values again."""
+        self.walk = Walk()
+        for value, source in plan.constants:
+            tensor = source.find(inputs)
+            if tensor is None:
+                self.leave("a tensor that the plan reads is gone or was replaced")
+                break
+            self._values[value] = tensor
+            self._versions[value] = tensor._version
+
+    # Saving
+
+    def pack(self, tensor: Tensor) -> Kept | Dropped:
+        """Keep a saved tensor or let it go."""
+        if _task() != -1:
+            return Kept(None, -1, tensor.detach(), tensor._version)
+        number = self.at
+        self.at = number + 1
+        if not self._following:
+            return Kept(self, number, tensor.detach(), tensor._version)
+        slots = self._plan.slots
+        if number >= len(slots):
+            self.leave("more tensors were saved than in the recorded step")
+            return Kept(self, number, tensor.detach(), tensor._version)
+        slot = slots[number]
+        if (
+            tensor.shape != slot.size
+            or tensor.dtype is not slot.dtype
+            or tensor.stride() != slot.stride
+            or self.walk.below(tensor.grad_fn) != slot.seen
+        ):
+            self.leave(f"saved tensor {number} is not the recorded one", slot, tensor)
+            return Kept(self, number, tensor.detach(), tensor._version)
+        if slot.random_state:
+            for device in self._plan.devices:
+                self._random_states[number, device] = generator(device).get_state()
+        if slot.sample is not None:
+            sample = slot.sample.of(tensor)
+            if slot.marks and not slot.marks.issuperset(_flat(sample)):
+                self.leave(f"saved tensor {number} is another mask than the recorded one")
+                return Kept(self, number, tensor.detach(), tensor._version)
+            self._samples[slot.value] = sample
+        if slot.hold:
+            self._values[slot.value] = tensor.detach()
+            self._versions[slot.value] = tensor._version
+        for value in slot.releases:
+            self._values[value] = None
+        if slot.drop:
+            return Dropped(self, number)
+        return Kept(self, number, tensor.detach(), tensor._version)
+
+    def leave(self, why: str, slot: SlotPlan | None = None, tensor: Tensor | None = None) -> None:
+        """Stop following the plan: keep all from here on, release nothing any more."""
+        self._following = False
+        if self.changed is None:
+            self.changed = why
+
+    # Asking
+
+    def asked_for(self, number: int) -> int:
+        """Note a request; does the work that the plan has for it."""
+        at = self._asks
+        self._asks = at + 1
+        plan = self._plan
+        if not self._following:
+            return -1
+        if at == 0 and keeps_graph() != plan.trace.keeps_graph:
+            self.leave("the backward pass keeps the graph, unlike the recorded one")
+            return -1
+        if at >= len(plan.order) or plan.order[at] != number:
+            self.leave("the backward pass asks in another order than the recorded one")
+            return -1
+        work = plan.work[at]
+        if work is not None:
+            self._run(work.instructions, work.sources, work.checks)
+        elif not plan.slots[number].drop:
+            for value in plan.releases[at]:
+                self._values[value] = None
+        return at
+
+    def back(self, number: int) -> Tensor:
+        """A dropped tensor for the backward pass."""
+        at = self.asked_for(number)
+        if at < 0:
+            return self.made_again(number)
+        slot = self._plan.slots[number]
+        base = self._values[slot.value]
+        assert base is not None
+        for value in self._plan.releases[at]:
+            self._values[value] = None
+        return base if slot.view is None else slot.view.of(base)
+
+    def made_again(self, number: int) -> Tensor:
+        """A dropped tensor out of order: from whatever is still there."""
+        slot = self._plan.slots[number]
+        if self._values[slot.value] is None:
+            self._make(slot.value)
+        base = self._values[slot.value]
+        assert base is not None
+        return slot.exact.of(base)
+
+    def _make(self, wanted: int) -> None:
+        trace, values = self._plan.trace, self._values
+        operations: set[int] = set()
+        sources: set[int] = set()
+        fresh: set[int] = set()
+        stack = [(wanted, False)]
+        while stack:
+            value, forced = stack.pop()
+            if not forced and values[value] is not None:
+                sources.add(value)
+                continue
+            maker = trace.values[value].maker
+            operation = None if maker is None else trace.operations[maker]
+            if maker is None or operation is None or operation.run is None:
+                raise StepChanged(
+                    "a dropped tensor cannot be made again: what it is made from was let go already",
+                    found=self.changed,
+                    fix="nothing was lost but this step's gradients: zero them and repeat the step",
+                )
+            fresh.update(made.value for made in operation.makes)
+            if maker not in operations:
+                operations.add(maker)
+                stack += [(read, read in operation.overwrites) for read in operation.reads]
+        held = {value: values[value] for value in fresh}
+        random_slots = self._plan.problem.random_state
+        instructions = [
+            instruction(trace, number, {}, random_slot=random_slots.get(number, -1))
+            for number in sorted(operations)
+        ]
+        dropped = [
+            (slot.value, slot.sample)
+            for slot in self._plan.slots
+            if slot.sample is not None and slot.value in fresh and slot.value in self._samples
+        ]
+        self._run(instructions, sorted(sources), dropped)
+        for value, before in held.items():
+            if before is not None:
+                values[value] = before
+
+    def _run(self, instructions: Any, sources: Any, checks: Any) -> None:
+        start = perf_counter_ns()
+        values, versions = self._values, self._versions
+        for value in sources:
+            source = values[value]
+            assert source is not None
+            if source._version != versions.get(value, source._version):
+                check_version(source, versions[value])
+        replay(instructions, values, self._random_states)
+        for value, sample in checks:
+            base = values[value]
+            if base is not None and not same(sample.of(base), self._samples[value]):
+                raise StepChanged(
+                    "a tensor made again is not what it was when it was let go: this step computed "
+                    "something else than the recorded one, in a way the autograd graph does not show",
+                    found=_describe(self._plan, value),
+                    fix="its gradients are not used; zero them and repeat the step: it is recorded anew",
+                )
+        self.recomputed += perf_counter_ns() - start
+
+
+def _flat(sample: Any) -> Any:
+    """The numbers of a sample, which is nested as the tensor was."""
+    if not sample or not isinstance(sample[0], list):
+        return sample
+    return [number for part in sample for number in _flat(part)]
+
+
+def _describe(plan: Compiled, value: int) -> str:
+    maker = plan.trace.values[value].maker
+    if maker is None:
+        return f"value {value}"
+    operation = plan.trace.operations[maker]
+    return f"{operation.name} in {operation.layer or 'the step'}"

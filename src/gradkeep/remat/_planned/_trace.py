@@ -1,0 +1,166 @@
+"""A recorded training step as data: values, the operators that made them, what autograd saved.
+
+A *value* is a storage at one version: an in-place operator makes the next value of the same storage.
+Tensors are references to values with a geometry, so views need no records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from gradkeep.remat._planned._nodes import Seen
+
+
+class Geometry(NamedTuple):
+    """Which part of its storage a tensor shows, and how."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Ref(NamedTuple):
+    """A tensor among an operator's arguments."""
+
+    value: int
+    geometry: Geometry
+
+
+class Made(NamedTuple):
+    """A value that an operator makes: which of its results shows it, and how."""
+
+    position: int
+    """Among the tensors of the result; -1 when the value is an argument written in place."""
+    value: int
+    geometry: Geometry
+    exact: bool = True
+    """False for a workspace, of which not every byte means something."""
+
+
+class Event(NamedTuple):
+    """One thing that happened, in order."""
+
+    kind: Literal["op", "pack", "unpack"]
+    number: int
+    """Of the operator, or of the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operator that made or changed values."""
+
+    name: str
+    run: Callable[..., Any] | None
+    """None: it is not known how to run it again."""
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    makes: tuple[Made, ...]
+    overwrites: tuple[int, ...]
+    """Values that it changes in place: the new ones use their memory."""
+    reads: frozenset[int]
+    """Values among the arguments."""
+    cost: float
+    """Seconds, the least that was seen."""
+    event: int
+    grad_mode: bool = True
+    random: bool = False
+    device: str = "cpu"
+    """Whose random numbers it draws."""
+    layer: str = ""
+    """The module that was running."""
+    single: bool = True
+    """It gives one tensor, not several."""
+    apart: bool = False
+    """It stands for another way to a result, with a cost of its own."""
+
+    def same(self, other: Operation) -> bool:
+        """Whether it is the same work, whatever it cost and whatever numbers it was given."""
+        return (self.name, self.makes, self.overwrites, self.reads, self.grad_mode) == (
+            (other.name, other.makes, other.overwrites, other.reads, other.grad_mode)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that autograd saved."""
+
+    value: int
+    geometry: Geometry
+    device: torch.device
+    seen: Seen
+    """The autograd graph below it."""
+    event: int
+    marks: frozenset[float] = frozenset()
+    """If it holds only two or three different numbers, as a mask does: these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A storage: how large it is and when it is alive (from event `birth`, before event `death`)."""
+
+    size: int
+    birth: int
+    death: int
+    natural: int
+    """When it would die if autograd had not saved it."""
+    constant: bool
+    """It was there before the step."""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A storage at a version."""
+
+    storage: int
+    maker: int | None
+    """The operator that makes it; None for constants and for what nobody can make again."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step. Event `e` sees every storage with `birth <= e < death`."""
+
+    events: tuple[Event, ...]
+    operations: tuple[Operation, ...]
+    slots: tuple[Slot, ...]
+    order: tuple[int, ...]
+    """Slots in the order in which the backward pass asked for them."""
+    asked: tuple[int, ...]
+    """The event of each of those."""
+    freed: tuple[int, ...]
+    """For each of those, the first event at which the asking node is done."""
+    storages: tuple[Stored, ...]
+    values: tuple[Value, ...]
+    open_slots: frozenset[int]
+    """Slots that were neither asked for nor dead when the recording ended."""
+    sources: dict[int, Any] = field(default_factory=dict)
+    """For constants that stay from step to step: how to find each of them again."""
+    seconds: float = 0.0
+    """CPU time of all operators together."""
+    keeps_graph: bool = False
+    """The backward pass was asked to keep the graph."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive at once."""
+        return max(self.levels(), default=0)
+
+    def levels(self) -> list[int]:
+        """Bytes alive at each event."""
+        change = [0] * (len(self.events) + 2)
+        for stored in self.storages:
+            change[stored.birth] += stored.size
+            change[min(stored.death, len(self.events)) if stored.death >= 0 else -1] -= stored.size
+        total, found = 0, []
+        for step in change[: len(self.events)]:
+            total += step
+            found.append(total)
+        return found

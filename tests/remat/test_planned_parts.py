@@ -1,0 +1,59 @@
+"""The parts of planned training: recording, planning and running agree with plain training."""
+
+import pytest
+import torch
+
+from gradkeep.data import build
+from gradkeep.remat._planned._agree import agreed
+from gradkeep.remat._planned._problem import problem_of
+from gradkeep.remat._planned._programs import compiled
+from gradkeep.remat._planned._record import Recording
+from gradkeep.remat._planned._run import Run
+from gradkeep.remat._planned._search import search
+
+hooks = torch.autograd.graph.saved_tensors_hooks
+
+
+def recorded(step, *, cloning):
+    recording = Recording(cloning=cloning)
+    with hooks(recording.pack, lambda packed: packed.unpack()), recording:
+        step()
+    recording.modules.close()
+    return recording.finish()
+
+
+@pytest.mark.parametrize("name", ["resnet20", "unet", "transformer", "lstm_encoder"])
+def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
+    work = build(name)
+    recorded(work.step, cloning=False)
+    trace = agreed(recorded(work.step, cloning=False), recorded(work.step, cloning=True))
+    problem = problem_of(trace, min_size=1)
+    found = search(problem, int(0.8 * trace.peak))
+    assert found.fits
+    plan = compiled(problem, found.states, found.evaluation)
+    state = {key: value.clone() for key, value in work.model.state_dict().items()}
+
+    def outcome(step):
+        work.model.load_state_dict(state)
+        torch.manual_seed(3)
+        step()
+        gradients = [parameter.grad.clone() for parameter in work.model.parameters()]
+        buffers = [buffer.clone() for buffer in work.model.buffers()]
+        return [*gradients, *buffers, torch.get_rng_state()]
+
+    def planned():
+        run = Run(plan)
+        with hooks(run.pack, lambda packed: packed.unpack()):
+            work.step()
+        assert run.changed is None
+
+    def metered():
+        run, recording = Run(plan), Recording(cloning=False)
+        with recording, hooks(run.pack, lambda packed: packed.unpack()):
+            work.step()
+        recording.modules.close()
+        return recording.finish().peak
+
+    for plain, ours in zip(outcome(work.step), outcome(planned), strict=True):
+        assert torch.equal(plain, ours)
+    assert metered() == found.evaluation.peak < 0.8 * trace.peak
