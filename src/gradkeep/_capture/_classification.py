@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional as F
 
+from gradkeep._capture._batches import digests
 from gradkeep._capture._task import Measured, Task, call, logits_of, split_labels
 from gradkeep._errors import CaptureError
 
@@ -23,11 +26,28 @@ class Classification(Task):
     d loss / d output = -(1 - p), so both gradients come from one capture; the output's does not
     vanish when the model is sure. With a single logit `[B]` or `[B, 1]` the labels are 0 or 1.
 
+    `labels="sampled"` draws each label from the model's own probabilities, by the content of the
+    sample and the seed, so the same in every batch: gradients of which the true Fisher matrix is
+    made.
+
     >>> model = nn.Linear(4, 3)
     >>> measured = Classification().measure(model, (torch.ones(2, 4), torch.tensor([0, 2])))
     >>> torch.allclose(measured.losses, F.softplus(-measured.outputs))
     True
     """
+
+    labels: Literal["given", "sampled"] = field(
+        default="given", kw_only=True, metadata={"later": True}
+    )
+    seed: int = field(default=0, kw_only=True, metadata={"later": True})
+
+    def __post_init__(self) -> None:
+        if self.labels not in ("given", "sampled"):
+            raise CaptureError(
+                "labels are given or drawn from the model",
+                found=repr(self.labels),
+                expected="'given' or 'sampled'",
+            )
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """-log p `[B]`"""
@@ -44,10 +64,14 @@ class Classification(Task):
         labels = labels.to(logits.device)
         if logits.dim() == 1 or logits.shape[1:] == (1,):
             logits = logits.reshape(-1)
+            if self.labels == "sampled":
+                labels = _drawn(torch.stack([-logits, logits], 1) / 2, batch, self.seed)
             margins = torch.where(labels.reshape(-1) > 0, logits, -logits)
             predictions = (logits > 0).long()
         else:
             _check(logits, labels)
+            if self.labels == "sampled":
+                labels = _drawn(logits, batch, self.seed)
             right = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
             own = F.one_hot(labels, logits.shape[1]).bool()
             margins = right - logits.masked_fill(own, -torch.inf).logsumexp(1)
@@ -59,6 +83,16 @@ class Classification(Task):
             labels=labels.reshape(-1).long(),
             predictions=predictions,
         )
+
+
+def _drawn(logits: torch.Tensor, batch: Any, seed: int) -> torch.Tensor:
+    """A class `[B]` of each row, drawn by softmax from a number that its sample gives."""
+    words = digests(batch)
+    numbers = [xxhash.xxh3_64_intdigest(f"{seed} {word}".encode()) for word in words.tolist()]
+    points = torch.from_numpy(np.array(numbers, np.uint64) / 2.0**64)
+    shares = logits.detach().double().softmax(1).cumsum(1).cpu()
+    classes = (shares < points[:, None]).sum(1).clamp(max=logits.shape[1] - 1)
+    return classes.to(logits.device)
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -64,8 +64,11 @@ class Task(abc.ABC):
         name = f"gradkeep.{type(self).__name__}" if name.startswith("gradkeep.") else name
         settings = ""
         if dataclasses.is_dataclass(self):
-            parts = (f"{p.name}={getattr(self, p.name)!r}" for p in dataclasses.fields(self))
-            settings = ", ".join(parts)
+            told = [(p, getattr(self, p.name)) for p in dataclasses.fields(self)]
+            # What a later version added is told only where it is used: a store that was begun
+            # before can be gone on with.
+            told = [(p, v) for p, v in told if not (p.metadata.get("later") and v == p.default)]
+            settings = ", ".join(f"{p.name}={v!r}" for p, v in told)
         return f"{name}({settings})"
 
 

@@ -1,0 +1,64 @@
+"""Convolutions as linear layers on patches whose channels lie side by side.
+
+`query` lays patches out as the weight is, one value at a time; for moments and rotations the order
+of the columns is free, and runs of channels are copied several times faster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradkeep.query._factors import ConvRows, OuterRows
+from gradkeep.query._patches import padded, patch_values
+from gradkeep.query._tiles import CACHED, tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from gradkeep.query._forms import Conv
+
+
+def by_channels(form: Conv, rows: ConvRows) -> Iterator[tuple[int, int, list[OuterRows]]]:
+    """Some rows at a time, of each group the patches `[B T, taps * C]`, with ones for the bias."""
+    values, item = 2 * patch_values(form), rows.wide.element_size()
+    for start, stop in tiles(len(rows), values, item, 4 * CACHED):
+        wide = padded(form, rows.wide[start:stop]).movedim(1, -1).contiguous()
+        g = rows.narrow[start:stop].flatten(2).transpose(1, 2).reshape(-1, form.filters)
+        high = form.filters // form.groups
+        offsets = torch.arange(stop - start + 1) * form.positions
+        groups = [
+            OuterRows(_patches(form, wide, group), g[:, group * high : (group + 1) * high], offsets)
+            for group in range(form.groups)
+        ]
+        yield start, stop, groups
+
+
+def order(form: Conv) -> Tensor:
+    """Where each column of the weight's matrix is among those of such patches."""
+    inner = form.channels // form.groups
+    columns = torch.arange(inner * form.taps).view(form.taps, inner).t().flatten()
+    if form.bias != "narrow":
+        return columns
+    return torch.cat([columns, torch.tensor([inner * form.taps])])
+
+
+def _patches(form: Conv, wide: Tensor, group: int) -> Tensor:
+    """Those of one group, from padded pixels `[B, *size, C]`."""
+    count, inner, axes = len(wide), form.channels // form.groups, range(1, wide.dim() - 1)
+    steps = [wide.stride(axis) * form.stride[axis - 1] for axis in axes]
+    taps = [wide.stride(axis) * form.dilation[axis - 1] for axis in axes]
+    read = wide[..., group * inner :].as_strided(
+        (count, *form.out, *form.kernel, inner),
+        (wide.stride(0), *steps, *taps, 1),
+        storage_offset=wide.storage_offset() + group * inner,
+    )
+    ones = form.bias == "narrow"
+    made = wide.new_empty(count, *form.out, inner * form.taps + ones)
+    made[..., : inner * form.taps].view(read.shape).copy_(read)
+    if ones:
+        made[..., -1] = 1
+    return made.view(-1, made.shape[-1])

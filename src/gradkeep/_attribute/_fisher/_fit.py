@@ -1,0 +1,102 @@
+"""Making the Fisher matrix of a capture's gradients, one layer after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradkeep._attribute._fisher import _corrected
+from gradkeep._attribute._fisher._basis import MatrixBasis, VectorBasis, eigen
+from gradkeep._attribute._fisher._curvature import Fisher, LayerFisher
+from gradkeep._attribute._fisher._layout import Matrix, layout
+from gradkeep._attribute._fisher._stream import parts
+from gradkeep._attribute._fisher._sums import MatrixSums, VectorSums
+from gradkeep._errors import AttributionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep._attribute._fisher._basis import Basis
+    from gradkeep._attribute._fisher._layout import Piece
+    from gradkeep.query import Gradients
+    from gradkeep.query._forms import Form
+
+
+def fisher(
+    gradients: Gradients, *, corrected: bool, memory_budget: int | str | None = None
+) -> Fisher:
+    """The mean of g g^T over all rows, as Kronecker products layer by layer.
+
+    Of a weight: left moments of suffixes x right moments of prefixes (K-FAC), or, where prefixes
+    and suffixes are not kept, those of the gradient matrices; `corrected` measures the eigenvalues
+    anew in their eigenbasis (EK-FAC). Small blocks and norm layers of up to 512 values have their
+    whole matrix, longer vectors its diagonal. Cost: one pass over the rows, S (R^2 + C^2)
+    products and an eigendecomposition of each side; the correction is a second pass.
+    """
+    layers: dict[str, LayerFisher] = {}
+    held = 0
+    for name in gradients.forms:
+        layers[name] = _layer(gradients, name, memory_budget, corrected=corrected, held=held)
+        held += layers[name].nbytes
+    if not any(layer.mean > 0 for layer in layers.values()):
+        raise AttributionError(
+            f"all gradients of {gradients.key.split} at {gradients.key.checkpoint} are zero",
+            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+        )
+    return Fisher(layers)
+
+
+def _layer(
+    gradients: Gradients,
+    name: str,
+    memory_budget: int | str | None,
+    *,
+    corrected: bool,
+    held: int,
+) -> LayerFisher:
+    form = gradients.forms[name]
+    sums = [_sums(piece, form) for piece in layout(form)]
+    held += 3 * sum(one.nbytes for one in sums)
+    for part in parts(gradients, name, memory_budget, held=held):
+        for one in sums:
+            one.add(part.factors, part.slopes)
+    bases = [_basis(one, name) for one in sums]
+    del sums
+    if corrected:
+        squared = [torch.zeros_like(basis.values) for basis in bases]
+        for part in parts(gradients, name, memory_budget, held=held):
+            for basis, into in zip(bases, squared, strict=True):
+                into += _corrected.squares(basis, form, part.factors, part.slopes)
+        count = max(1, len(gradients))
+        bases = [
+            dataclasses.replace(basis, values=into / count)
+            for basis, into in zip(bases, squared, strict=True)
+        ]
+    return LayerFisher(tuple(bases))
+
+
+def _sums(piece: Piece, form: Form) -> MatrixSums | VectorSums:
+    return MatrixSums(piece, form) if isinstance(piece, Matrix) else VectorSums(piece, form)
+
+
+def _basis(sums: MatrixSums | VectorSums, layer: str) -> Basis:
+    if isinstance(sums, VectorSums):
+        moment = _finite(sums.mean(), layer)
+        values, vectors = (moment, None) if moment.dim() == 1 else eigen(moment)
+        return VectorBasis(sums.piece, vectors, values)
+    left, right = (_finite(side, layer) for side in sums.sides())
+    high, tops = (left, None) if left.dim() == 2 else eigen(left)
+    wide, sides = (right, None) if right.dim() == 2 else eigen(right)
+    return MatrixBasis(sums.piece, tops, sides, high.unsqueeze(2) * wide.unsqueeze(1))
+
+
+def _finite(moment: Tensor, layer: str) -> Tensor:
+    if not bool(moment.isfinite().all()):
+        raise AttributionError(
+            f"gradients of layer {layer} are no numbers",
+            found="NaN or infinity",
+            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
+        )
+    return moment
