@@ -19,6 +19,7 @@ NAMES = {
         LanguageModelling Layer Measured Projection Ragged Regression Run Schema Scores
         ScoresKey Store Task Weights attribute capture combine data datamodels farm
         gradients layers methods open plan project query recording remat store
+        suspects
     """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling

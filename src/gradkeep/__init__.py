@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradkeep import data, datamodels, farm, query, remat, store
-    from gradkeep._attribute import Projection, Scores, attribute, combine, methods, project
+    from gradkeep._attribute import (
+        Projection,
+        Scores,
+        attribute,
+        combine,
+        methods,
+        project,
+        suspects,
+    )
     from gradkeep._capture import (
         Captured,
         CaptureWarning,
@@ -79,6 +87,7 @@ __all__ = [
     "recording",
     "remat",
     "store",
+    "suspects",
 ]
 
 _ROOMS = ("data", "datamodels", "farm", "query", "remat", "store")
@@ -86,7 +95,7 @@ _CAPTURE = (
     *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
     *("Regression", "Task", "Weights", "capture", "layers", "plan", "recording"),
 )
-_ATTRIBUTE = ("Projection", "Scores", "attribute", "combine", "methods", "project")
+_ATTRIBUTE = ("Projection", "Scores", "attribute", "combine", "methods", "project", "suspects")
 _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),
     **dict.fromkeys(_CAPTURE, "gradkeep._capture"),

@@ -130,9 +130,11 @@ def test_trak_is_the_ridged_inverse_of_projected_gradients(world, dim, ridge):
     parts = []
     pooled = torch.stack([truth["train", name][1] for name in AT]).mean(0)
     for number, name in enumerate(sorted(AT)):
-        by = gk.Projection(dim=dim, seed=3 + 1_000_003 * number)
+        by = gk.Projection(dim=dim, seed=3)
         x, g = (
-            gk.project(gk.gradients(store, split=s, checkpoint=name, of="output"), by).double()
+            gk.project(
+                gk.gradients(store, split=s, checkpoint=name, of="output"), by, model=number
+            ).double()
             for s in ("train", "test")
         )
         second = x.T @ x

@@ -76,6 +76,34 @@ def test_capture_then_attribute_then_why(config, call):
     assert "helped most by" in call("why", store, 3, "--checkpoint", "late")
 
 
+def test_options_saved_scores_and_suspects(config, call):
+    call("capture", config)
+    store = config.parent / "kept"
+    told = call(
+        "attribute", store, "--option", "damping=3", "--option", "weight=q(1-q)", "--save", "k"
+    )
+    assert "saved as k" in told
+    opened = gk.open(store)
+    direct = gk.attribute(opened, damping=3.0, weight="q(1-q)")
+    assert np.array_equal(gk.Scores.load(opened, "k").values, direct.values)
+    assert "is not NAME=VALUE" in call("attribute", store, "--option", "damping", code=2)
+    assert "did you mean damping" in call("attribute", store, "--option", "dampin=3", code=2)
+    found = json.loads(call("suspects", store, "--json", "--top", 4))["suspects"]
+    ranked = gk.suspects(opened)
+    assert [row["id"] for row in found] == ranked.ids[:4].tolist()
+    losses = [opened.read(gk.CaptureKey(c, "train")).column("loss") for c in ("early", "late")]
+    assert ranked.ids.tolist() == np.argsort(-np.mean(losses, 0), kind="stable").tolist()
+    assert "the model says" in call("suspects", store, "--by", "self")
+    assert "suspects by 'looks'" in call("suspects", store, "--by", "looks", code=2)
+
+
+def test_methods_are_listed_with_what_they_need(call):
+    told = call("methods")
+    listed = json.loads(call("methods", "--json"))
+    assert [method["name"] for method in listed] == [method.name for method in gk.methods()]
+    assert all(method["reference"] in told for method in listed)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -6,5 +6,17 @@ from gradkeep._attribute._method import Method
 from gradkeep._attribute._named import methods
 from gradkeep._attribute._projections import Projection, project
 from gradkeep._attribute._scores import Ranked, Scores
+from gradkeep._attribute._suspects import Suspects, suspects
 
-__all__ = ["Method", "Projection", "Ranked", "Scores", "attribute", "combine", "methods", "project"]
+__all__ = [
+    "Method",
+    "Projection",
+    "Ranked",
+    "Scores",
+    "Suspects",
+    "attribute",
+    "combine",
+    "methods",
+    "project",
+    "suspects",
+]

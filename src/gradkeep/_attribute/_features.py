@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def features(at: At, of: Of, projection: Projection) -> tuple[Tensor, Tensor]:
-    """Projections of the training rows `[N, k]` and of the queries `[Q, k]`."""
+    """Projections of the training rows `[N, k]` and of the queries `[Q, k]`.
+
+    Other checkpoints get other projections, so that their errors average out.
+    """
     question = at.question
     train, asked = at.train(of), at.queries(of)
     need = 4 * projection.dim * (len(train) + len(asked) + 2 * projection.dim)
@@ -29,6 +32,7 @@ def features(at: At, of: Of, projection: Projection) -> tuple[Tensor, Tensor]:
             expected=f"at least {format_bytes(need)}",
             fix="pass a smaller dim=, or a larger memory_budget=",
         )
-    x = project(train, projection, memory_budget=budget)
-    g = project(asked, projection, memory_budget=budget)
+    number = question.places.index(at.place)
+    x = project(train, projection, model=number, memory_budget=budget)
+    g = project(asked, projection, model=number, memory_budget=budget)
     return x, g[question.positions]

@@ -1,4 +1,4 @@
-"""`gradkeep attribute` and `gradkeep why`: scores from what a store holds."""
+"""`gradkeep attribute`, `why` and `methods`: scores from what a store holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from gradkeep._attribute import Scores
     from gradkeep.store import Store
 
-MethodOption = Annotated[str, typer.Option("--method", help="dot, cos, tracin, self.")]
+MethodOption = Annotated[str, typer.Option("--method", help="`gradkeep methods` lists them.")]
+OptionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", metavar="NAME=VALUE", help="An option of the method; may be repeated."
+    ),
+]
 QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
 TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
 CheckpointOption = Annotated[
@@ -22,7 +28,7 @@ CheckpointOption = Annotated[
 LayerOption = Annotated[
     list[str] | None, typer.Option("--layer", help="A layer or glob; may be repeated.")
 ]
-RunOption = Annotated[str, typer.Option(help="The run.")]
+RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
 CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
 PlanOption = Annotated[
     str | None, typer.Option("--plan", help="naive, recon, ted or half, in place of the planner's.")
@@ -34,15 +40,19 @@ BudgetOption = Annotated[
 
 def attribute(
     store: StoreArgument,
-    method: MethodOption = "dot",
+    method: MethodOption = "kernel",
+    option: OptionOption = None,
     queries: QueriesOption = "test",
     train: TrainOption = "train",
     checkpoint: CheckpointOption = None,
     layer: LayerOption = None,
-    run: RunOption = "main",
+    run: RunOption = None,
     capture: CaptureOption = "main",
     plan: PlanOption = None,
     memory_budget: BudgetOption = None,
+    save: Annotated[
+        str | None, typer.Option("--save", metavar="NAME", help="Keep the scores in the store.")
+    ] = None,
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Write scores and ids to an .npz.")
     ] = None,
@@ -63,10 +73,13 @@ def attribute(
         method=method,
         checkpoints=checkpoint,
         layers=layer,
-        run=run,
+        run=run or "main",
         name=capture,
         plan=plan,
         memory_budget=memory_budget,
+        save=save,
+        progress=True,
+        **_options(option),
     )
     if out is not None:
         out = out if out.endswith(".npz") else f"{out}.npz"
@@ -84,6 +97,10 @@ def attribute(
         helped = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["helped"])
         harmed = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["harmed"])
         print(f"{queries} {query}: helped by {helped}; harmed by {harmed}")
+    if scores.chosen is not None:
+        print(f"chosen: {scores.chosen}")
+    if save is not None:
+        print(f"saved as {save}: gk.Scores.load(store, {save!r})")
     if out is not None:
         print(f"written to {out}")
 
@@ -91,12 +108,13 @@ def attribute(
 def why(
     store: StoreArgument,
     query: Annotated[int, typer.Argument(metavar="QUERY", help="The id of the query.")],
-    method: MethodOption = "dot",
+    method: MethodOption = "kernel",
+    option: OptionOption = None,
     queries: QueriesOption = "test",
     train: TrainOption = "train",
     checkpoint: CheckpointOption = None,
     layer: LayerOption = None,
-    run: RunOption = "main",
+    run: RunOption = None,
     capture: CaptureOption = "main",
     top: Annotated[int, typer.Option(help="How many rows to show on each side.")] = 5,
     json: JsonOption = False,
@@ -112,18 +130,19 @@ def why(
         method=method,
         checkpoints=checkpoint,
         layers=layer,
-        run=run,
+        run=run or "main",
         name=capture,
         ids=[query],
+        **_options(option),
     )
-    asked = _facts(opened, scores, queries, [query], run=run, capture=capture)
+    asked = _facts(opened, scores, queries, [query], capture=capture)
     ranked = _ranked(scores, query, top)
     sides = {}
     for side, found in ranked.items():
         if side == "query":
             continue
         ids = [number for number, _ in found]
-        facts = _facts(opened, scores, train, ids, run=run, capture=capture)
+        facts = _facts(opened, scores, train, ids, capture=capture)
         sides[side] = [
             {**fact, "score": value} for fact, (_, value) in zip(facts, found, strict=True)
         ]
@@ -135,6 +154,67 @@ def why(
         print(f"{side} most by ({scores.scale}):")
         for row in rows:
             print(f"  {row['score']:>12.4g}  {train} {_line(row)}")
+
+
+def methods(json: JsonOption = False) -> None:
+    """List the methods: what each computes, needs and costs."""
+    import dataclasses
+
+    import gradkeep as gk
+
+    if json:
+        shown = ("name", "summary", "needs", "cost", "exact", "reference")
+        print_json([{part: getattr(method, part) for part in shown} for method in gk.methods()])
+        return
+    for method in gk.methods():
+        print(f"{method.name} ({'exact' if method.exact else 'approximate'}): {method.summary}")
+        print(f"  needs    {method.needs}")
+        print(f"  cost     {method.cost}")
+        told = [f"{part.name}={part.default!r}" for part in dataclasses.fields(method.options)]
+        if told:
+            print(f"  options  {', '.join(told)}")
+        print(f"  from     {method.reference}")
+
+
+def suspects(
+    store: StoreArgument,
+    train: TrainOption = "train",
+    by: Annotated[str, typer.Option("--by", help="loss or self.")] = "loss",
+    checkpoint: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    top: Annotated[int, typer.Option(help="How many rows to show.")] = 20,
+    json: JsonOption = False,
+) -> None:
+    """Show the training rows whose labels are most likely wrong, the worst first."""
+    import gradkeep as gk
+
+    found = gk.suspects(
+        gk.open(store, create=False),
+        train=train,
+        by=by,  # type: ignore[arg-type]  # the library refuses others
+        checkpoints=checkpoint,
+        run=run or "main",
+        name=capture,
+    )
+    rows = [
+        {
+            "id": int(found.ids[at]),
+            by: float(found.values[at]),
+            "label": None if found.labels is None else found.labels[at].item(),
+            "predicted": None if found.predicted is None else found.predicted[at].item(),
+        }
+        for at in range(min(top, len(found)))
+    ]
+    if json:
+        print_json({"by": by, "checkpoints": found.checkpoints, "suspects": rows})
+        return
+    measure = "mean loss" if by == "loss" else "squared length of its gradient"
+    print(f"{len(found)} rows of {train} by {measure} at {', '.join(found.checkpoints)}")
+    for row in rows:
+        told = "" if row["label"] is None else f"  label {row['label']}"
+        told += "" if row["predicted"] is None else f", the model says {row['predicted']}"
+        print(f"  {train} {row['id']:<8} {row[by]:>10.4g}{told}")
 
 
 def _ranked(scores: Scores, query: int, k: int) -> dict[str, Any]:
@@ -149,12 +229,13 @@ def _ranked(scores: Scores, query: int, k: int) -> dict[str, Any]:
 
 
 def _facts(
-    store: Store, scores: Scores, split: str, ids: list[int], *, run: str, capture: str
+    store: Store, scores: Scores, split: str, ids: list[int], *, capture: str
 ) -> list[dict[str, Any]]:
     """What was kept of some rows beside their gradients."""
     from gradkeep.store import CaptureKey
 
-    block = store.read(CaptureKey(scores.checkpoints[-1], split, run, capture))
+    run, _, checkpoint = scores.checkpoints[-1].rpartition("/")
+    block = store.read(CaptureKey(checkpoint, split, run or "main", capture))
     names = [name for name in ("label", "predicted", "loss", "output") if name in block.names]
     batch = block.read(ids, names)
     return [
@@ -170,3 +251,19 @@ def _line(fact: dict[str, Any]) -> str:
         if name not in ("id", "score")
     )
     return f"{fact['id']}: {told}"
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    """NAME=VALUE pairs, values read as JSON where they are."""
+    import json as reader
+
+    found: dict[str, Any] = {}
+    for pair in given or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE, such as damping=3")
+        try:
+            found[name] = reader.loads(value)
+        except ValueError:
+            found[name] = value
+    return found

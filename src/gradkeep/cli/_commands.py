@@ -34,7 +34,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("demo", "_demo", "Train on real digits, keep what is left behind, break it, ask it."),
+    Command("demo", "_demo", "Plant wrong labels in real digits, find them, retrain without."),
     Command("info", "_info", "Show what a store holds: runs, captures, layers, sizes, ratios."),
     Command("verify", "_verify", "Check every byte of a store; name what is damaged."),
     Command("sql", "_sql", "Ask a store in SQL: samples, captures, scores, runs, checkpoints."),
@@ -42,6 +42,8 @@ COMMANDS = (
     Command("capture", "_capture", "Replay checkpoints and keep every sample's gradients."),
     Command("attribute", "_attribute", "Score training rows for queries, from what is kept."),
     Command("why", "_attribute", "Show which training rows made the model answer so."),
+    Command("suspects", "_attribute", "Show the rows whose labels are most likely wrong."),
+    Command("methods", "_attribute", "List the methods: what each needs and costs."),
     Command("gc", "_gc", "Free the space of old versions and unfinished writes."),
     Command("delete", "_delete", "Delete a capture or saved scores with all versions."),
     Command("simulate", "_remat", "Run a recorded step in a smaller memory budget.", "remat"),

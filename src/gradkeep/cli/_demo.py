@@ -9,14 +9,16 @@ import typer
 
 
 def demo(
-    folder: Annotated[Path, typer.Argument(help="Where the demo's store goes.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Where the demo's store goes.")] = Path(
         "gradkeep-demo"
     ),
+    seeds: Annotated[int, typer.Option(help="Retrainings that each accuracy is a mean of.")] = 5,
 ) -> None:
-    """Train a small network on real digits with planted wrong labels, and keep what is left behind.
+    """Train on real digits with wrong labels planted, find them, and retrain without them.
 
-    Kills a writer and resumes it, flips a bit and finds it, and asks for the wrong labels in SQL.
+    Then a writer is killed and resumed, and a bit is flipped and found. Every number is computed
+    in this run.
     """
     from gradkeep.cli._story import tell
 
-    tell(folder)
+    tell(out, seeds=seeds)

@@ -39,9 +39,7 @@ def _pool(question: Question, options: Options) -> Pulls:
 
 def _prepare(at: At, options: Options) -> Scorer:
     found: Pulls = at.pooled
-    place = at.question.places.index(at.place)
-    # Other checkpoints get other projections, so that their errors average out.
-    projection = Projection(options.projection, options.dim, options.seed + 1_000_003 * place)
+    projection = Projection(options.projection, options.dim, options.seed)
     x, g = features(at, found.of, projection)
     rows, dim = x.shape
     if options.ridge == 0 and dim >= rows:
