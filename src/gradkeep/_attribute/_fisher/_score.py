@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradkeep._attribute._question import At
 
     Solve = Callable[[str, Tensor], Tensor]
+    LayerScores = Callable[[str, list[int]], Tensor]
 
 
 def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | None) -> Scorer:
@@ -54,7 +55,7 @@ def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | No
             out[start : start + step] = direct[name].scores(*sides, some, left, held=0)
         return out
 
-    return _layer_by_layer(at, layer_scores, approximate)
+    return layer_by_layer(at, layer_scores, approximate)
 
 
 def preconditioned(
@@ -65,7 +66,7 @@ def preconditioned(
     `solve(layer, dense [B, P])` gives what is multiplied in place of the queries' gradients;
     `held` bytes are taken by what it needs.
     """
-    return _layer_by_layer(at, _Solved(at, solve, _left(at, held)).scores, approximate)
+    return layer_by_layer(at, _Solved(at, solve, _left(at, held)).scores, approximate)
 
 
 class _Solved:
@@ -88,9 +89,8 @@ class _Solved:
         return out
 
 
-def _layer_by_layer(
-    at: At, scores: Callable[[str, list[int]], Tensor], approximate: str | None
-) -> Scorer:
+def layer_by_layer(at: At, scores: LayerScores, approximate: str | None) -> Scorer:
+    """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to."""
     question, layers = at.question, list(at.train().forms)
 
     def score(start: int, stop: int) -> Tensor:

@@ -1,0 +1,77 @@
+"""`datainf`: influence by the mean of inverses in place of the inverse of the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradkeep import query
+from gradkeep._attribute._fisher import Damping
+from gradkeep._attribute._fisher._score import layer_by_layer
+from gradkeep._attribute._fisher._stream import only
+from gradkeep._attribute._method import Method, Scorer
+from gradkeep._bytes import parse_bytes
+from gradkeep._errors import AttributionError
+from gradkeep.query._memory import DEFAULT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep._attribute._question import At
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `datainf` can be told."""
+
+    damping: float = 0.1
+    """Times the layer's mean squared gradient entry, which is its Fisher matrix' mean eigenvalue."""
+    absolute_damping: float | None = None
+    """The damping of all layers as it is, in place of the relative one."""
+
+
+def _prepare(at: At, options: Options) -> Scorer:
+    damping = Damping(options.damping, options.absolute_damping)
+    asked, train = at.queries(), at.train()
+    squared = train.norms(per_layer=True).double().square()
+    if not bool((squared > 0).any()):
+        raise AttributionError(
+            f"all gradients of {at.question.train} at {at.place} are zero",
+            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+        )
+    lengths = dict(zip(train.forms, squared.T, strict=True))
+    budget = at.question.memory_budget
+    limit = DEFAULT if budget is None else parse_bytes(budget)
+    step = max(1, min(len(train), limit // 8 // (4 * len(train))))
+
+    def scores(name: str, positions: list[int]) -> Tensor:
+        """(g_q . g_n - mean over m of (g_q . g_m)(g_m . g_n) / (damping + |g_m|^2)) / damping"""
+        rows = only(train, name)
+        added = damping.of(float(lengths[name].mean()) / rows.size)
+        if added <= 0:
+            return torch.zeros(len(positions), len(train))
+        ids = asked.ids[positions]
+        found = query.dot(only(asked, name), rows, ids=ids, memory_budget=budget).values
+        share = found / (len(train) * (added + lengths[name])).float()
+        for start in range(0, len(train), step):
+            some = train.ids[start : start + step]
+            kernel = query.dot(rows, rows, ids=some, memory_budget=budget).values
+            found[:, start : start + step] -= share @ kernel.t()
+        return found / added
+
+    return layer_by_layer(at, scores, "the inverse of a mean is taken as the mean of inverses")
+
+
+METHOD = Method(
+    "datainf",
+    "query gradient x mean over rows of (g g^T + damping)^-1 x training gradient, layer by layer",
+    "gradients of both splits",
+    "(Q + N) x N products",
+    exact=False,
+    reference="Kwon et al., DataInf, 2024",
+    prepare=_prepare,
+    options=Options,
+    layered=True,
+)
