@@ -46,7 +46,7 @@ def train(digits: Digits, rows: Any, *, seed: int, keep: bool = False) -> Traine
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     states = {}
     for epoch in range(1, EPOCHS + 1):
-        for batch in torch.randperm(len(labels)).split(64):
+        for batch in torch.split(torch.randperm(len(labels)), 64):
             optimizer.zero_grad()
             torch.autograd.backward(F.cross_entropy(model(images[batch]), labels[batch]))
             optimizer.step()
