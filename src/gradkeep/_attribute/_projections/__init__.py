@@ -4,7 +4,11 @@ All are unbiased, E<Px, Py> = <x, y>, and the same on every device, for every ba
 however the gradients are kept.
 """
 
-from gradkeep._attribute._projections._dense import project_dense, project_parameters
+from gradkeep._attribute._projections._dense import (
+    project_dense,
+    project_parameters,
+    signs_or_normals,
+)
 from gradkeep._attribute._projections._project import project
 from gradkeep._attribute._projections._projection import KINDS, Kind, Projection
 from gradkeep._attribute._projections._rows import project_rows
@@ -19,6 +23,7 @@ __all__ = [
     "project_dense",
     "project_parameters",
     "project_rows",
+    "signs_or_normals",
     "two_sided",
     "two_sided_rows",
 ]

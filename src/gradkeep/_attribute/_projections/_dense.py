@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gradkeep._attribute._projections._dense_matrix import DenseMatrix
 from gradkeep._attribute._projections._finite import require_finite
 from gradkeep._attribute._projections._sketch import FLAT, sketch_of, wide
 from gradkeep._attribute._projections._sum import Sum
@@ -40,6 +41,17 @@ def project_dense(
     if values.numel():
         sketch_of(projection, model).flat(FLAT, values.shape[1]).add(into, 0, values)
     return require_finite(into.values())
+
+
+def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
+    """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
+    made = sketch_of(projection, model).flat(FLAT, size)
+    if not isinstance(made, DenseMatrix):
+        raise AttributionError(
+            f"a projection of kind {projection.kind!r} has no dense matrix",
+            expected="rademacher or normal",
+        )
+    return made.matrix()
 
 
 def project_parameters(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from gradkeep._attribute._projections import _random
 
 if TYPE_CHECKING:
@@ -32,6 +34,16 @@ class DenseMatrix:
                 tile = self._tile(high // TILE, low // TILE, part.shape[1], wide)
                 at = into.buffer[start : start + len(values), low : low + wide]
                 at.addmm_(part, tile.to(values), alpha=self._dim**-0.5)
+
+    def matrix(self) -> Tensor:
+        """The whole matrix `[P, k]`, without its scale."""
+        out = torch.empty(self._size, self._dim)
+        for high in range(0, self._size, TILE):
+            for low in range(0, self._dim, TILE):
+                rows, cols = min(TILE, self._size - high), min(TILE, self._dim - low)
+                tile = self._tile(high // TILE, low // TILE, rows, cols)
+                out[high : high + rows, low : low + cols] = tile
+        return out
 
     def _tile(self, row: int, column: int, rows: int, cols: int) -> Tensor:
         draw = _random.signs if self._kind == "rademacher" else _random.normals

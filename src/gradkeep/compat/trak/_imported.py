@@ -1,0 +1,159 @@
+"""Reading what the released package left in a save_dir."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import gradkeep.store as gs
+from gradkeep._errors import AttributionError
+
+if TYPE_CHECKING:
+    import os
+
+_ID = re.compile(r"id_(-?\d+)\.json")
+_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was brought into the store."""
+
+    checkpoints: tuple[str, ...]
+    """Model ids whose projected gradients are now captures, as `id_0`."""
+    scores: tuple[str, ...]
+    """Experiments whose scores are now saved scores."""
+    skipped: tuple[str, ...]
+    """What was not complete, and why."""
+
+
+def import_save_dir(
+    save_dir: str | os.PathLike[str],
+    store: gs.Store | str | os.PathLike[str],
+    *,
+    run: str = "trak",
+) -> Imported:
+    """Bring the results of the released TRAK package into a store.
+
+    Of every model id that is featurized, a capture of the split `train` with `projection` `[k]`
+    (the projected gradient) and `weight`; of every experiment, one of its targets under its name,
+    and scores `[m, n]` (queries x train, the transpose of the released file). What is incomplete
+    is not imported, and named in `skipped`. Files are mapped, never unpickled.
+    """
+    folder = Path(save_dir)
+    about = _json(folder / "metadata.json")
+    opened = store if isinstance(store, gs.Store) else gs.open(store)
+    rows, dim = int(about["train set size"]), int(about["JL dimension"])
+    ids = sorted(int(m[1]) for p in folder.glob("id_*.json") if (m := _ID.fullmatch(p.name)))
+    experiments = folder / "experiments.json"
+    named = _json(experiments) if experiments.exists() else {}
+    done: list[str] = []
+    skipped: list[str] = []
+    for number in ids:
+        try:
+            _captured(opened, folder / str(number), number, rows, dim, run, about)
+            done.append(f"id_{number}")
+        except _Incomplete as error:
+            skipped.append(f"model id {number}: {error}")
+        for name, fields in named.items():
+            path = folder / str(number) / f"{name}_grads.mmap"
+            if path.exists():
+                values = _mapped(path, (int(fields["num_targets"]), dim))
+                key = gs.CaptureKey(f"id_{number}", _name(name), run)
+                _write(opened, key, {"projection": values}, about)
+    scored = []
+    for name, fields in named.items():
+        # The file beside this one: the path inside names where the folder once was.
+        path = folder / "scores" / f"{name}.mmap"
+        if not fields.get("scores_finalized") or not path.exists():
+            skipped.append(f"scores {name}: not finalized")
+            continue
+        values = _mapped(path, (rows, int(fields["num_targets"])))
+        _write(opened, gs.ScoresKey(_name(name)), {"scores": values.T}, about)
+        scored.append(_name(name))
+    return Imported(tuple(done), tuple(scored), tuple(skipped))
+
+
+class _Incomplete(Exception):
+    pass
+
+
+def _captured(
+    store: gs.Store, folder: Path, number: int, rows: int, dim: int, run: str, about: Any
+) -> None:
+    flags = _mapped(folder / "_is_featurized.mmap", None)
+    if int((np.asarray(flags) == 1).sum()) != rows:
+        raise _Incomplete(f"{int((np.asarray(flags) == 1).sum())} of {rows} rows are featurized")
+    grads = folder / "grads.mmap"
+    if not grads.exists():
+        raise _Incomplete("its gradients were deleted")
+    arrays = {
+        "projection": _mapped(grads, (rows, dim)),
+        "weight": _mapped(folder / "out_to_loss.mmap", (rows, 1)).reshape(-1),
+    }
+    _write(store, gs.CaptureKey(f"id_{number}", "train", run), arrays, about)
+
+
+def _write(store: gs.Store, key: gs.BlockKey, arrays: dict[str, Any], about: Any) -> None:
+    count = len(next(iter(arrays.values())))
+    schema = gs.Schema(
+        tuple(
+            gs.Array(
+                name, shape=values.shape[1:], kind="data" if values.ndim == 1 else "projection"
+            )
+            for name, values in arrays.items()
+        ),
+        num_rows=count,
+        fingerprints={f"trak {name}": str(value) for name, value in about.items()},
+    )
+    with store.write(key, schema) as writer:
+        for start in range(0, count, _ROWS):
+            part = slice(start, min(start + _ROWS, count))
+            ids = np.arange(part.start, part.stop)
+            values = {name: np.asarray(array[part], np.float32) for name, array in arrays.items()}
+            writer.append(ids, values)
+
+
+def _mapped(path: Path, shape: tuple[int, ...] | None) -> Any:
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise AttributionError(
+            "this array cannot be read", path=path, found=str(error).splitlines()[0]
+        ) from error
+    if shape is not None and values.shape != shape:
+        raise AttributionError(
+            "this array has another shape than its folder says",
+            path=path,
+            found=values.shape,
+            expected=shape,
+        )
+    return values
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise AttributionError(
+            "there are no TRAK results here",
+            path=path.parent,
+            expected=f"a folder with {path.name}, as TRAKer(save_dir=...) makes it",
+        ) from None
+    except ValueError as error:
+        raise AttributionError(
+            "this file was cut off while it was written",
+            path=path,
+            found=str(error),
+            fix="restore it from a copy, or featurize again",
+        ) from error
+
+
+def _name(exp_name: str) -> str:
+    """An experiment's name as one that a store takes."""
+    return re.sub(r"[^A-Za-z0-9._+=@-]", "-", exp_name).lstrip(".+=@-") or "experiment"

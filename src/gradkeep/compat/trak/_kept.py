@@ -1,0 +1,161 @@
+"""Projected gradients in the store: every put is one file with its rows, ids and checksum.
+
+A row is done when a file that holds it has its name; the name comes after the bytes are durable,
+so that nothing can be flagged that is not there. Files are named by their smallest id: processes
+with other rows never meet, and of those with the same rows the first wins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradkeep.store import Array, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from gradkeep.store import Rows, Store
+
+    Mask = np.ndarray[Any, np.dtype[np.bool_]]
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Kept:
+    """Up to `count` projected gradients `[k]`, with a weight each, put in any order and parts."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        count: int,
+        dim: int,
+        half: bool,
+        fingerprints: Mapping[str, str],
+    ) -> None:
+        self.name, self.count, self.dim = name, count, dim
+        self._store = store
+        self.mark = fingerprints.get("weights")
+        """The fingerprint of the weights that the gradients are of."""
+        schema = Schema(
+            (
+                Array("rows", "int64", kind="data", ragged=True),
+                Array(
+                    "grads",
+                    shape=(dim,),
+                    kind="projection",
+                    ragged=True,
+                    encoding="float16-scaled" if half else "plain",
+                ),
+                Array("weight", kind="data", ragged=True),
+            ),
+            rows_per_segment=1,
+            fingerprints={**fingerprints, "count": str(count)},
+        )
+        self._rows: Rows = store.rows(name, schema, num_rows=count)
+        self._where: dict[int, Ids] = {}
+        """The ids in each file that was seen."""
+        self._done = np.zeros(count, bool)
+        self.refresh()
+
+    @property
+    def done(self) -> Mask:
+        """Which rows are there `[count]`, as far as was seen."""
+        return self._done
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows are there."""
+        return bool(self._done.all())
+
+    def refresh(self) -> None:
+        """See what other processes have put meanwhile."""
+        new = [row for row in self._rows.done().tolist() if row not in self._where]
+        if not new:
+            return
+        ids = self._rows.read(new, ["rows"])["rows"]
+        for place, row in enumerate(new):
+            self._saw(row, ids[place])
+
+    def put(self, ids: Ids, grads: Tensor, weights: Tensor | None) -> None:
+        """Keep these rows, except those that are there; returns when they are durable."""
+        values = grads.detach().cpu().float().numpy()
+        beside = np.zeros(len(ids), np.float32)
+        if weights is not None:
+            beside = weights.detach().cpu().float().numpy().reshape(len(ids))
+        left = ~self._done[ids]
+        while left.any():
+            some = ids[left]
+            first = int(some.min())
+            arrays = {"rows": some, "grads": values[left], "weight": beside[left]}
+            if self._rows.put(first, arrays, differing="keep"):
+                self._saw(first, some)
+            else:
+                self.refresh()  # another process was first with some of them
+            left = ~self._done[ids]
+
+    def read(self, ids: Ids) -> Tensor:
+        """The gradients `[len(ids), k]`, float32."""
+        out = np.empty((len(ids), self.dim), np.float32)
+        for rows, places, grads in self._found(ids, "grads"):
+            out[places] = grads[rows]
+        return torch.from_numpy(out)
+
+    def weights(self) -> Tensor:
+        """The weights `[count]`, float32."""
+        out = np.empty(self.count, np.float32)
+        for rows, places, values in self._found(np.arange(self.count), "weight"):
+            out[places] = values[rows]
+        return torch.from_numpy(out)
+
+    def _found(self, ids: Ids, name: str) -> Any:
+        """(rows in the file, places in the answer, the file's values) of every file needed."""
+        place = np.full(self.count, -1, np.int64)
+        place[ids] = np.arange(len(ids))
+        for row in sorted(self._where):
+            own = self._where[row]
+            wanted = np.flatnonzero(place[own] >= 0)
+            if not len(wanted):
+                continue
+            yield wanted, place[own[wanted]], self._rows.read([row], [name])[name].values
+            place[own[wanted]] = -1
+        if (place >= 0).any():
+            missing = np.flatnonzero(place >= 0)
+            raise LookupError(f"{self.name}: no gradients of rows {missing[:5].tolist()}")
+
+    def drop(self) -> None:
+        """Delete the gradients, not their description."""
+        keys = _files_below(self._store, self._rows.folder, inner=True)
+        self._store.backend.delete(keys, durability=self._store.durability)
+        self._where = {}
+        self._done[:] = False
+
+    def _saw(self, row: int, ids: Ids) -> None:
+        self._where[row] = np.asarray(ids, np.int64)
+        self._done[ids] = True
+
+
+def delete_rows(store: Store, name: str) -> None:
+    """Delete a set of rows: what they hold first, their description last."""
+    top = store.rows(name).folder
+    for inner in (True, False):
+        store.backend.delete(_files_below(store, top, inner=inner), durability=store.durability)
+
+
+def _files_below(store: Store, top: str, *, inner: bool) -> list[str]:
+    """The keys in the folders below a folder, or those in itself."""
+    keys, folders = [], [top]
+    while folders:
+        folder = folders.pop()
+        for entry in store.backend.list(folder):
+            key = f"{folder}/{entry.name}"
+            if entry.is_folder:
+                folders.append(key)
+            elif (folder != top) == inner:
+                keys.append(key)
+    return keys

@@ -1,0 +1,286 @@
+"""What is explained: one output per sample, and how it weighs in the loss.
+
+A task gives `get_output` for one sample, which works with any model that `torch.func` can handle.
+One that also gives `measure` for a whole batch is captured layer by layer, which is far cheaper;
+all tasks here do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.func import functional_call
+
+from gradkeep._errors import AttributionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor, nn
+
+SIMULATED = 300
+
+
+class AbstractModelOutput(ABC):
+    """A task: subclass it, and give the output of one sample and the weights of a batch."""
+
+    def __init__(self) -> None:
+        return
+
+    @abstractmethod
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        """f(z), a single number, of one sample whose fields come without a batch dimension."""
+
+    @abstractmethod
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """How much a change of each output changes its loss, `[B, 1]`."""
+
+    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Outputs `[B]` and weights `[B, 1]` of a batch from one pass; None if that cannot be.
+
+        Give it in a task of your own, and its gradients are captured layer by layer.
+        """
+        return None
+
+
+class _Classification(AbstractModelOutput):
+    """Tasks with logits `[B, C]` and one label per sample.
+
+    output = log p / (1 - p), weight = 1 - p at a temperature, with p that of the label.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.loss_temperature = temperature
+
+    @abstractmethod
+    def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """How the model is called: arguments, and arguments by name."""
+
+    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Margins `[B]` and weights `[B, 1]`."""
+        args, kwargs = self._call(batch[:-1])
+        return self._measured(model(*args, **kwargs), batch[-1])
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        """The margin of one sample."""
+        batch = [field.unsqueeze(0) for field in sample]
+        args, kwargs = self._call(batch[:-1])
+        logits = functional_call(model, (weights, buffers), args, kwargs)
+        return _margins(logits, batch[-1]).sum()
+
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """1 - p `[B, 1]`"""
+        *fields, labels = batch
+        args, kwargs = self._call(fields)
+        with torch.no_grad():
+            logits = functional_call(model, (weights, buffers), args, kwargs)
+            return self._weights(logits, labels)
+
+    def _measured(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return _margins(logits, labels), self._weights(logits.detach(), labels)
+
+    def _weights(self, logits: Tensor, labels: Tensor) -> Tensor:
+        # 1 - softmax, without cancellation where the model is sure.
+        return torch.sigmoid(-_margins(logits / self.loss_temperature, labels)).unsqueeze(1)
+
+
+class ImageClassificationModelOutput(_Classification):
+    """Batches are (image, label); the model is called with the images."""
+
+    def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return tuple(fields), {}
+
+
+class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
+    """The same with a plain call of the model: `get_output` takes a batch and gives `[B]`."""
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        """The margins `[B]` of a batch."""
+        *fields, labels = sample
+        return _margins(model(*fields), labels)
+
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """1 - p `[B, 1]`"""
+        *fields, labels = batch
+        with torch.no_grad():
+            return self._weights(model(*fields), labels)
+
+
+class TextClassificationModelOutput(_Classification):
+    """Batches are (input_ids, token_type_ids, attention_mask, label); the model gives logits."""
+
+    def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        names = ("input_ids", "token_type_ids", "attention_mask")
+        return (), dict(zip(names, fields, strict=True))
+
+
+class LanguageModelingModelOutput(AbstractModelOutput):
+    """Batches are (input_ids, attention_mask, labels), labels of -100 not counted.
+
+    output = sum over predicted tokens of log p / (1 - p), weight = mean of their 1 - p. Token t is
+    predicted at position t - 1.
+    """
+
+    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Outputs `[B]` and weights `[B, 1]`."""
+        inputs, mask, labels = batch
+        answer = model(input_ids=inputs, attention_mask=mask)
+        margins, counted = _token_margins(answer, labels)
+        return margins.sum(1), _token_weights(margins.detach(), counted)
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        """The sum of the margins of one sample's tokens."""
+        inputs, mask, labels = (field.unsqueeze(0) for field in sample)
+        named = {"input_ids": inputs, "attention_mask": mask}
+        answer = functional_call(model, (weights, buffers), (), named)
+        return _token_margins(answer, labels)[0].sum()
+
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """The mean of 1 - p `[B, 1]`"""
+        inputs, mask, labels = batch
+        named = {"input_ids": inputs, "attention_mask": mask}
+        with torch.no_grad():
+            answer = functional_call(model, (weights, buffers), (), named)
+            return _token_weights(*_token_margins(answer, labels))
+
+
+class CLIPModelOutput(AbstractModelOutput):
+    """Batches are (image, text); the model gives (image embeddings, text embeddings, scale).
+
+    With phi and psi the embeddings of a pair and B a batch of others,
+    output = -logsumexp(-phi . (psi - psi_B)) - logsumexp(-psi . (phi - phi_B)). The batch B is
+    drawn once from the embeddings that `get_embeddings` computes, and kept by this instance: the
+    output of a pair does not depend on the pairs that happen to come with it. Its weight is
+    1 - the mean probability of the pair among itself and B.
+    """
+
+    def __init__(
+        self, temperature: float | None = None, simulated_batch_size: int = SIMULATED
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.sim_batch_size = simulated_batch_size
+        self.image_embeddings: Tensor | None = None
+        self.text_embeddings: Tensor | None = None
+        self.num_computed_embeddings = 0
+
+    def get_embeddings(
+        self,
+        model: nn.Module,
+        loader: Iterable[Sequence[Tensor]],
+        batch_size: int | None = None,
+        embedding_dim: int | None = None,
+        size: int = 50_000,
+        preprocess_fn_img: Callable[[Any], Tensor] | None = None,
+        preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        """Embed up to `size` pairs of a loader, and draw the batch B among them.
+
+        The sizes of batches and embeddings are those that are found; the arguments of the
+        released package are accepted.
+        """
+        images, texts, count = [], [], 0
+        with torch.no_grad():
+            for image, text in loader:
+                shown = image if preprocess_fn_img is None else preprocess_fn_img(image)
+                read = text if preprocess_fn_txt is None else preprocess_fn_txt(text)
+                one, other, _ = model(image=shown, text=read)
+                images.append(one[: size - count].clone())
+                texts.append(other[: size - count].clone())
+                count += len(images[-1])
+                if count >= size:
+                    break
+        if not count:
+            raise AttributionError("the loader gave no pair to embed")
+        chosen = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        chosen = chosen[: self.sim_batch_size].to(images[0].device)
+        self.num_computed_embeddings = count
+        self.image_embeddings = torch.cat(images)[chosen]
+        self.text_embeddings = torch.cat(texts)[chosen]
+
+    def measure(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Outputs `[B]` and weights `[B, 1]`."""
+        image, text = batch
+        answer = model(image=image, text=text)
+        return self._outputs(*answer[:2]), self._weights(*answer)
+
+    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+        """The output of one pair."""
+        image, text = (field.unsqueeze(0) for field in sample)
+        named = {"image": image, "text": text}
+        answer = functional_call(model, (weights, buffers), (), named)
+        return self._outputs(*answer[:2]).sum()
+
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """Weights `[B, 1]`"""
+        image, text = batch
+        with torch.no_grad():
+            named = {"image": image, "text": text}
+            return self._weights(*functional_call(model, (weights, buffers), (), named))
+
+    def _others(self) -> tuple[Tensor, Tensor]:
+        if self.image_embeddings is None or self.text_embeddings is None:
+            raise AttributionError(
+                "the embeddings of other pairs are not there yet",
+                fix="run traker.task.get_embeddings(model, loader) before featurizing",
+            )
+        return self.image_embeddings, self.text_embeddings
+
+    def _outputs(self, image: Tensor, text: Tensor) -> Tensor:
+        images, texts = self._others()
+        own = (image * text).sum(1, keepdim=True)
+        one = -torch.logsumexp(image @ texts.T - own, 1)
+        return one - torch.logsumexp(text @ images.T - own, 1)
+
+    def _weights(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        images, texts = self._others()
+        with torch.no_grad():
+            by = scale if self.temperature is None else self.temperature
+            own = (image * text).sum(1, keepdim=True)
+            one = torch.softmax(by * torch.cat([own, image @ texts.T], 1), 1)[:, :1]
+            other = torch.softmax(by * torch.cat([own, text @ images.T], 1), 1)[:, :1]
+            return 1 - (one + other) / 2
+
+
+TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
+    "image_classification": ImageClassificationModelOutput,
+    "clip": CLIPModelOutput,
+    "text_classification": TextClassificationModelOutput,
+    "iterative_image_classification": IterativeImageClassificationModelOutput,
+    "language_modeling": LanguageModelingModelOutput,
+}
+
+
+def _margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """log p / (1 - p) of the labels, over the last dimension."""
+    # Compared, not indexed: torch.func can run neither item() nor writes through it.
+    own = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
+    right = torch.where(own, logits, 0).sum(-1)
+    return right - torch.where(own, -torch.inf, logits).logsumexp(-1)
+
+
+def _token_margins(answer: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Margins `[B, T - 1]`, zero where not counted, and which are counted."""
+    logits = answer if isinstance(answer, torch.Tensor) else answer.logits
+    targets = labels[:, 1:]
+    counted = targets >= 0
+    margins = _margins(logits[:, :-1], targets.clamp(min=0))
+    return torch.where(counted, margins, 0), counted
+
+
+def _token_weights(margins: Tensor, counted: Tensor) -> Tensor:
+    share = torch.where(counted, torch.sigmoid(-margins), 0).sum(1, keepdim=True)
+    return share / counted.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,251 @@
+"""Projectors under their released names, and the sketch that is the default here.
+
+All give vectors of the scale of the released ones, E<Px, Py> = k <x, y>: a ridge means the same.
+Matrices are drawn by (seed, model id, tile), so that no two ids share a part, and the result does
+not depend on how a matrix is cut into blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep._attribute._projections import (
+    Projection,
+    project_dense,
+    project_parameters,
+    signs_or_normals,
+)
+from gradkeep.compat.trak.utils import vectorize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+Gradients = Any
+"""`[B, P]`, or by parameter `{name: [B, *shape]}`."""
+
+
+class ProjectionType(StrEnum):
+    """Of which values a dense matrix is made, or that there is none."""
+
+    normal = "normal"
+    rademacher = "rademacher"
+    tensor_sketch = "tensor-sketch"
+
+
+class AbstractProjector(ABC):
+    """Something that makes k numbers of each gradient."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+    ) -> None:
+        self.grad_dim, self.proj_dim, self.seed = int(grad_dim), int(proj_dim), int(seed)
+        self.proj_type = _plain(proj_type)
+        self.device = device
+
+    @abstractmethod
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """The projections `[B, k]` of gradients `[B, P]`, or of those of each parameter."""
+
+    def free_memory(self) -> None:  # noqa: B027 - most have nothing to free
+        """Let go of what can be made again."""
+
+
+class SketchProjector(AbstractProjector):
+    """A TensorSketch: from factors where there are some, else the same numbers from gradients.
+
+    Gradients without parameters' names are folded instead.
+    """
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int = 0,
+        proj_type: str | ProjectionType = ProjectionType.tensor_sketch,
+        device: str | torch.device = "cpu",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.projection = Projection("auto", self.proj_dim, self.seed)
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """The projections `[B, k]`."""
+        make = project_parameters if isinstance(grads, Mapping) else project_dense
+        return make(grads, self.projection, model=model_id) * math.sqrt(self.proj_dim)
+
+
+class NoOpProjector(AbstractProjector):
+    """The gradients as they are; `proj_dim` 0 stands for their size."""
+
+    def __init__(
+        self,
+        grad_dim: int = 0,
+        proj_dim: int = 0,
+        seed: int = 0,
+        proj_type: str | ProjectionType = "na",
+        device: str | torch.device = "cpu",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """The gradients `[B, P]`."""
+        return _flat(grads)
+
+
+class _Matrix(AbstractProjector):
+    """A dense matrix of the type that is asked for."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        if self.proj_type not in ("normal", "rademacher"):
+            raise ValueError(f"no projection {proj_type!r}: choose normal or rademacher")
+        self._projection = Projection(
+            "normal" if self.proj_type == "normal" else "rademacher", self.proj_dim, self.seed
+        )
+        self._kept: tuple[int, Tensor] | None = None
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """The products `[B, k]` with the matrix of this model id."""
+        flat = _flat(grads).float()
+        if 4 * self.grad_dim * self.proj_dim > _KEPT or flat.shape[1] != self.grad_dim:
+            return project_dense(flat, self._projection, model=model_id) * math.sqrt(self.proj_dim)
+        if self._kept is None or self._kept[0] != model_id:
+            self.free_memory()
+            matrix = signs_or_normals(self.grad_dim, self._projection, model=model_id)
+            self._kept = (model_id, matrix.to(flat.device))
+        return flat @ self._kept[1]
+
+    def free_memory(self) -> None:
+        """Forget the matrix; it is drawn again when it is needed."""
+        self._kept = None
+
+
+_KEPT = 1 << 30
+"""Bytes of a matrix that is kept from batch to batch."""
+
+
+class BasicSingleBlockProjector(_Matrix):
+    """A dense matrix."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.dtype, self.model_id = dtype, model_id
+
+
+class BasicProjector(_Matrix):
+    """A dense matrix; its numbers do not depend on `block_size`."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device = "cpu",
+        block_size: int = 100,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.block_size = min(self.proj_dim, block_size)
+        self.num_blocks = math.ceil(self.proj_dim / max(1, self.block_size))
+        self.dtype, self.model_id = dtype, model_id
+
+
+class CudaProjector(_Matrix):
+    """A dense matrix on any device; no extension has to be compiled, and any `proj_dim` will do."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device = "cuda",
+        max_batch_size: int = 32,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.max_batch_size = max_batch_size
+
+
+class ChunkedCudaProjector:
+    """The sum of the projections of consecutive chunks of parameters."""
+
+    def __init__(
+        self,
+        projector_per_chunk: Sequence[AbstractProjector],
+        max_chunk_size: int,
+        params_per_chunk: Sequence[int],
+        feat_bs: int,
+        device: str | torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.projector_per_chunk = list(projector_per_chunk)
+        self.proj_dim = self.projector_per_chunk[0].proj_dim
+        self.proj_type = self.projector_per_chunk[0].proj_type
+        self.seed = self.projector_per_chunk[0].seed
+        self.params_per_chunk = [int(size) for size in params_per_chunk]
+        self.max_chunk_size, self.feat_bs = max_chunk_size, feat_bs
+        self.device, self.dtype = device, dtype
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """The projections `[B, k]`."""
+        flat = _flat(grads)
+        out = flat.new_zeros(len(flat), self.proj_dim)
+        parts = torch.split(flat, self.params_per_chunk, 1)
+        for number, (projector, part) in enumerate(
+            zip(self.projector_per_chunk, parts, strict=True)
+        ):
+            # Chunks of one seed and size would else get one matrix.
+            out += projector.project(part, model_id=(model_id, number))  # type: ignore[arg-type]
+        return out
+
+    def free_memory(self) -> None:
+        """Let go of what can be made again."""
+        for projector in self.projector_per_chunk:
+            projector.free_memory()
+
+
+def _plain(proj_type: str | ProjectionType) -> str:
+    return proj_type.value if isinstance(proj_type, ProjectionType) else str(proj_type)
+
+
+def _flat(grads: Gradients) -> Tensor:
+    return vectorize(grads) if isinstance(grads, Mapping) else grads

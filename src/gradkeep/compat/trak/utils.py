@@ -1,0 +1,86 @@
+"""Small functions of the released package that scripts call by name."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor, nn
+
+
+def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 - its name, not a test
+    """Featurize a small model; `use_fast_jl` uses the first CUDA device if there is one."""
+    from gradkeep.compat.trak.traker import TRAKer
+
+    device = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
+    model = torch.nn.Linear(256, 2, bias=False).to(device)
+    batch = [torch.randn(20, 256, device=device), torch.randint(2, (20,), device=device)]
+    with tempfile.TemporaryDirectory() as folder:
+        traker = TRAKer(
+            model=model,
+            task="image_classification",
+            train_set_size=20,
+            proj_dim=512,
+            save_dir=folder,
+            device=device,
+            logging_level=100,
+        )
+        traker.load_checkpoint(model.state_dict(), model_id=0)
+        traker.featurize(batch, num_samples=20)
+    print(f"TRAK works here, on {device}; nothing had to be compiled.")
+
+
+test_install.__test__ = False  # type: ignore[attr-defined] # its name, not a test
+
+
+def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+    """All values in one vector, whatever their layout."""
+    return torch.cat([parameter.reshape(-1) for parameter in parameters])
+
+
+def get_num_params(model: nn.Module) -> int:
+    """p, the number of values of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def is_not_buffer(ind: Any, params_dict: Mapping[Any, str]) -> bool:
+    """Whether the name at `ind` is no statistic of a batch norm."""
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    return not any(name in params_dict[ind] for name in statistics)
+
+
+def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: Any = None) -> Tensor:
+    """Gradients `{name: [B, *shape]}` as one matrix `[B, P]`, in their order."""
+    flat = torch.cat([value.detach().reshape(len(value), -1) for value in g.values()], 1)
+    if device is not None:
+        flat = flat.to(device)
+    return flat if arr is None else arr.copy_(flat)
+
+
+def get_matrix_mult(
+    features: Tensor,
+    target_grads: Tensor,
+    target_dtype: torch.dtype | None = None,
+    batch_size: int = 8096,
+    use_blockwise: bool = False,
+) -> Tensor:
+    """features @ target_grads^T, computed in 32 bits at least."""
+    wide = torch.promote_types(features.dtype, torch.float32)
+    product = features.to(wide) @ target_grads.to(wide).T
+    return product.to(features.dtype if target_dtype is None else target_dtype)
+
+
+def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
+    """Values that fit 32 bits with a batch, and the sizes of chunks of parameters below that."""
+    most = (2**32 - 1) // batch_size
+    chunks: list[int] = []
+    for parameter in model.parameters():
+        if not chunks or chunks[-1] + parameter.numel() >= most:
+            chunks.append(0)
+        chunks[-1] += parameter.numel()
+    return most, chunks
