@@ -18,7 +18,7 @@ NAMES = {
         Array CaptureKey CaptureWarning Captured Checkpoint Classification GradkeepError
         LanguageModelling Layer Measured Projection Ragged Regression Run Schema Scores
         ScoresKey Store Task Weights attribute capture combine data datamodels farm
-        gradients layers methods open plan project query recording remat store
+        gradients layers memory_budget methods open plan project query recording remat store
         suspects
     """,
     "gradkeep.data": """
@@ -47,7 +47,8 @@ NAMES = {
         squares top total variance
     """,
     "gradkeep.remat": """
-        Action Event Graph Heuristic Kind Op Optimum Outcome Policy Program Recorder Schedule Step
+        Action Event Explanation Graph Heuristic Kind MemoryBudget Op Optimum Outcome Policy
+        Program Recorder Report Schedule Step memory_budget
         Timeline chain checked chen collapse_aliases eliminate_constants heuristic heuristics
         keep_all keeping merge_tuples optimal read_log record register revolve simplify simulate
         unlimited_peak

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from gradkeep._errors import GradkeepError
     from gradkeep.query import gradients
+    from gradkeep.remat import memory_budget
     from gradkeep.store import (
         Array,
         CaptureKey,
@@ -79,6 +80,7 @@ __all__ = [
     "farm",
     "gradients",
     "layers",
+    "memory_budget",
     "methods",
     "open",
     "plan",
@@ -102,6 +104,7 @@ _HOMES = {
     **dict.fromkeys(_ATTRIBUTE, "gradkeep._attribute"),
     "GradkeepError": "gradkeep._errors",
     "gradients": "gradkeep.query",
+    "memory_budget": "gradkeep.remat",
 }
 
 

@@ -10,15 +10,17 @@ from gradkeep.remat._planned._programs import compiled
 from gradkeep.remat._planned._record import Recording
 from gradkeep.remat._planned._run import Run
 from gradkeep.remat._planned._search import search
+from gradkeep.remat._planned._watch import new_watch
 
 hooks = torch.autograd.graph.saved_tensors_hooks
 
 
-def recorded(step, *, cloning):
-    recording = Recording(cloning=cloning)
-    with hooks(recording.pack, lambda packed: packed.unpack()), recording:
+def recorded(step, *, cloning, hooked=None):
+    recording, watch = Recording(cloning=cloning), new_watch()
+    with hooks((hooked or recording).pack, lambda packed: packed.unpack()):
+        watch.show(recording)
         step()
-    recording.modules.close()
+        watch.rest()
     return recording.finish()
 
 
@@ -47,13 +49,10 @@ def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
             work.step()
         assert run.changed is None
 
-    def metered():
-        run, recording = Run(plan), Recording(cloning=False)
-        with recording, hooks(run.pack, lambda packed: packed.unpack()):
-            work.step()
-        recording.modules.close()
-        return recording.finish().peak
-
     for plain, ours in zip(outcome(work.step), outcome(planned), strict=True):
         assert torch.equal(plain, ours)
-    assert metered() == found.evaluation.peak < 0.8 * trace.peak
+    assert (
+        recorded(work.step, cloning=False, hooked=Run(plan)).peak
+        == found.evaluation.peak
+        < 0.8 * trace.peak
+    )

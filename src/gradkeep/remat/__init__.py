@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.remat._baselines import chen, keep_all, keeping, revolve
@@ -17,20 +18,25 @@ from gradkeep.remat._simulate import Outcome, simulate, unlimited_peak
 from gradkeep.remat._timeline import Event, Timeline
 
 if TYPE_CHECKING:
+    from gradkeep.remat._planned._budget import MemoryBudget, memory_budget
+    from gradkeep.remat._planned._report import Explanation, Report
     from gradkeep.remat._recorder import Recorder, record
 
 __all__ = [
     "Action",
     "Event",
+    "Explanation",
     "Graph",
     "Heuristic",
     "Kind",
+    "MemoryBudget",
     "Op",
     "Optimum",
     "Outcome",
     "Policy",
     "Program",
     "Recorder",
+    "Report",
     "Schedule",
     "Step",
     "Timeline",
@@ -43,6 +49,7 @@ __all__ = [
     "heuristics",
     "keep_all",
     "keeping",
+    "memory_budget",
     "merge_tuples",
     "optimal",
     "read_log",
@@ -55,10 +62,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Recording needs torch, simulating does not: the commands answer without loading it.
-    if name in ("Recorder", "record"):
-        from gradkeep.remat import _recorder
+_WITH_TORCH = {
+    "Explanation": "gradkeep.remat._planned._report",
+    "MemoryBudget": "gradkeep.remat._planned._budget",
+    "Recorder": "gradkeep.remat._recorder",
+    "Report": "gradkeep.remat._planned._report",
+    "memory_budget": "gradkeep.remat._planned._budget",
+    "record": "gradkeep.remat._recorder",
+}
 
-        return getattr(_recorder, name)
+
+def __getattr__(name: str) -> Any:
+    # Recording and training need torch, simulating does not: the commands answer without loading it.
+    if name in _WITH_TORCH:
+        return getattr(importlib.import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'gradkeep.remat' has no attribute {name!r}")

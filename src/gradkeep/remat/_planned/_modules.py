@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -13,6 +14,8 @@ from torch.nn.modules.module import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 
@@ -65,19 +68,28 @@ Source = FromParameter | FromModule | FromInputs
 class Modules:
     """Follows calls of modules by global hooks, while a step is recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: Sequence[nn.Module] = ()) -> None:
         self.seen: dict[int, nn.Module] = {}
         self._names: dict[int, str] = {}
         self._stack: list[nn.Module] = []
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        """Buffers as they were when their module was first called."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         self._handles: list[Any] = [before, after]
+        for module in running:
+            self._enter(module, ())
 
     def close(self) -> None:
         """Stop following."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @property
+    def running(self) -> tuple[nn.Module, ...]:
+        """The modules that were called and have not returned, the outermost first."""
+        return tuple(self._stack)
 
     @property
     def current(self) -> str:
@@ -94,6 +106,20 @@ class Modules:
         """Every module that ran, and whether it was training."""
         return tuple((weakref.ref(module), module.training) for module in self.seen.values())
 
+    def parameters(self) -> tuple[weakref.ref[Parameter], ...]:
+        """The parameters of all modules that were called so far, and of the modules inside them."""
+        found = {id(p): p for module in self.seen.values() for p in module.parameters()}
+        return tuple(weakref.ref(parameter) for parameter in found.values())
+
+    def changed(self) -> tuple[weakref.ref[Tensor], ...]:
+        """The buffers that the step changed."""
+        with torch._C._DisableTorchDispatch():
+            return tuple(
+                weakref.ref(buffer)
+                for buffer, before in self._buffers.values()
+                if buffer.shape != before.shape or not torch.equal(buffer, before)
+            )
+
     def source_of(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
         """How to find this tensor in a later step, if it will be there."""
         if id(tensor) in inputs:
@@ -108,7 +134,12 @@ class Modules:
         return None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self.seen[id(module)] = module
+        if id(module) not in self.seen:
+            self.seen[id(module)] = module
+            for buffer in module._buffers.values():
+                if buffer is not None and id(buffer) not in self._buffers:
+                    with torch._C._DisableTorchDispatch(), torch.no_grad():
+                        self._buffers[id(buffer)] = (buffer, buffer.detach().clone())
         self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

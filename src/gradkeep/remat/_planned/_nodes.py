@@ -18,6 +18,10 @@ _WITH_NUMBERS = ("_saved_other", "_saved_self")
 """Where products and quotients keep a Python number: as a tensor that no hook has seen."""
 
 
+_ONE_NAME = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
+"""Which of these a reshape becomes depends on whether a mode watches it."""
+
+
 class Walked(NamedTuple):
     """A node: what it is called, its scalars, and its parents by number (or parameters by id)."""
 
@@ -80,7 +84,9 @@ class Walk:
                     number = numbers[sequence] = len(numbers)
                     stack.append(parent)
                 parents.append(number)
-            found.append(Walked(current.name(), self._scalars(current), tuple(parents)))
+            name = current.name()
+            name = _ONE_NAME.get(name, name)
+            found.append(Walked(name, self._scalars(current), tuple(parents)))
         return Seen(first, tuple(found))
 
     def _scalars(self, node: Any) -> tuple[Any, ...]:

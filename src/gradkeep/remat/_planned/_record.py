@@ -1,6 +1,6 @@
 """Record one training step: every operator, what autograd saves and asks for, who dies when.
 
-A dispatch mode sees the operators, saved-tensor hooks see the rest. In a cloning recording autograd
+A dispatch mode shows the operators, saved-tensor hooks the rest. In a cloning recording autograd
 gets copies, so that the originals die when Python lets go of them: what dropping them would free.
 That recording also runs every operator twice and compares, which is how it is known that running it
 again gives the same bits.
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradkeep.remat._followed import Watch
 from gradkeep.remat._operators import SEQUENCES, Signature, collect, signature_of, written
@@ -37,11 +36,18 @@ from gradkeep.remat._planned._trace import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
 
 _task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
+    """Whether any of them has a gradient."""
+    return any((p := reference()) is not None and p.grad is not None for reference in parameters)
 
 
 class _Alive:
@@ -83,19 +89,19 @@ def check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recording:
     """One step while it runs; `finish` gives its trace."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps every call and loads its compiler at the first: seconds, for nothing.
-        return False
-
-    def __init__(self, *, cloning: bool, inputs: Sequence[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        *,
+        cloning: bool,
+        inputs: Sequence[Tensor] = (),
+        running: Sequence[nn.Module] = (),
+    ) -> None:
         self.cloning = cloning
         self.walk = Walk()
-        self.modules = Modules()
+        self.modules = Modules(running)
         self.quiet = False
         self._inputs = inputs
         self._signatures: dict[Any, Signature] = {}
@@ -115,20 +121,18 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unreleased: dict[int, weakref.ref[Packed]] = {}
         self._pinned: set[int] = set()
         self._keeps_graph = False
+        self.parameters: tuple[weakref.ref[Parameter], ...] = ()
+        """Known when the first tensor was saved."""
+        self.gradients = False
+        """Whether they had gradients then."""
         self._spent = 0
         for tensor in inputs:
             self._value_of(tensor)
 
     # What runs
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.quiet:
-            return func(*args, **kwargs)
-        start = perf_counter_ns()
-        out = func(*args, **kwargs)
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, start: int) -> None:
+        """Note an operator that ran; `start` is when, in nanoseconds."""
         spent = perf_counter_ns() - start
         if isinstance(out, Tensor):
             made = [out]
@@ -144,7 +148,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._saw(func, args, kwargs, made, spent, single=isinstance(out, Tensor))
         finally:
             self.quiet = False
-        return out
 
     def _saw(
         self,
@@ -320,6 +323,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # Saved during a backward pass, for a second one or by a checkpoint: always kept.
                 return Packed(self, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
+            if slot == 0:
+                self.parameters = self.modules.parameters()
+                self.gradients = has_gradients(self.parameters)
             value = self._value_of(tensor)
             self._slots.append(
                 Slot(
@@ -354,6 +360,16 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    @property
+    def saved(self) -> int:
+        """How many tensors were saved so far."""
+        return len(self._slots)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a backward pass has begun."""
+        return bool(self._order)
+
     def asked_for(self, slot: int) -> None:
         """The backward pass wants a saved tensor."""
         if _task() == -1:
@@ -370,8 +386,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # The end
 
+    def abandon(self) -> None:
+        """Forget the step, which did not end well."""
+        self.modules.close()
+        self._alive.clear()
+
     def finish(self) -> Trace:
         """The trace of what ran; whoever dies from here on does so after the step."""
+        self.modules.close()
         end = len(self._events)
         for alive in self._alive.values():
             old = self._storages[alive.number]
@@ -414,6 +436,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source is not None:
                 found[value] = source
         return found
+
+    @property
+    def first(self) -> Slot:
+        """The first tensor that was saved."""
+        return self._slots[0]
 
 
 def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:

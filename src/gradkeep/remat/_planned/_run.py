@@ -9,7 +9,7 @@ recorded one. What the graph cannot show is seen when a value is back: it must m
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.remat._planned._programs import Compiled, SlotPlan
+    from gradkeep.remat._planned._programs import Compiled
+    from gradkeep.remat._planned._snapshot import Snapshot
 
 _task = torch._C._current_graph_task_id
 
@@ -35,7 +36,7 @@ class Kept:
 
     __slots__ = ("slot", "step", "tensor", "version")
 
-    def __init__(self, step: Run | None, slot: int, tensor: Tensor, version: int) -> None:
+    def __init__(self, step: Run | Plain | None, slot: int, tensor: Tensor, version: int) -> None:
         self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
 
     def unpack(self) -> Tensor:
@@ -73,6 +74,24 @@ class Dropped:
         return step.back(self.slot)
 
 
+class Plain:
+    """One step that keeps everything, as torch does."""
+
+    __slots__ = ("asked", "walk")
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.walk = Walk()
+
+    def pack(self, tensor: Tensor) -> Kept:
+        """Keep a saved tensor."""
+        return Kept(None if _task() != -1 else self, 0, tensor.detach(), tensor._version)
+
+    def asked_for(self, slot: int) -> None:
+        """Note that a backward pass has begun."""
+        self.asked = True
+
+
 class Run:
     """One step that follows a plan as long as it can."""
 
@@ -82,16 +101,26 @@ class Run:
         "_plan",
         "_random_states",
         "_samples",
+        "_snapshot",
         "_values",
         "_versions",
         "at",
+        "began",
         "changed",
+        "ended",
         "recomputed",
         "walk",
     )
 
-    def __init__(self, plan: Compiled, inputs: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        plan: Compiled,
+        inputs: Sequence[Tensor] = (),
+        *,
+        snapshot: Snapshot | None = None,
+    ) -> None:
         self._plan = plan
+        self._snapshot = snapshot
         self._values: list[Tensor | None] = [None] * len(plan.trace.values)
         self._versions: dict[int, int] = {}
         self._random_states: dict[tuple[int, str], Tensor] = {}
@@ -103,6 +132,8 @@ class Run:
         """What differed from the plan, if something did."""
         self.recomputed = 0
         """Nanoseconds spent on making values again."""
+        self.began = self.ended = perf_counter_ns()
+        """When the first tensor was saved, and when the last one was asked for."""
         self.walk = Walk()
         for value, source in plan.constants:
             tensor = source.find(inputs)
@@ -133,7 +164,7 @@ class Run:
             or tensor.stride() != slot.stride
             or self.walk.below(tensor.grad_fn) != slot.seen
         ):
-            self.leave(f"saved tensor {number} is not the recorded one", slot, tensor)
+            self.leave(f"saved tensor {number} is not the recorded one")
             return Kept(self, number, tensor.detach(), tensor._version)
         if slot.random_state:
             for device in self._plan.devices:
@@ -153,7 +184,12 @@ class Run:
             return Dropped(self, number)
         return Kept(self, number, tensor.detach(), tensor._version)
 
-    def leave(self, why: str, slot: SlotPlan | None = None, tensor: Tensor | None = None) -> None:
+    @property
+    def asked(self) -> bool:
+        """Whether a backward pass has begun."""
+        return self._asks > 0
+
+    def leave(self, why: str) -> None:
         """Stop following the plan: keep all from here on, release nothing any more."""
         self._following = False
         if self.changed is None:
@@ -174,6 +210,8 @@ class Run:
         if at >= len(plan.order) or plan.order[at] != number:
             self.leave("the backward pass asks in another order than the recorded one")
             return -1
+        if at + 1 == len(plan.order):
+            self.ended = perf_counter_ns()
         work = plan.work[at]
         if work is not None:
             self._run(work.instructions, work.sources, work.checks)
@@ -217,10 +255,9 @@ class Run:
             maker = trace.values[value].maker
             operation = None if maker is None else trace.operations[maker]
             if maker is None or operation is None or operation.run is None:
-                raise StepChanged(
+                self._undo(
                     "a dropped tensor cannot be made again: what it is made from was let go already",
-                    found=self.changed,
-                    fix="nothing was lost but this step's gradients: zero them and repeat the step",
+                    self.changed,
                 )
             fresh.update(made.value for made in operation.makes)
             if maker not in operations:
@@ -254,13 +291,26 @@ class Run:
         for value, sample in checks:
             base = values[value]
             if base is not None and not same(sample.of(base), self._samples[value]):
-                raise StepChanged(
+                self.changed = "a value that was made again differs"
+                self._undo(
                     "a tensor made again is not what it was when it was let go: this step computed "
                     "something else than the recorded one, in a way the autograd graph does not show",
-                    found=_describe(self._plan, value),
-                    fix="its gradients are not used; zero them and repeat the step: it is recorded anew",
+                    _describe(self._plan, value),
                 )
         self.recomputed += perf_counter_ns() - start
+
+    def _undo(self, what: str, found: str | None) -> NoReturn:
+        """No gradient of this step is right: put back what it changed, and say so."""
+        whole = self._snapshot is not None and self._snapshot.whole
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        fix = (
+            "random state, statistics and gradients are as before the step: run it again, it will "
+            "be recorded anew; a step function decorated with the budget is run again by itself"
+            if whole
+            else "clear the gradients and run the step again: it will be recorded anew"
+        )
+        raise StepChanged(what, found=found, fix=fix)
 
 
 def _flat(sample: Any) -> Any:

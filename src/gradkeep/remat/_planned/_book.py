@@ -1,0 +1,199 @@
+"""What a budget knows: recordings, plans, and how the steps so far went."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gradkeep._bytes import format_bytes
+from gradkeep._errors import BudgetError
+from gradkeep.remat._planned._cache import Kind, Plan, Recorded
+from gradkeep.remat._planned._evaluate import Evaluator
+from gradkeep.remat._planned._problem import problem_of
+from gradkeep.remat._planned._programs import compiled
+from gradkeep.remat._planned._saved import digest_of
+from gradkeep.remat._planned._search import Found, search
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.remat._planned._problem import Problem
+    from gradkeep.remat._planned._record import Recording
+    from gradkeep.remat._planned._run import Run
+    from gradkeep.remat._planned._saved import SavedPlan
+    from gradkeep.remat._planned._trace import Trace
+
+_MOST_RECORDINGS = 9
+"""Of one kind of step that never does the same twice."""
+_MOST_MISSES = 2
+"""After so many steps in a row that left a plan, it is made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for."""
+
+    budget: int | float
+    """Bytes, or a fraction of the recorded peak."""
+    seed: int = 0
+    min_size: int | None = None
+    """Smaller storages are never dropped; None: a two-thousandth of the peak."""
+    recordings: int = 3
+
+    def bytes_of(self, peak: int) -> int:
+        """The budget in bytes, given the peak."""
+        return int(self.budget * peak) if isinstance(self.budget, float) else self.budget
+
+    def smallest(self, peak: int) -> int:
+        """The least size that is worth dropping."""
+        return max(1, peak // 2000) if self.min_size is None else self.min_size
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """Steps so far, by what happened to them."""
+
+    recorded: int = 0
+    planned: int = 0
+    kept: int = 0
+    """Kept everything, because no plan fitted or one was left on the way."""
+    undone: int = 0
+    recomputed: float = 0.0
+    """Seconds spent on making values again, in steps that followed a plan."""
+    busy: float = 0.0
+    """Seconds from the first saved tensor to the last request in these."""
+    reasons: list[str] = field(default_factory=list)
+
+
+class Book:
+    """Recordings become plans here."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.plans: list[Plan] = []
+        self.recorded: list[Recorded] = []
+        self.tally = Tally()
+        self.saved: dict[str, SavedPlan] = {}
+        self.last: Plan | None = None
+        self._hopeless: list[Kind] = []
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is known yet: the first steps are recorded from their very beginning."""
+        return not self.plans and not self._hopeless
+
+    def plan_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> Plan | None:
+        """The plan for a step whose first saved tensor this is."""
+        for plan in reversed(self.plans):
+            if plan.kind.begins(tensor, inputs):
+                return plan
+        return None
+
+    def worth_recording(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether another recording of such a step may lead to a plan."""
+        return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
+
+    def cloning(self) -> bool:
+        """Whether the next recording should be a cloning one: every second."""
+        return self.tally.recorded % 2 == 1
+
+    def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
+        """File a finished recording."""
+        self.tally.recorded += 1
+        trace = recording.finish()
+        if not trace.slots:
+            return
+        kind = _kind_of(recording, inputs)
+        group = next((known for known in self.recorded if known.kind.like(kind)), None)
+        if group is None:
+            group = Recorded(kind)
+            self.recorded.append(group)
+        group.add(recording, trace)
+        changed = (*group.changing, *recording.modules.changed())
+        group.changing = tuple({id(buffer()): buffer for buffer in changed}.values())
+        group.parameters = recording.modules.parameters()
+
+    def make_plans(self) -> None:
+        """Plan what has been recorded often enough; raises `BudgetError` below the floor."""
+        for group in list(self.recorded):
+            trace = group.trace()
+            if trace is None:
+                if group.count >= _MOST_RECORDINGS:
+                    self.recorded.remove(group)
+                    self._hopeless.append(group.kind)
+                    self.tally.reasons.append("the step does something else each time")
+                continue
+            known = self.saved.get(digest_of(trace))
+            if group.count < self.settings.recordings and known is None:
+                continue
+            self.recorded.remove(group)
+            self._adopt(group, trace, known)
+
+    def _adopt(self, group: Recorded, trace: Trace, known: SavedPlan | None) -> None:
+        settings = self.settings
+        start = time.perf_counter()
+        problem = problem_of(trace, min_size=settings.smallest(trace.peak))
+        budget = settings.bytes_of(trace.peak)
+        found = _from_saved(problem, known, budget) or search(problem, budget, seed=settings.seed)
+        if not found.fits:
+            floor = floor_of(problem, seed=settings.seed).evaluation.peak
+            raise BudgetError(
+                "this training step cannot be done inside the budget",
+                found=f"{budget} bytes ({format_bytes(budget)})",
+                expected=f"at least the floor of {floor} bytes ({format_bytes(floor)}); "
+                f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
+                fix="raise the budget, or make the batch smaller",
+            )
+        ready = compiled(problem, found.states, found.evaluation)
+        seconds = time.perf_counter() - start
+        self.last = Plan(group.kind, ready, budget, group.changing, group.parameters, seconds)
+        self.plans.append(self.last)
+
+    def finished(self, plan: Plan, run: Run) -> None:
+        """Note how a step with a plan went."""
+        if run.changed is None:
+            plan.runs += 1
+            plan.misses = 0
+            self.last = plan
+            self.tally.planned += 1
+            self.tally.recomputed += run.recomputed / 1e9
+            self.tally.busy += (run.ended - run.began) / 1e9
+            return
+        self.tally.kept += 1
+        self.tally.reasons.append(run.changed)
+        plan.misses += 1
+        if plan.misses >= _MOST_MISSES:
+            self.forget(plan)
+
+    def forget(self, plan: Plan) -> None:
+        """The step has changed: record it anew."""
+        if plan in self.plans:
+            self.plans.remove(plan)
+
+
+def floor_of(problem: Problem, *, seed: int = 0) -> Found:
+    """The plan with the least peak."""
+    return search(problem, 1, seed=seed)
+
+
+def _from_saved(problem: Problem, known: SavedPlan | None, budget: int) -> Found | None:
+    if known is None or len(known.states) != len(problem.candidates):
+        return None
+    evaluation = Evaluator(problem)(known.states)
+    if evaluation.peak > budget:
+        return None
+    return Found(known.states, evaluation, fits=True, evaluations=1)
+
+
+def _kind_of(recording: Recording, inputs: tuple[Tensor, ...]) -> Kind:
+    first = recording.first
+    return Kind(
+        size=first.geometry.size,
+        stride=first.geometry.stride,
+        dtype=first.geometry.dtype,
+        flags=recording.modules.flags(),
+        parameters=recording.parameters,
+        gradients=recording.gradients,
+        inputs=tuple(tuple(given.shape) for given in inputs),
+    )

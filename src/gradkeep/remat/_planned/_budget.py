@@ -1,0 +1,199 @@
+"""`memory_budget`: train inside a number of bytes, without changing the model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gradkeep._bytes import parse_bytes
+from gradkeep._errors import BudgetError, RematError, StepChanged
+from gradkeep.remat._planned import _report
+from gradkeep.remat._planned._book import Book, Settings
+from gradkeep.remat._planned._saved import read_plans, write_plans
+from gradkeep.remat._planned._session import Session, session_here
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from gradkeep.remat._planned._report import Explanation, Report
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Mode = Literal["auto", "planned"]
+
+
+class MemoryBudget:
+    """A budget for training steps; made by `memory_budget`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._book = Book(settings)
+        self._session: Session | None = None
+
+    def __repr__(self) -> str:
+        return f"memory_budget({self._book.settings.budget!r})"
+
+    def __enter__(self) -> Self:
+        session = Session(self._book, automatic=True)
+        session.open()
+        self._session = session
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(error)
+
+    @contextlib.contextmanager
+    def step(self, inputs: Any = None) -> Iterator[Self]:
+        """One training step, whatever it does: several forward and backward passes, accumulation.
+
+        `inputs` are tensors, in any nesting, that the step reads: those which autograd does not save
+        can then be read again.
+        """
+        with self._step(inputs):
+            yield self
+
+    @contextlib.contextmanager
+    def _step(
+        self, inputs: Any, *, keep_all: bool = False, repeatable: bool = False
+    ) -> Iterator[None]:
+        given = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        session = Session(
+            self._book,
+            automatic=False,
+            inputs=given,
+            keep_all=keep_all,
+            repeatable=repeatable,
+        )
+        session.open()
+        try:
+            yield
+        except BaseException as error:
+            session.close(error)
+            raise
+        session.close(None)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorate a function that does one training step.
+
+        If the step turns out to differ from its plan when gradients are already on their way, what it
+        changed is put back and it is run again, keeping everything.
+        """
+
+        @functools.wraps(function)
+        def budgeted(*args: P.args, **kwargs: P.kwargs) -> T:
+            inputs = (args, kwargs)
+            try:
+                with self._step(inputs, repeatable=True):
+                    return function(*args, **kwargs)
+            except StepChanged:
+                with self._step(inputs, keep_all=True):
+                    return function(*args, **kwargs)
+
+        return budgeted
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Never drop this tensor; call it in every step. Returns the tensor."""
+        session = session_here()
+        if session is not None:
+            session.pin(tensor)
+        return tensor
+
+    def explain(self) -> Explanation:
+        """What the latest plan drops and why, its predicted peak and slowdown, and the floor."""
+        self._book.make_plans()
+        if self._book.last is None:
+            raise RematError(
+                "there is no plan yet",
+                found=f"{self._book.tally.recorded} recorded steps",
+                expected=f"{self._book.settings.recordings} that do the same",
+                fix="train a few steps inside the budget first",
+            )
+        return _report.explain(self._book.last, seed=self._book.settings.seed)
+
+    def report(self) -> Report:
+        """How the steps so far went: measured peak, recomputation, resident memory."""
+        return _report.report(self._book)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans so far as JSON."""
+        self._book.make_plans()
+        write_plans(path, self._book.plans)
+
+    def load(self, path: str | os.PathLike[str]) -> Self:
+        """Read plans; each is used as soon as two recordings show the step that it was made for."""
+        self._book.saved |= {plan.digest: plan for plan in read_plans(path)}
+        return self
+
+
+def memory_budget(
+    budget: float | str,
+    *,
+    mode: Mode = "auto",
+    seed: int = 0,
+    recordings: int = 3,
+    min_size: int | str | None = None,
+) -> MemoryBudget:
+    """Train inside a number of bytes: exactly the same numbers, without changing the model.
+
+    `budget` is bytes, text such as `"2GiB"`, or a fraction (a float up to 1) of what a step takes
+    without a budget. Counted are the live bytes of tensors. The first steps (`recordings`, at least 2)
+    run as always and are recorded; from then on activations are dropped and made again by plan. Use it
+    as a context manager around one or many training steps, as `with budget.step(inputs=batch):`, or as
+    a decorator of a step function. Cost: seconds of planning, then what `explain` predicts.
+
+    >>> import torch, gradkeep as gk
+    >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+    ...                             for _ in range(6)))
+    >>> budget = gk.memory_budget(0.8)
+    >>> with budget:
+    ...     for _ in range(5):
+    ...         net.zero_grad()
+    ...         net(torch.ones(256, 64)).sum().backward()
+    >>> done = budget.report()
+    >>> done.recorded, done.planned, done.measured_peak <= done.budget
+    (3, 2, True)
+    """
+    if mode not in ("auto", "planned"):
+        raise BudgetError("no such mode", found=repr(mode), expected="'auto' or 'planned'")
+    if recordings < 2:
+        raise BudgetError(
+            "too few recordings",
+            found=recordings,
+            expected="at least 2, to see what stays the same",
+        )
+    smallest = None if min_size is None else parse_bytes(min_size)
+    return MemoryBudget(Settings(_budget_of(budget), seed, smallest, recordings))
+
+
+def _budget_of(budget: float | str) -> int | float:
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise BudgetError(
+            "a budget is a number of bytes or a fraction",
+            found=repr(budget),
+            expected='an int, text such as "2GiB", or a float up to 1',
+        )
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise BudgetError(
+                "a fraction of the peak is above 0 and at most 1",
+                found=budget,
+                fix="give bytes as an int or as text",
+            )
+        return budget
+    found = parse_bytes(budget)
+    if found <= 0:
+        raise BudgetError("a budget must be positive", found=found)
+    return found

@@ -1,0 +1,110 @@
+"""Plans that were made, and which of them fits a step that begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.remat._planned._agree import agreed, cheaper
+from gradkeep.remat._planned._record import has_gradients
+
+if TYPE_CHECKING:
+    import weakref
+
+    from torch import Tensor
+
+    from gradkeep.remat._planned._programs import Compiled
+    from gradkeep.remat._planned._record import Recording
+    from gradkeep.remat._planned._trace import Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What can be known of a step when its first tensor is saved; steps of one kind share a plan."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    flags: tuple[tuple[weakref.ref[Any], bool], ...]
+    """Every module that runs, and whether it is training."""
+    parameters: tuple[weakref.ref[Any], ...]
+    gradients: bool
+    """Whether there were gradients already, which take bytes."""
+    inputs: tuple[tuple[int, ...], ...]
+    """Shapes of what was handed over."""
+
+    def begins(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether a step whose first saved tensor this is may be of this kind."""
+        return (
+            tensor.shape == self.size
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+            and self.inputs == tuple(tuple(given.shape) for given in inputs)
+            and all(
+                (module := reference()) is not None and module.training == flag
+                for reference, flag in self.flags
+            )
+            and self.gradients == has_gradients(self.parameters)
+        )
+
+    def like(self, other: Kind) -> bool:
+        """Whether it is the same kind."""
+        return (
+            self.size == other.size
+            and self.stride == other.stride
+            and self.dtype is other.dtype
+            and self.flags == other.flags
+            and self.gradients == other.gradients
+            and self.inputs == other.inputs
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """The recordings of one kind of step, until there are enough for a plan."""
+
+    kind: Kind
+    kept: list[Trace] = field(default_factory=list)
+    cloned: list[Trace] = field(default_factory=list)
+    changing: tuple[weakref.ref[Tensor], ...] = ()
+    """Buffers that the step changes."""
+    parameters: tuple[weakref.ref[Any], ...] = ()
+    """All parameters of the modules that ran."""
+
+    @property
+    def count(self) -> int:
+        """How many recordings there are."""
+        return len(self.kept) + len(self.cloned)
+
+    def add(self, recording: Recording, trace: Trace) -> None:
+        """One more."""
+        (self.cloned if recording.cloning else self.kept).append(trace)
+
+    def trace(self) -> Trace | None:
+        """What the latest recordings agree on, with the least costs of all."""
+        for kept in reversed(self.kept):
+            for cloned in reversed(self.cloned):
+                found = agreed(kept, cloned)
+                if found is not None:
+                    for other in (*self.kept, *self.cloned):
+                        found = cheaper(found, other)
+                    return found
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A plan in use."""
+
+    kind: Kind
+    compiled: Compiled
+    budget: int
+    changing: tuple[weakref.ref[Tensor], ...]
+    parameters: tuple[weakref.ref[Any], ...]
+    """All parameters that the step may give gradients to."""
+    seconds: float
+    """What planning took."""
+    runs: int = 0
+    misses: int = 0
+    """Steps that began like this one and then did something else."""
+    measured_peak: int | None = None

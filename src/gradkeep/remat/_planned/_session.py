@@ -1,0 +1,193 @@
+"""One `with`: the hooks are on, steps begin and end, and each is recorded, planned or kept whole."""
+
+from __future__ import annotations
+
+import threading
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradkeep._errors import BudgetError, RematError
+from gradkeep.remat._planned._record import Recording
+from gradkeep.remat._planned._run import Plain, Run
+from gradkeep.remat._planned._snapshot import Snapshot
+from gradkeep.remat._planned._watch import new_watch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.remat._planned._book import Book
+    from gradkeep.remat._planned._cache import Plan
+
+_task = torch._C._current_graph_task_id
+_unpack = methodcaller("unpack")
+_active = threading.local()
+
+
+class Session:
+    """Hooks of one thread, from entering to leaving a block.
+
+    With `automatic`, a step ends when an optimizer has stepped, or when something is saved again
+    after a backward pass. Otherwise the block is one step.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        *,
+        automatic: bool,
+        inputs: tuple[Tensor, ...] = (),
+        keep_all: bool = False,
+        repeatable: bool = False,
+    ) -> None:
+        self._book = book
+        self._automatic = automatic
+        self._inputs = inputs
+        self._keep_all = keep_all
+        self._repeatable = repeatable
+        self._watch = new_watch()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._optimizer_hook: Any = None
+        self._recording: Recording | None = None
+        self._run: Run | Plain | None = None
+        self._plan: Plan | None = None
+        self._meter: Recording | None = None
+        self._snapshot: Snapshot | None = None
+        self._running: tuple[torch.nn.Module, ...] = ()
+
+    # The block
+
+    def open(self) -> None:
+        """Switch the hooks on."""
+        if getattr(_active, "session", None) is not None:
+            raise BudgetError(
+                "a memory budget is already in force here",
+                fix="leave the outer block first: budgets cannot be nested",
+            )
+        self._begin()
+        _active.session = self
+        self._hooks.__enter__()
+        if self._automatic:
+            self._optimizer_hook = register_optimizer_step_post_hook(self._stepped)
+
+    def close(self, error: BaseException | None) -> None:
+        """Switch the hooks off, whatever happened."""
+        if getattr(_active, "session", None) is not self:
+            raise BudgetError(
+                "a memory budget was left in another thread than it was entered",
+                fix="enter and leave it in the thread that trains",
+            )
+        _active.session = None
+        self._hooks.__exit__(None, None, None)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        if error is None:
+            self._end()
+            return
+        for recording in (self._recording, self._meter):
+            if recording is not None:
+                recording.abandon()
+        self._recording = self._meter = None
+        self._watch.rest()
+        if isinstance(self._run, Run) and self._plan is not None and self._run.changed:
+            self._book.tally.undone += 1
+            self._book.forget(self._plan)
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            raise RematError(
+                "torch.func transforms cannot run inside a memory budget: torch forbids saved-tensor "
+                "hooks there",
+                fix="move them out of the block, or use gradkeep's capture for per-sample gradients",
+            ) from error
+
+    # Steps
+
+    def _begin(self) -> None:
+        self._run = self._plan = None
+        if self._keep_all:
+            return
+        self._book.make_plans()
+        self._snapshot = Snapshot()
+        if self._book.empty:
+            self._record()
+
+    def _record(self) -> None:
+        self._recording = Recording(
+            cloning=self._book.cloning(), inputs=self._inputs, running=self._running
+        )
+        self._watch.show(self._recording)
+
+    def _end(self) -> None:
+        recording, run, meter = self._recording, self._run, self._meter
+        # A step may be found to be over when the next one is already inside of a module.
+        watched = recording or meter
+        self._running = () if watched is None else watched.modules.running
+        self._recording = self._run = self._meter = None
+        self._watch.rest()
+        if recording is not None:
+            self._book.add(recording, self._inputs)
+        if meter is not None:
+            peak = meter.finish().peak
+            if self._plan is not None and isinstance(run, Run) and run.changed is None:
+                self._plan.measured_peak = peak
+        if isinstance(run, Run) and self._plan is not None:
+            self._book.finished(self._plan, run)
+        elif isinstance(run, Plain):
+            self._book.tally.kept += 1
+
+    def _stepped(self, *_: Any) -> None:
+        """An optimizer has stepped: if there was a backward pass, the step is over."""
+        if getattr(_active, "session", None) is self and self._asked():
+            self._end()
+            self._begin()
+
+    def _asked(self) -> bool:
+        current = self._recording or self._run
+        return current is not None and current.asked
+
+    def _first(self, tensor: Tensor) -> Run | Plain | Recording:
+        """A step's first tensor is saved: now it can be told what kind of step it is."""
+        book = self._book
+        if self._keep_all:
+            self._run = Plain()
+            return self._run
+        plan = book.plan_for(tensor, self._inputs)
+        if plan is None:
+            if book.worth_recording(tensor, self._inputs):
+                self._record()
+                assert self._recording is not None
+                return self._recording
+            self._run = Plain()
+            return self._run
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
+        self._plan = plan
+        self._run = Run(plan.compiled, self._inputs, snapshot=snapshot)
+        if plan.measured_peak is None:
+            self._meter = Recording(cloning=False, inputs=self._inputs)
+            self._watch.show(self._meter)
+        return self._run
+
+    def _pack(self, tensor: Tensor) -> Any:
+        recording = self._recording
+        current: Any = self._run if recording is None else recording
+        if current is None:
+            current = self._first(tensor)
+        elif self._automatic and current.asked and _task() == -1:
+            self._end()
+            self._begin()
+            current = self._recording or self._first(tensor)
+        return current.pack(tensor)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Never drop this tensor; counts in steps that are recorded."""
+        if self._recording is not None:
+            self._recording.pin(tensor)
+
+
+def session_here() -> Session | None:
+    """The session of this thread."""
+    found: Session | None = getattr(_active, "session", None)
+    return found
