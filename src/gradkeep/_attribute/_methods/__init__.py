@@ -1,9 +1,11 @@
 """Every method, one file each; the default first."""
 
 from gradkeep._attribute._methods import (
+    _arnoldi,
     _cos,
     _datainf,
     _dot,
+    _influence,
     _kernel,
     _kfac,
     _knn_shapley,
@@ -28,6 +30,8 @@ ALL = (
     _kfac.EKFAC,
     _logra.METHOD,
     _datainf.METHOD,
+    _influence.METHOD,
+    _arnoldi.METHOD,
     _similarity.METHOD,
     _knn_shapley.METHOD,
     _random.METHOD,

@@ -1,0 +1,81 @@
+"""Which curvature is meant, and its products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradkeep._attribute._curvature._fisher import fisher_product
+from gradkeep._attribute._curvature._replayed import Replayed
+from gradkeep._attribute._curvature._space import Space
+from gradkeep._capture import Classification
+from gradkeep._errors import AttributionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor, nn
+
+    from gradkeep._attribute._fisher import Damping
+    from gradkeep._attribute._question import At
+    from gradkeep._capture import Task
+    from gradkeep._capture._mode import Mode
+
+Kind = Literal["hessian", "ggn", "fisher"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curved:
+    """A curvature and what is added to it."""
+
+    space: Space
+    product: Callable[[Tensor], Tensor]
+    """A v for vectors `[K, P]`, float64."""
+    damping: float
+
+    def damped(self, vectors: Tensor) -> Tensor:
+        """(A + damping) v"""
+        return self.product(vectors) + self.damping * vectors
+
+
+def curvature(
+    at: At,
+    kind: Kind,
+    *,
+    model: nn.Module | None,
+    data: Iterable[Any] | None,
+    task: Task | None,
+    damping: Damping,
+) -> Curved:
+    """That of the mean loss in the parameters of the chosen layers, at one checkpoint.
+
+    A relative damping is times the mean eigenvalue of the empirical Fisher matrix, which the kept
+    norms tell.
+    """
+    train = at.train()
+    space = Space.of(train)
+    added = damping.of(float(train.norms().double().square().mean()) / max(1, space.size))
+    if not added > 0:
+        raise AttributionError(
+            f"all gradients of {at.question.train} at {at.place} are zero",
+            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+        )
+    if kind == "fisher":
+        budget = at.question.memory_budget
+
+        def product(vectors: Tensor) -> Tensor:
+            return fisher_product(space, train, vectors, memory_budget=budget)
+
+        return Curved(space, product, added)
+    if kind not in ("hessian", "ggn"):
+        raise AttributionError(f"no curvature {kind!r}", expected="'hessian', 'ggn' or 'fisher'")
+    if model is None or data is None:
+        raise AttributionError(
+            f"curvature={kind!r} runs the model again",
+            found="no model" if model is None else "no data",
+            fix="pass model= with the checkpoint's weights and data= with the training batches, "
+            "or curvature='fisher'",
+        )
+    mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
+    replayed = Replayed(space, model, data, task or Classification(), mode)
+    return Curved(space, replayed.hessian if kind == "hessian" else replayed.gauss_newton, added)

@@ -1,0 +1,114 @@
+"""`influence`: the true inverse of the curvature, solved for every query; the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep import query
+from gradkeep._attribute._curvature import conjugate_gradients, curvature
+from gradkeep._attribute._fisher import Damping
+from gradkeep._attribute._fisher._stream import only
+from gradkeep._attribute._method import Method, Scorer
+from gradkeep._bytes import parse_bytes
+from gradkeep._errors import AttributionError
+from gradkeep.query import Directions
+from gradkeep.query._memory import DEFAULT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from gradkeep._attribute._curvature._chosen import Kind
+    from gradkeep._attribute._question import At
+    from gradkeep._capture import Task
+
+_VECTORS = 10
+"""Vectors of float64 that a query has while it is solved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `influence` can be told."""
+
+    curvature: Kind = "ggn"
+    """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
+    empirical Fisher matrix."""
+    model: nn.Module | None = None
+    """With the weights of the checkpoint; not for the Fisher matrix."""
+    data: Iterable[Any] | None = None
+    """The training batches; not for the Fisher matrix."""
+    task: Task | None = None
+    """By default `gk.Classification()`."""
+    damping: float = 0.3
+    """Times the mean eigenvalue of the empirical Fisher matrix."""
+    absolute_damping: float | None = None
+    """As it is, in place of the relative damping."""
+    tolerance: float = 1e-4
+    """The relative residual that each query is solved to."""
+    max_steps: int = 1000
+    """Of conjugate gradients; an error if they do not do."""
+
+
+def _prepare(at: At, options: Options) -> Scorer:
+    if not 0 < options.tolerance < 1 or options.max_steps < 1:
+        raise AttributionError(
+            "conjugate gradients need a tolerance between 0 and 1, and some steps",
+            found=f"tolerance={options.tolerance}, max_steps={options.max_steps}",
+        )
+    curved = curvature(
+        at,
+        options.curvature,
+        model=options.model,
+        data=options.data,
+        task=options.task,
+        damping=Damping(options.damping, options.absolute_damping),
+    )
+    question, asked, train = at.question, at.queries(), at.train()
+    budget = question.memory_budget
+    limit = DEFAULT if budget is None else parse_bytes(budget)
+    step = max(1, limit // 4 // (8 * _VECTORS * curved.space.size + 4 * len(train)))
+
+    def layer(name: str, directions: Directions) -> Tensor:
+        one = Directions(
+            directions.groups,
+            {name: directions.layers[name]},
+            {name: train.forms[name]},
+            directions.weights,
+        )
+        return query.along(only(train, name), one, memory_budget=budget)
+
+    def some(positions: list[int]) -> Tensor:
+        solved = conjugate_gradients(
+            curved.damped,
+            curved.space.rows(asked, positions),
+            tolerance=options.tolerance,
+            max_steps=options.max_steps,
+        )
+        directions = curved.space.directions(solved)
+        if question.per_layer:
+            return torch.stack([layer(name, directions) for name in train.forms])
+        return query.along(train, directions, memory_budget=budget)
+
+    def score(start: int, stop: int) -> Tensor:
+        positions = question.positions[start:stop].tolist()
+        tiles = [positions[at : at + step] for at in range(0, len(positions), step)]
+        return torch.cat([some(tile) for tile in tiles], -2)
+
+    return Scorer(score)
+
+
+METHOD = Method(
+    "influence",
+    "query gradient x (curvature + damping)^-1 x training gradient",
+    "gradients of both splits; model= and data= for the Hessian or the Gauss-Newton matrix",
+    "tens of passes over the training data for each query: small models only",
+    exact=True,
+    reference="Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017",
+    prepare=_prepare,
+    options=Options,
+    layered=True,
+)
