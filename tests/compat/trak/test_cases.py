@@ -1,0 +1,574 @@
+"""What the released package loses, mixes or crashes on, case by case."""
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradkeep._errors import AttributionError, Damaged, GradkeepError
+from gradkeep.compat import trak
+from gradkeep.compat.trak import TRAKer
+from gradkeep.compat.trak import test_install as smoke
+from gradkeep.compat.trak.projectors import (
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+    NoOpProjector,
+    ProjectionType,
+    SketchProjector,
+)
+from gradkeep.compat.trak.savers import ModelIDException
+
+N, M, D, C = 40, 6, 5, 3
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, C))
+
+
+def data(count, seed=1):
+    made = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(count, D, generator=made),
+        torch.randint(C, (count,), generator=made),
+    )
+
+
+TRAIN, TEST = data(N), data(M, 2)
+
+
+def traker(folder, model=None, **given):
+    given = {"proj_dim": 16, "device": "cpu", "logging_level": logging.ERROR} | given
+    model = network() if model is None else model
+    return TRAKer(model, "image_classification", N, folder, **given)
+
+
+def cut(batch, rows):
+    return [field[rows] for field in batch]
+
+
+def featurize(t, model=None, model_id=0, step=10, **given):
+    t.load_checkpoint((t.model if model is None else model).state_dict(), model_id, **given)
+    for start in range(0, N, step):
+        part = cut(TRAIN, slice(start, start + step))
+        t.featurize(part, num_samples=len(part[0]))
+
+
+def score(t, name="test", model=None, model_id=0, targets=M):
+    state = (t.model if model is None else model).state_dict()
+    t.start_scoring_checkpoint(name, state, model_id, targets)
+    t.score(cut(TEST, slice(0, 4)), num_samples=4)
+    t.score(cut(TEST, slice(4, 6)), num_samples=2)
+
+
+def whole(folder, model_ids=(0,), **given):
+    t = traker(folder, **given)
+    for model_id in model_ids:
+        featurize(t, network(model_id), model_id)
+    t.finalize_features()
+    for model_id in model_ids:
+        score(t, model=network(model_id), model_id=model_id)
+    return t
+
+
+def close(one, other, tolerance=2e-4):
+    one, other = np.asarray(one), np.asarray(other)
+    assert np.abs(other).max() > 0
+    assert np.allclose(one, other, atol=tolerance * np.abs(other).max())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    t = whole(tmp_path_factory.mktemp("expected"), use_half_precision=False)
+    return np.array(t.finalize_scores("test"))
+
+
+# Silent loss or corruption in the released package.
+
+
+def test_finalized_scores_stay_until_new_ones_are_committed(tmp_path):
+    t = whole(tmp_path)
+    first = np.array(t.finalize_scores("test"))
+    featurize(t, network(1), 1)
+    t.finalize_features(model_ids=[1])
+    t.start_scoring_checkpoint("test", network(1).state_dict(), 1, M)
+    path = tmp_path / "scores" / "test.mmap"
+    assert np.array_equal(np.load(path), first)
+    assert t.saver.experiments["test"]["scores_finalized"] == 1
+    t.score(TEST, num_samples=M)
+    second = np.array(t.finalize_scores("test"))
+    assert np.array_equal(np.load(path), second)
+    assert not np.array_equal(first, second)
+
+
+def test_an_existing_id_is_not_wiped(tmp_path):
+    featurize(traker(tmp_path))
+    again = traker(tmp_path, load_from_save_dir=False)
+    with pytest.raises(ModelIDException, match="_allow_featurizing_already_registered"):
+        again.load_checkpoint(again.model.state_dict(), 0)
+    assert traker(tmp_path).saver.model_ids == {0: {"is_featurized": 1, "is_finalized": 0}}
+    other = network(5)
+    again.load_checkpoint(other.state_dict(), 0, _allow_featurizing_already_registered=True)
+    assert traker(tmp_path).saver.model_ids == {0: {"is_featurized": 0, "is_finalized": 0}}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": network(9)}, "weights"),
+        ({"model": nn.Linear(D, C)}, "parameters"),
+        ({"projector_seed": 1}, "seed"),
+        ({"grad_wrt": ["2.weight"]}, "grad_wrt"),
+        ({"use_half_precision": False}, "float16"),
+        (
+            {"projector": BasicProjector(66, 16, 0, "normal")},
+            "matrix type: stored 'tensor-sketch', asked for 'normal'",
+        ),
+    ],
+)
+def test_rows_of_different_origin_are_not_mixed(tmp_path, change, told):
+    t = traker(tmp_path)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    t.featurize(cut(TRAIN, slice(0, 10)), num_samples=10)
+
+    def begin():
+        other = traker(tmp_path, **change)
+        other.load_checkpoint(other.model.state_dict(), 0)
+
+    with pytest.raises((ModelIDException, AttributionError), match=told):
+        begin()
+    assert int(traker(tmp_path).saver._train(0).done.sum()) == 10
+
+
+def test_scoring_with_other_weights_is_refused(tmp_path):
+    t = traker(tmp_path)
+    featurize(t)
+    t.finalize_features()
+    with pytest.raises(ModelIDException, match="weights"):
+        t.start_scoring_checkpoint("test", network(3).state_dict(), 0, M)
+
+
+def test_another_number_of_targets_is_refused(tmp_path):
+    t = whole(tmp_path)
+    with pytest.raises(AttributionError, match="num_targets: stored '6', asked for '20'"):
+        t.start_scoring_checkpoint("test", t.model.state_dict(), 0, 20)
+
+
+@pytest.mark.parametrize("inds", [[3], [0, 1, 2, 3, 4]])
+def test_as_many_inds_as_samples(tmp_path, inds):
+    t = traker(tmp_path)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    with pytest.raises(ValueError, match="inds for a batch of 4"):
+        t.featurize(cut(TRAIN, slice(0, 4)), inds=inds)
+    assert not t.saver.done().any()
+
+
+def test_targets_that_were_not_scored_are_named(tmp_path):
+    t = traker(tmp_path)
+    featurize(t)
+    t.finalize_features()
+    t.start_scoring_checkpoint("test", t.model.state_dict(), 0, M)
+    t.score(cut(TEST, [0, 2, 3]), inds=[0, 2, 3])
+    with pytest.raises(AttributionError, match="no gradients of targets 1, 4, 5"):
+        t.finalize_scores("test")
+    assert not (tmp_path / "scores" / "test.mmap").exists()
+
+
+def test_without_a_finalized_id_there_are_no_scores(tmp_path):
+    t = whole(tmp_path)
+    t.saver.store.rows("trak.id_0.final")
+    folder = tmp_path / "store" / "datamodels" / "trak.id_0.final" / "rows"
+    for file in folder.rglob("*.*"):
+        file.unlink()
+    with pytest.raises(ModelIDException, match="nothing to average"):
+        t.finalize_scores("test")
+    assert not (tmp_path / "scores" / "test.mmap").exists()
+
+
+def test_more_numbers_than_rows_need_a_ridge(tmp_path, expected):
+    t = traker(tmp_path, proj_dim=N, lambda_reg=0.0)
+    featurize(t)
+    with pytest.raises(AttributionError, match="leave lambda_reg out"):
+        t.finalize_features()
+    assert t.saver.model_ids[0]["is_finalized"] == 0
+    t.finalize_features(lambda_reg=None)
+    score(t)
+    assert np.isfinite(t.finalize_scores("test")).all()
+
+
+def test_a_singular_matrix_without_a_ridge_is_refused(tmp_path):
+    t = traker(tmp_path, proj_dim=30, lambda_reg=0.0, grad_wrt=["2.bias"])
+    featurize(t)
+    t.finalize_features()
+    score(t)
+    with pytest.raises(AttributionError, match="do not span"):
+        t.finalize_scores("test")
+
+
+def test_writers_of_experiments_do_not_overwrite_each_other(tmp_path):
+    t = whole(tmp_path)
+    other = traker(tmp_path)
+    t.start_scoring_checkpoint("one", t.model.state_dict(), 0, M)
+    other.start_scoring_checkpoint("two", t.model.state_dict(), 0, M)
+    assert set(traker(tmp_path).saver.experiments) == {"test", "one", "two"}
+
+
+def test_a_store_below_another_is_not_seen(tmp_path):
+    featurize(traker(tmp_path / "inner"), network(3), 7)
+    t = traker(tmp_path)
+    assert t.saver.model_ids == {}
+
+
+@pytest.mark.parametrize("kind", [BasicProjector, BasicSingleBlockProjector, CudaProjector])
+def test_no_two_ids_share_a_part_of_their_matrix(kind):
+    x = torch.randn(1, 50)
+    one, other = (
+        kind(50, 2000, 0, ProjectionType.rademacher, "cpu").project(x, model_id)
+        for model_id in (0, 1)
+    )
+    assert float((one == other).float().mean()) < 0.1
+    blocks = [
+        BasicProjector(50, 300, 0, "normal", "cpu", block_size=size).project(x, 0)
+        for size in (7, 100, 300)
+    ]
+    assert torch.equal(blocks[0], blocks[1])
+    assert torch.equal(blocks[0], blocks[2])
+
+
+def test_chunks_of_one_seed_get_different_matrices():
+    parts = [CudaProjector(50, 64, 0, "rademacher", "cpu") for _ in range(2)]
+    chunked = ChunkedCudaProjector(parts, 50, [50, 50], 8, "cpu", torch.float32)
+    x = torch.randn(3, 50)
+    apart = chunked.project(torch.cat([x, -x], 1), 0)
+    assert float(apart.norm()) > 1  # one matrix for both would give zero
+    named = {"a": x, "b": -x}
+    assert torch.equal(chunked.project(named, 0), apart)
+
+
+def test_scoring_an_id_that_is_not_finalized_raises(tmp_path):
+    t = traker(tmp_path)
+    featurize(t)
+    t.start_scoring_checkpoint("test", t.model.state_dict(), 0, M)
+    with pytest.raises(ModelIDException, match="not finalized"):
+        t.score(TEST, num_samples=M)
+
+
+def test_a_flipped_byte_is_noticed(tmp_path):
+    t = whole(tmp_path)
+    t.finalize_scores("test")
+    file = next((tmp_path / "store" / "datamodels" / "trak.id_0.train" / "rows").rglob("0.*"))
+    damaged = bytearray(file.read_bytes())
+    damaged[-9] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(damaged)
+    with pytest.raises(Damaged):
+        traker(tmp_path).finalize_scores("test")
+    path = tmp_path / "scores" / "test.mmap"
+    bytes_ = bytearray(path.read_bytes())
+    bytes_[-1] ^= 1
+    path.write_bytes(bytes_)
+    with pytest.raises(Damaged, match="not as they were written"):
+        t.saver.scores("test")
+
+
+# Crashes of the released package.
+
+
+@pytest.mark.parametrize("projector", [None, BasicProjector(66, 8, 0, "normal", "cpu")])
+def test_few_dimensions_and_finalizing_twice(tmp_path, projector, caplog):
+    t = traker(tmp_path, proj_dim=8, projector=projector, logging_level=logging.WARNING)
+    featurize(t)
+    t.finalize_features()
+    t.finalize_features()
+    assert "already finalized" in caplog.text
+    score(t)
+    assert t.finalize_scores("test").shape == (N, M)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_other_batch_boundaries_on_resuming(tmp_path, expected, half):
+    t = traker(tmp_path, use_half_precision=half)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    t.featurize(cut(TRAIN, slice(0, 10)), num_samples=10)
+    again = traker(tmp_path, use_half_precision=half)
+    again.load_checkpoint(again.model.state_dict(), 0)
+    calls = []
+    again._gradients = lambda batch, inner=again._gradients: (
+        calls.append(len(batch[0])),
+        inner(batch),
+    )[1]
+    for start in range(0, N, 7):
+        part = cut(TRAIN, slice(start, start + 7))
+        again.featurize(part, num_samples=len(part[0]))
+    assert sum(calls) == N - 10
+    again.finalize_features()
+    score(again)
+    close(again.finalize_scores("test"), expected, 2e-3 if half else 2e-4)
+
+
+def test_allow_skip_skips(tmp_path, expected, caplog):
+    t = traker(tmp_path, use_half_precision=False, logging_level=logging.WARNING)
+    for model_id in (0, 1, 2):
+        featurize(t, network(model_id), model_id)
+    t.finalize_features([0, 1])
+    score(t, model=network(0))
+    with pytest.raises(AttributionError, match="model id 1"):
+        t.finalize_scores("test")
+    with pytest.raises(ModelIDException, match="2 not finalized"):
+        t.finalize_scores("test", model_ids=[0, 2])
+    close(t.finalize_scores("test", allow_skip=True), expected)
+    assert "Model ID 1 left out" in caplog.text
+    assert "Model ID 2 not finalized" in caplog.text
+
+
+def test_a_fresh_directory_without_loading_from_it(tmp_path):
+    t = whole(tmp_path / "new", load_from_save_dir=False)
+    assert t.finalize_scores("test").shape == (N, M)
+
+
+def test_a_damaged_document_is_a_clear_error(tmp_path):
+    featurize(traker(tmp_path))
+    file = tmp_path / "store" / "datamodels" / "trak.id_0.train" / "schema.json"
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(Damaged, match=r"schema\.json"):
+        traker(tmp_path)
+
+
+def test_devices_and_numbers_of_any_kind(tmp_path, expected):
+    t = traker(
+        tmp_path,
+        device=torch.device("cpu"),
+        projector_seed=np.int64(0),
+        use_half_precision=False,
+    )
+    t.load_checkpoint(t.model.state_dict(), np.int64(0))
+    t.featurize(cut(TRAIN, slice(0, 20)), inds=list(range(20)))
+    t.featurize(cut(TRAIN, slice(20, 30)), inds=torch.arange(20, 30))
+    t.featurize(cut(TRAIN, slice(30, 40)), inds=np.arange(30, 40, dtype=np.uint8)[:, None])
+    t.finalize_features()
+    score(t)
+    close(t.finalize_scores("test"), expected)
+    with pytest.raises(TypeError, match="'zero'"):
+        t.load_checkpoint(t.model.state_dict(), "zero")
+    with pytest.raises(TypeError, match="whole numbers"):
+        t.featurize(TRAIN, inds=np.arange(N) / 2)
+
+
+def test_without_a_cuda_device_the_cpu_is_used(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    t = traker(tmp_path, device="cuda")
+    assert t.device == torch.device("cpu")
+    smoke()
+    smoke(use_fast_jl=False)
+
+
+def test_names_that_cannot_be(tmp_path):
+    t = traker(tmp_path)
+    with pytest.raises(ValueError, match="a/b"):
+        t.start_scoring_checkpoint("a/b", t.model.state_dict(), 0, M)
+    with pytest.raises(ValueError, match="image_classification, clip"):
+        TRAKer(network(), "vision", N, tmp_path / "b", device="cpu")
+    with pytest.raises(ValueError, match=r"2\.weight"):
+        traker(tmp_path / "c", grad_wrt=["2.wieght"])
+
+
+def test_the_nominal_size_of_a_last_short_batch(tmp_path, expected):
+    t = traker(tmp_path, use_half_precision=False)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    for start in range(0, N, 16):
+        t.featurize(cut(TRAIN, slice(start, start + 16)), num_samples=16)
+    assert t.saver.done().all()
+    with pytest.raises(ValueError, match="there are 40"):
+        t.featurize(cut(TRAIN, slice(0, 3)), num_samples=3)
+    with pytest.raises(ValueError, match="has 5 samples"):
+        t.featurize(cut(TRAIN, slice(0, 5)), num_samples=3)
+    with pytest.raises(ValueError, match="same row twice"):
+        t.featurize(cut(TRAIN, [0, 0]), inds=[0, 0])
+    t.finalize_features()
+    score(t)
+    close(t.finalize_scores("test"), expected)
+
+
+def test_gradients_as_they_are_in_half_precision(tmp_path):
+    t = whole(tmp_path, projector=NoOpProjector(), lambda_reg=1e-3)
+    assert t.proj_dim == t.num_params == 66
+    scores = t.finalize_scores("test")
+    assert np.isfinite(scores).all()
+    assert np.abs(scores).max() > 0
+
+
+# What is to be kept.
+
+
+def test_featurizing_before_loading_raises(tmp_path):
+    with pytest.raises(AssertionError, match="Load a checkpoint using traker"):
+        traker(tmp_path).featurize(TRAIN, num_samples=N)
+    t = traker(tmp_path)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    for given in ({}, {"inds": [0], "num_samples": 1}):
+        with pytest.raises(AssertionError, match="Exactly one"):
+            t.featurize(TRAIN, **given)
+
+
+def test_another_dimension_or_size_raises(tmp_path):
+    traker(tmp_path)
+    with pytest.raises(AttributionError, match="JL dimension: stored '16', asked for '32'"):
+        traker(tmp_path, proj_dim=32)
+    with pytest.raises(AttributionError, match="train set size"):
+        TRAKer(network(), "image_classification", N + 1, tmp_path, device="cpu", proj_dim=16)
+
+
+def test_what_is_not_ready_cannot_be_finalized(tmp_path):
+    t = traker(tmp_path)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    with pytest.raises(ModelIDException, match="not fully featurized"):
+        t.finalize_features()
+    with pytest.raises(ModelIDException, match="not registered"):
+        t.finalize_features([5])
+    with pytest.raises(ValueError, match="does not exist"):
+        t.finalize_scores("nothing")
+    with pytest.raises(ModelIDException, match="cannot start scoring"):
+        t.start_scoring_checkpoint("test", t.model.state_dict(), 3, M)
+
+
+def test_deleted_gradients_and_another_ridge(tmp_path, expected):
+    t = traker(tmp_path, use_half_precision=False)
+    featurize(t)
+    t.finalize_features(del_grads=True)
+    assert not list((tmp_path / "store" / "datamodels" / "trak.id_0.train").rglob("*/0.*"))
+    score(t)
+    close(t.finalize_scores("test"), expected)
+    again = traker(tmp_path, use_half_precision=False)
+    again.load_checkpoint(again.model.state_dict(), 0)
+    again.featurize(TRAIN, num_samples=N)  # nothing left to do
+    close(again.finalize_scores("test"), expected)
+    with pytest.raises(ModelIDException, match="deleted"):
+        again.finalize_features(lambda_reg=3.0)
+
+
+def test_finalizing_again_with_another_ridge(tmp_path, expected):
+    t = whole(tmp_path, use_half_precision=False)
+    close(t.finalize_scores("test"), expected)
+    t.finalize_features(lambda_reg=5.0)
+    other = np.array(t.finalize_scores("test"))
+    assert not np.allclose(other, expected)
+    t.finalize_features(lambda_reg=None)
+    close(t.finalize_scores("test"), expected)
+
+
+def test_the_current_arrays_have_their_names(tmp_path):
+    t = whole(tmp_path, use_half_precision=False)
+    scores = t.finalize_scores("test")
+    store = t.saver.current_store
+    assert set(store) == {
+        *("grads", "out_to_loss", "features", "is_featurized"),
+        *("test_grads", "test_scores"),
+    }
+    assert store["grads"].shape == store["features"].shape == (N, 16)
+    assert store["out_to_loss"].shape == store["is_featurized"].shape == (N, 1)
+    by_hand = store["features"] @ store["test_grads"].T * store["out_to_loss"]
+    close(by_hand, scores)
+    assert np.array_equal(store["test_scores"], scores)
+    assert isinstance(scores, np.memmap)
+    assert t.scores is scores
+
+
+def test_a_moved_directory_keeps_its_scores(tmp_path):
+    whole(tmp_path / "before").finalize_scores("test")
+    (tmp_path / "before").rename(tmp_path / "after")
+    t = traker(tmp_path / "after")
+    assert t.saver.experiments["test"]["scores_path"] == str(tmp_path / "after/scores/test.mmap")
+    t.saver.scores("test")
+
+
+def test_results_of_the_released_package_are_not_written_into(tmp_path):
+    (tmp_path / "metadata.json").write_text(json.dumps({"JL dimension": 16}))
+    with pytest.raises(AttributionError, match="import_save_dir"):
+        traker(tmp_path)
+
+
+def test_not_a_number_is_not_kept(tmp_path):
+    t = traker(tmp_path)
+    t.load_checkpoint(t.model.state_dict(), 0)
+    x, y = cut(TRAIN, slice(0, 4))
+    x = x.clone()
+    x[2] = torch.nan
+    with pytest.raises((ValueError, GradkeepError), match="not a number"):
+        t.featurize((x, y), num_samples=4)
+    assert not t.saver.done().any()
+
+
+SCRIPT = """
+import logging, sys
+import torch
+sys.path.insert(0, {here!r})
+from test_cases import *
+t = traker({folder!r}, use_half_precision=False)
+state = t.model.state_dict()
+step = {step}
+"""
+
+
+def run(folder, step, body):
+    here = str(Path(__file__).parent)
+    script = SCRIPT.format(here=here, folder=str(folder), step=step) + textwrap.dedent(body)
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+
+
+def code(*processes):
+    """The exit codes, once all have ended."""
+    for process in processes:
+        process.communicate(timeout=100)
+    return [process.returncode for process in processes]
+
+
+def test_separate_processes_killed_and_resumed_give_the_same_scores(tmp_path, expected):
+    """Train, featurize, finalize and score in processes of their own; the long ones are killed."""
+    featurizing = """
+    t.load_checkpoint(state, model_id=0)
+    for start in range(0, N, step):
+        t.featurize(cut(TRAIN, slice(start, start + step)), num_samples=step)
+        print(start, flush=True)
+    """
+    first = run(tmp_path, 4, featurizing)
+    for _ in range(3):
+        first.stdout.readline()
+    first.kill()
+    assert code(first) == [-9]
+    done = int(traker(tmp_path, use_half_precision=False).saver._train(0).done.sum())
+    assert 12 <= done < N + 1
+    # Two processes share the rest, with other boundaries.
+    shards = """
+    t.load_checkpoint(state, model_id=0)
+    for start in range({offset}, N, 2 * step):
+        rows = list(range(start, min(start + step, N)))
+        if rows:
+            t.featurize(cut(TRAIN, rows), inds=rows)
+    """
+    both = [run(tmp_path, 7, shards.format(offset=offset)) for offset in (0, 7)]
+    assert code(*both) == [0, 0]
+    scoring = """
+    t.finalize_features(model_ids=[0])
+    t.start_scoring_checkpoint("test", state, 0, M)
+    t.score(TEST, num_samples=M)
+    t.finalize_scores("test")
+    """
+    assert code(run(tmp_path, 0, scoring)) == [0]
+    close(np.load(tmp_path / "scores" / "test.mmap"), expected)
+
+
+def test_public_names():
+    assert trak.VERSION == trak.__version__ == "0.3.2"
+    assert isinstance(traker, object)
+    assert SketchProjector(66, 16).project({"w": torch.ones(2, 66)}, 0).shape == (2, 16)

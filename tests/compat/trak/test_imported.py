@@ -1,0 +1,89 @@
+"""Results of the released package, as it lays them out, brought into a store."""
+
+import json
+
+import numpy as np
+import pytest
+from numpy.lib.format import open_memmap
+
+import gradkeep.store as gs
+from gradkeep._errors import AttributionError
+from gradkeep.compat.trak import import_save_dir
+
+N, M, K = 12, 4, 5
+
+
+def save_dir(folder, *, done=N, finalized=1):
+    made = np.random.default_rng(0)
+    (folder / "0").mkdir(parents=True)
+    (folder / "scores").mkdir()
+    about = {"JL dimension": K, "JL matrix type": "normal", "train set size": N}
+    (folder / "metadata.json").write_text(json.dumps(about))
+    state = {"0": {"is_featurized": int(done == N), "is_finalized": finalized}}
+    (folder / "id_0.json").write_text(json.dumps(state))
+    there = {"num_targets": M, "scores_path": "/gone/x.mmap", "scores_finalized": finalized}
+    (folder / "experiments.json").write_text(json.dumps({"my test": there}))
+    arrays = {
+        "0/grads": made.normal(size=(N, K)).astype(np.float16),
+        "0/features": made.normal(size=(N, K)).astype(np.float16),
+        "0/out_to_loss": made.random((N, 1)).astype(np.float16),
+        "0/my test_grads": made.normal(size=(M, K)).astype(np.float16),
+        "0/_is_featurized": (np.arange(N) < done).astype(np.int32),
+        "scores/my test": made.normal(size=(N, M)).astype(np.float16),
+    }
+    for name, values in arrays.items():
+        file = open_memmap(folder / f"{name}.mmap", "w+", values.dtype, values.shape)
+        file[:] = values
+        file.flush()
+    return arrays
+
+
+def test_everything_comes_over(tmp_path):
+    arrays = save_dir(tmp_path / "old")
+    found = import_save_dir(tmp_path / "old", tmp_path / "new")
+    assert (found.checkpoints, found.scores, found.skipped) == (("id_0",), ("my-test",), ())
+    store = gs.open(tmp_path / "new", create=False)
+    train = store.read(gs.CaptureKey("id_0", "train", "trak"))
+    assert np.array_equal(train.column("projection"), arrays["0/grads"].astype(np.float32))
+    assert np.array_equal(train.column("weight"), arrays["0/out_to_loss"][:, 0].astype(np.float32))
+    asked = store.read(gs.CaptureKey("id_0", "my-test", "trak"))
+    assert np.array_equal(asked.column("projection"), arrays["0/my test_grads"].astype(np.float32))
+    scores = store.read(gs.ScoresKey("my-test"))
+    assert np.array_equal(scores.column("scores"), arrays["scores/my test"].T.astype(np.float32))
+    again = import_save_dir(tmp_path / "old", store)
+    assert again == found
+
+
+def test_what_is_incomplete_is_named_and_left(tmp_path):
+    save_dir(tmp_path / "old", done=7, finalized=0)
+    found = import_save_dir(tmp_path / "old", tmp_path / "new")
+    assert found.checkpoints == found.scores == ()
+    assert found.skipped == (
+        "model id 0: 7 of 12 rows are featurized",
+        "scores my test: not finalized",
+    )
+
+
+def test_what_is_no_save_dir_or_is_cut_off(tmp_path):
+    with pytest.raises(AttributionError, match="no TRAK results"):
+        import_save_dir(tmp_path, tmp_path / "new")
+    save_dir(tmp_path / "old")
+    (tmp_path / "old" / "experiments.json").write_text('{"my te')
+    with pytest.raises(AttributionError, match="cut off"):
+        import_save_dir(tmp_path / "old", tmp_path / "new")
+
+
+def test_nothing_is_unpickled(tmp_path):
+    save_dir(tmp_path / "old")
+    np.save(tmp_path / "array.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    (tmp_path / "array.npy").rename(tmp_path / "old" / "0" / "grads.mmap")
+    with pytest.raises(AttributionError, match="cannot be read"):
+        import_save_dir(tmp_path / "old", tmp_path / "new")
+
+
+def test_another_shape_is_refused(tmp_path):
+    save_dir(tmp_path / "old")
+    np.save(tmp_path / "array.npy", np.zeros((N, K + 1)))
+    (tmp_path / "array.npy").rename(tmp_path / "old" / "0" / "grads.mmap")
+    with pytest.raises(AttributionError, match="another shape"):
+        import_save_dir(tmp_path / "old", tmp_path / "new")
