@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from gradkeep.remat._planned._trace import Trace
+    from collections.abc import Iterator, Sequence
+
+    from gradkeep.remat._planned._trace import Operation, Trace
+
+T = TypeVar("T")
 
 
 def agreed(kept: Trace, cloned: Trace) -> Trace | None:
@@ -17,14 +21,14 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
     """
     if not _same(kept, cloned):
         return None
+    core = kept.core
     operations = tuple(
         replace(
             theirs,
-            # A way of its own was timed by itself, in the cloning recording only.
-            cost=theirs.cost if theirs.apart else min(ours.cost, theirs.cost),
-            run=theirs.run if (ours.args, ours.kwargs) == (theirs.args, theirs.kwargs) else None,
+            cost=min(ours.cost, theirs.cost),
+            run=theirs.run if _same_numbers(ours, theirs) else None,
         )
-        for ours, theirs in zip(kept.operations, cloned.operations, strict=True)
+        for ours, theirs in _pairs(kept.operations, cloned.operations, core.operations)
     )
     storages = tuple(
         replace(
@@ -32,11 +36,11 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
             natural=min(theirs.death, ours.death),
             pinned=ours.pinned or theirs.pinned,
         )
-        for ours, theirs in zip(kept.storages, cloned.storages, strict=True)
+        for ours, theirs in _pairs(kept.storages, cloned.storages, core.storages)
     )
     slots = tuple(
         replace(ours, marks=ours.marks if ours.marks == theirs.marks else frozenset())
-        for ours, theirs in zip(kept.slots, cloned.slots, strict=True)
+        for ours, theirs in _pairs(kept.slots, cloned.slots, core.slots)
     )
     sources = {
         value: source
@@ -45,9 +49,9 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
     }
     return replace(
         kept,
-        operations=operations,
-        storages=storages,
-        slots=slots,
+        operations=operations + kept.operations[core.operations :],
+        storages=storages + kept.storages[core.storages :],
+        slots=slots + kept.slots[core.slots :],
         sources=sources,
         open_slots=kept.open_slots | cloned.open_slots,
         seconds=min(kept.seconds, cloned.seconds),
@@ -58,25 +62,38 @@ def cheaper(trace: Trace, other: Trace) -> Trace:
     """The trace with the smaller costs of one more recording, if that was the same step."""
     if not _same(trace, other):
         return trace
-    pairs = zip(trace.operations, other.operations, strict=True)
-    operations = tuple(
-        ours if ours.apart else replace(ours, cost=min(ours.cost, theirs.cost))
-        for ours, theirs in pairs
+    count = trace.core.operations
+    pairs = _pairs(trace.operations, other.operations, count)
+    operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
+    return replace(
+        trace,
+        operations=operations + trace.operations[count:],
+        seconds=min(trace.seconds, other.seconds),
     )
-    return replace(trace, operations=operations, seconds=min(trace.seconds, other.seconds))
+
+
+def _same_numbers(left: Operation, right: Operation) -> bool:
+    """Whether an operator can be run again, and was given the same both times."""
+    both = left.run is not None and right.run is not None
+    return both and (left.args, left.kwargs) == (right.args, right.kwargs)
 
 
 def _same(left: Trace, right: Trace) -> bool:
+    """Whether two steps did the same until the last saved tensor was asked for."""
+    core = left.core
     return (
-        left.events == right.events
-        and len(left.slots) == len(right.slots)
-        and all(
-            a == replace(b, marks=a.marks) for a, b in zip(left.slots, right.slots, strict=True)
-        )
+        core == right.core
         and left.keeps_graph == right.keeps_graph
         and left.order == right.order
-        and left.values == right.values
-        and len(left.storages) == len(right.storages)
-        and all(a.size == b.size for a, b in zip(left.storages, right.storages, strict=True))
-        and all(map(lambda a, b: a.same(b), left.operations, right.operations))
+        and left.events[: core.events] == right.events[: core.events]
+        and left.values[: core.values] == right.values[: core.values]
+        and all(
+            a == replace(b, marks=a.marks) for a, b in _pairs(left.slots, right.slots, core.slots)
+        )
+        and all(a.size == b.size for a, b in _pairs(left.storages, right.storages, core.storages))
+        and all(a.same(b) for a, b in _pairs(left.operations, right.operations, core.operations))
     )
+
+
+def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
+    return zip(left[:count], right[:count], strict=True)

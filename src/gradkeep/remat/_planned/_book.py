@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradkeep._bytes import format_bytes
 from gradkeep._errors import BudgetError
@@ -77,33 +77,39 @@ class Book:
         self.saved: dict[str, SavedPlan] = {}
         self.last: Plan | None = None
         self._hopeless: list[Kind] = []
+        self._begun: dict[Any, int] = {}
+        """Recordings of each kind, as far as it can be told when the first tensor is saved."""
 
     @property
     def empty(self) -> bool:
         """Nothing is known yet: the first steps are recorded from their very beginning."""
         return not self.plans and not self._hopeless
 
-    def plan_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> Plan | None:
-        """The plan for a step whose first saved tensor this is."""
-        for plan in reversed(self.plans):
-            if plan.kind.begins(tensor, inputs):
-                return plan
-        return None
+    def plans_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> list[Plan]:
+        """The plans for a step whose first saved tensor this is, the latest first."""
+        return [plan for plan in reversed(self.plans) if plan.kind.begins(tensor, inputs)]
 
     def worth_recording(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
         """Whether another recording of such a step may lead to a plan."""
         return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
 
-    def cloning(self) -> bool:
-        """Whether the next recording should be a cloning one: every second."""
-        return self.tally.recorded % 2 == 1
+    def cloning(self, recording: Recording, tensor: Tensor) -> bool:
+        """Whether a recording that has come to its first saved tensor should clone: every second."""
+        modules = recording.modules.seen.values()
+        key = (
+            tuple(tensor.shape),
+            recording.gradients,
+            tuple((id(module), module.training) for module in modules),
+        )
+        self._begun[key] = count = self._begun.get(key, 0) + 1
+        return count % 2 == 0
 
     def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
         """File a finished recording."""
-        self.tally.recorded += 1
         trace = recording.finish()
         if not trace.slots:
             return
+        self.tally.recorded += 1
         kind = _kind_of(recording, inputs)
         group = next((known for known in self.recorded if known.kind.like(kind)), None)
         if group is None:

@@ -125,7 +125,11 @@ class Evaluator:
                 if own.asks[-1] > at:
                     present.add(value)
             if candidate.value not in rebuild.kept:
-                change += [(event, candidate.size), (trace.freed[at], -candidate.size)]
+                end = trace.freed[at]
+                if at == candidate.asks[-1]:
+                    # Whoever asks last may pass it on.
+                    end = max(end, trace.storages[self._storage[candidate.value]].death)
+                change += [(event, candidate.size), (end, -candidate.size)]
                 arrived += candidate.size
             bursts.append((event, burst - arrived))
             rebuilds.append(rebuild)

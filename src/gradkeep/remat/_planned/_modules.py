@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,10 @@ class Modules:
         self._stack: list[nn.Module] = []
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
         """Buffers as they were when their module was first called."""
+        # The hooks below then run twice for a compiled module, which does no harm.
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+        )
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         self._handles: list[Any] = [before, after]

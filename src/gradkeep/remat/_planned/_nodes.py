@@ -45,14 +45,10 @@ _NOTHING = Seen(-1, ())
 class Walk:
     """The nodes of one step seen so far, numbered in the order of first sight."""
 
-    __slots__ = ("_numbers", "probing", "touched")
+    __slots__ = ("_numbers",)
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self.probing = False
-        """Set while attributes are read: the unpack hook then gives anything and counts nothing."""
-        self.touched = False
-        """The unpack hook ran while probing: what was read is a saved tensor, not a number."""
 
     def below(self, node: Any) -> Seen:
         """A node's number, and the nodes from it down that were not seen before."""
@@ -86,27 +82,27 @@ class Walk:
                 parents.append(number)
             name = current.name()
             name = _ONE_NAME.get(name, name)
-            found.append(Walked(name, self._scalars(current), tuple(parents)))
+            found.append(Walked(name, _scalars(current), tuple(parents)))
         return Seen(first, tuple(found))
 
-    def _scalars(self, node: Any) -> tuple[Any, ...]:
-        kind = type(node)
-        names = _SCALARS.get(kind)
-        if names is None:
-            names = _SCALARS[kind] = _names_of(node)
-        plain, numbers = names
-        found = [getattr(node, name) for name in plain]
-        if numbers:
-            self.probing = True
-            for name in numbers:
-                self.touched = False
-                value = getattr(node, name)
-                if value is not None and not self.touched and value.dim() == 0:
-                    # A mode would be handed the number where it expects a tensor.
-                    with torch._C._DisableTorchDispatch():
-                        found.append(value.item())
-            self.probing = False
-        return tuple(found)
+
+def _scalars(node: Any) -> tuple[Any, ...]:
+    kind = type(node)
+    names = _SCALARS.get(kind)
+    if names is None:
+        names = _SCALARS[kind] = _names_of(node)
+    plain, numbers = names
+    found = [getattr(node, name) for name in plain]
+    for name in numbers:
+        raw = getattr(node, name)
+        # What a hook has packed is a tensor; unpacking it here could run anything.
+        if getattr(raw, "unpack_hook", raw) is None:
+            value = raw.data
+            if value is not None and value.dim() == 0:
+                # A mode would be handed the number where it expects a tensor.
+                with torch._C._DisableTorchDispatch():
+                    found.append(value.item())
+    return tuple(found)
 
 
 _SCALARS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
@@ -117,5 +113,5 @@ def _names_of(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = set(dir(type(node)))
     saved = sorted(name for name in names if name.startswith("_saved_"))
     plain = tuple(name for name in saved if f"_raw{name}" not in names and name != "_saved_tensors")
-    numbers = tuple(name for name in saved if name in _WITH_NUMBERS and f"_raw{name}" in names)
+    numbers = tuple(f"_raw{name}" for name in _WITH_NUMBERS if f"_raw{name}" in names)
     return plain, numbers

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradkeep.remat._planned._trace import Ref
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 aten = torch.ops.aten
 
@@ -63,10 +63,8 @@ class Recipe:
     random: bool = False
     apart: Apart | None = None
 
-    def reads(self, otherwise: Iterable[int]) -> frozenset[int]:
+    def reads(self) -> frozenset[int]:
         """The values that are needed to run it."""
-        if self.run is None:
-            return frozenset(otherwise)
         found: set[int] = set()
         _gather((self.args, tuple(value for _, value in self.kwargs)), found)
         return frozenset(found)

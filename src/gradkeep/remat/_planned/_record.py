@@ -2,8 +2,8 @@
 
 A dispatch mode shows the operators, saved-tensor hooks the rest. In a cloning recording autograd
 gets copies, so that the originals die when Python lets go of them: what dropping them would free.
-That recording also runs every operator twice and compares, which is how it is known that running it
-again gives the same bits.
+Every operator runs twice and is compared, which is how it is known that running it again gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from gradkeep.remat._planned._fingerprint import marks
 from gradkeep.remat._planned._modules import Modules
 from gradkeep.remat._planned._nodes import Walk
 from gradkeep.remat._planned._trace import (
+    NOTHING,
+    Core,
     Event,
     Geometry,
     Made,
@@ -36,7 +38,7 @@ from gradkeep.remat._planned._trace import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -69,10 +71,6 @@ class Packed:
 
     def unpack(self) -> Tensor:
         """The tensor; says so if it was changed meanwhile, as torch itself would."""
-        walk = self.recording.walk
-        if walk.probing:
-            walk.touched = True
-            return self.tensor
         check_version(self.tensor, self.version)
         if self.slot >= 0:
             self.recording.asked_for(self.slot)
@@ -95,11 +93,12 @@ class Recording:
     def __init__(
         self,
         *,
-        cloning: bool,
+        cloning: bool | Callable[[Recording, Tensor], bool],
         inputs: Sequence[Tensor] = (),
         running: Sequence[nn.Module] = (),
     ) -> None:
-        self.cloning = cloning
+        self.cloning = cloning is True
+        self._choose = cloning if callable(cloning) else None
         self.walk = Walk()
         self.modules = Modules(running)
         self.quiet = False
@@ -121,6 +120,7 @@ class Recording:
         self._unreleased: dict[int, weakref.ref[Packed]] = {}
         self._pinned: set[int] = set()
         self._keeps_graph = False
+        self._core = NOTHING
         self.parameters: tuple[weakref.ref[Parameter], ...] = ()
         """Known when the first tensor was saved."""
         self.gradients = False
@@ -206,9 +206,9 @@ class Recording:
                 made,
                 in_place=bool(changed),
             )
-            if self.cloning and recipe.run is not None and not changed and not recipe.random:
+            if recipe.run is not None and not changed and not recipe.random:
                 recipe = _recipes.tried(recipe, func, args, kwargs, made)
-            if self.cloning and recipe.apart is not None:
+            if recipe.apart is not None:
                 known = _recipes.tried_apart(recipe.apart, func, args, kwargs, made)
                 recipe = replace(recipe, apart=known)
         apart = recipe.apart
@@ -220,7 +220,7 @@ class Recording:
                 kwargs=() if apart is not None else recipe.kwargs,
                 makes=tuple(makes) if apart is None else tuple(makes[1:]),
                 overwrites=tuple(overwrites),
-                reads=frozenset(reads) if apart is not None else recipe.reads(reads),
+                reads=frozenset() if recipe.run is None else recipe.reads(),
                 cost=spent / 1e9,
                 event=event,
                 grad_mode=torch.is_grad_enabled(),
@@ -259,7 +259,8 @@ class Recording:
     def _happened(self, kind: Literal["op", "pack", "unpack"], index: int) -> None:
         node = _node()
         # By number: holding nodes would hold what they saved.
-        self._nodes.append(None if node is None else (node.name(), node._sequence_nr()))
+        name = None if node is None else (node.name(), node._sequence_nr())
+        self._nodes.append((_task(), name))
         self._events.append(Event(kind, index))
 
     # Storages
@@ -326,6 +327,8 @@ class Recording:
             if slot == 0:
                 self.parameters = self.modules.parameters()
                 self.gradients = has_gradients(self.parameters)
+                if self._choose is not None:
+                    self.cloning = self._choose(self, tensor)
             value = self._value_of(tensor)
             self._slots.append(
                 Slot(
@@ -376,6 +379,13 @@ class Recording:
             return  # somebody looks at a node's attributes
         self._keeps_graph |= keeps_graph()
         self._order.append(slot)
+        self._core = Core(
+            events=len(self._events),
+            operations=len(self._operations),
+            slots=len(self._slots),
+            storages=len(self._storages),
+            values=len(self._values),
+        )
         self._asked.append(len(self._events))
         self._happened("unpack", slot)
 
@@ -422,6 +432,7 @@ class Recording:
             open_slots=still,
             sources=self._sources(),
             seconds=self._spent / 1e9,
+            core=self._core,
             keeps_graph=self._keeps_graph,
         )
 
@@ -444,11 +455,23 @@ class Recording:
 
 
 def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
-    """A node lets go of what it asked for when it is done: when another one does something."""
-    after = [len(nodes)] * len(nodes)
-    for at in range(len(nodes) - 2, -1, -1):
-        after[at] = after[at + 1] if nodes[at] == nodes[at + 1] else at + 1
-    return tuple(after[event] for event in asked)
+    """A node lets go of what it asked for when it is done: when another one of its pass runs.
+
+    A backward pass inside of a node, as of a checkpoint, is a pass of its own.
+    """
+    end = len(nodes)
+    found = dict.fromkeys(asked, end)
+    waiting: dict[int, list[int]] = {}
+    for event, (task, node) in enumerate(nodes):
+        done = waiting if task == -1 else {task: waiting.get(task, [])}
+        for known, asks in list(done.items()):
+            for ask in asks:
+                if task == -1 or nodes[ask][1] != node:
+                    found[ask] = min(found[ask], event)
+            waiting[known] = [ask for ask in asks if found[ask] == end]
+        if event in found:
+            waiting.setdefault(task, []).append(event)
+    return tuple(found[event] for event in asked)
 
 
 def _geometry(tensor: Tensor) -> Geometry:

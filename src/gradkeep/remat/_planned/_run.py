@@ -21,11 +21,11 @@ from gradkeep.remat._planned._record import check_version, keeps_graph
 from gradkeep.remat._planned._replay import generator, replay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from gradkeep.remat._planned._programs import Compiled
+    from gradkeep.remat._planned._programs import Compiled, SlotPlan
     from gradkeep.remat._planned._snapshot import Snapshot
 
 _task = torch._C._current_graph_task_id
@@ -43,9 +43,6 @@ class Kept:
         """The tensor itself, if nobody changed it."""
         step, tensor = self.step, self.tensor
         if step is not None:
-            if step.walk.probing:
-                step.walk.touched = True
-                return tensor
             if tensor._version != self.version:
                 check_version(tensor, self.version)
             if _task() != -1:
@@ -66,9 +63,6 @@ class Dropped:
     def unpack(self) -> Tensor:
         """The tensor, made again."""
         step = self.step
-        if step.walk.probing:
-            step.walk.touched = True
-            return torch.empty(())
         if _task() == -1:
             return step.made_again(self.slot)
         return step.back(self.slot)
@@ -77,11 +71,10 @@ class Dropped:
 class Plain:
     """One step that keeps everything, as torch does."""
 
-    __slots__ = ("asked", "walk")
+    __slots__ = ("asked",)
 
     def __init__(self) -> None:
         self.asked = False
-        self.walk = Walk()
 
     def pack(self, tensor: Tensor) -> Kept:
         """Keep a saved tensor."""
@@ -90,6 +83,54 @@ class Plain:
     def asked_for(self, slot: int) -> None:
         """Note that a backward pass has begun."""
         self.asked = True
+
+
+class Deciding:
+    """The beginning of a step that several plans fit: nothing is dropped until they differ."""
+
+    __slots__ = ("_adopt", "_handles", "_plans", "_tensors")
+
+    asked = False
+
+    def __init__(self, plans: list[Any], adopt: Callable[[Any], Run]) -> None:
+        self._plans = plans
+        self._adopt = adopt
+        self._tensors: list[Tensor] = []
+        self._handles: list[Kept] = []
+
+    def pack(self, tensor: Tensor) -> Kept | Dropped:
+        """Keep a saved tensor, or go on with the plan that is left."""
+        if _task() != -1:
+            return Kept(None, -1, tensor.detach(), tensor._version)
+        number = len(self._tensors)
+        fitting = [
+            plan
+            for plan in self._plans
+            if number < len(plan.compiled.slots) and _fits(plan.compiled.slots[number], tensor)
+        ]
+        self._plans = fitting or self._plans[:1]
+        if len(self._plans) == 1 or self._plans[0].compiled.slots[number].drop:
+            return self.decide(tensor)
+        handle = Kept(None, number, tensor.detach(), tensor._version)
+        self._tensors.append(tensor)
+        self._handles.append(handle)
+        return handle
+
+    def decide(self, tensor: Tensor) -> Kept | Dropped:
+        """Let one plan see what was saved so far, and then this tensor."""
+        run = self._adopt(self._plans[0])
+        for before, handle in zip(self._tensors, self._handles, strict=True):
+            run.pack(before)
+            handle.step = run
+        return run.pack(tensor)
+
+
+def _fits(slot: SlotPlan, tensor: Tensor) -> bool:
+    if tensor.shape != slot.size or tensor.dtype is not slot.dtype:
+        return False
+    node = tensor.grad_fn
+    new = slot.seen.new
+    return node is None or not new or Walk().below(node).new[:1] == new[:1]
 
 
 class Run:

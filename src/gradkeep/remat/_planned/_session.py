@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradkeep._errors import BudgetError, RematError
 from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._run import Plain, Run
+from gradkeep.remat._planned._run import Deciding, Plain, Run
 from gradkeep.remat._planned._snapshot import Snapshot
 from gradkeep.remat._planned._watch import new_watch
 
@@ -51,7 +51,7 @@ class Session:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._optimizer_hook: Any = None
         self._recording: Recording | None = None
-        self._run: Run | Plain | None = None
+        self._run: Run | Plain | Deciding | None = None
         self._plan: Plan | None = None
         self._meter: Recording | None = None
         self._snapshot: Snapshot | None = None
@@ -114,7 +114,7 @@ class Session:
 
     def _record(self) -> None:
         self._recording = Recording(
-            cloning=self._book.cloning(), inputs=self._inputs, running=self._running
+            cloning=self._book.cloning, inputs=self._inputs, running=self._running
         )
         self._watch.show(self._recording)
 
@@ -146,29 +146,35 @@ class Session:
         current = self._recording or self._run
         return current is not None and current.asked
 
-    def _first(self, tensor: Tensor) -> Run | Plain | Recording:
+    def _first(self, tensor: Tensor) -> Run | Plain | Deciding | Recording:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         book = self._book
         if self._keep_all:
             self._run = Plain()
             return self._run
-        plan = book.plan_for(tensor, self._inputs)
-        if plan is None:
+        plans = book.plans_for(tensor, self._inputs)
+        if not plans:
             if book.worth_recording(tensor, self._inputs):
                 self._record()
                 assert self._recording is not None
                 return self._recording
             self._run = Plain()
             return self._run
+        if len(plans) > 1:
+            self._run = Deciding(plans, self._follow)
+            return self._run
+        return self._follow(plans[0])
+
+    def _follow(self, plan: Plan) -> Run:
         snapshot = self._snapshot
         if snapshot is not None:
             snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan
-        self._run = Run(plan.compiled, self._inputs, snapshot=snapshot)
+        run = self._run = Run(plan.compiled, self._inputs, snapshot=snapshot)
         if plan.measured_peak is None:
             self._meter = Recording(cloning=False, inputs=self._inputs)
             self._watch.show(self._meter)
-        return self._run
+        return run
 
     def _pack(self, tensor: Tensor) -> Any:
         recording = self._recording

@@ -52,6 +52,19 @@ class Event(NamedTuple):
     """Of the operator, or of the slot."""
 
 
+class Core(NamedTuple):
+    """Lengths. What comes after belongs to the optimizer, or to the next batch, and may vary."""
+
+    events: int
+    operations: int
+    slots: int
+    storages: int
+    values: int
+
+
+NOTHING = Core(0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operator that made or changed values."""
@@ -65,7 +78,7 @@ class Operation:
     overwrites: tuple[int, ...]
     """Values that it changes in place: the new ones use their memory."""
     reads: frozenset[int]
-    """Values among the arguments."""
+    """Values among the arguments, if it can be run again."""
     cost: float
     """Seconds, the least that was seen."""
     event: int
@@ -145,6 +158,8 @@ class Trace:
     """For constants that stay from step to step: how to find each of them again."""
     seconds: float = 0.0
     """CPU time of all operators together."""
+    core: Core = NOTHING
+    """How much there was of everything when the last saved tensor was asked for."""
     keeps_graph: bool = False
     """The backward pass was asked to keep the graph."""
 
