@@ -33,7 +33,7 @@ _CALL, _ADD, _MOVE, _SCATTER, _BUTTERFLY, _PRODUCT = 3500.0, 0.15, 0.3, 1.0, 0.1
 not, to scatter, to transform and to multiply."""
 _ROWS = 64
 """Rows at once that costs are compared for."""
-_CACHED = 1 << 20
+_CACHED = 1 << 21
 """Bytes of the rows of the sum that one block after the other is added to."""
 
 
@@ -82,12 +82,12 @@ class TensorSketch:
         right = self._folded(right)
         left = left * self._row_signs.to(left)
         step = max(1, _CACHED // (2 * self.dim * left.element_size()))
-        shifts = self._shifts.tolist()
+        shifts, width = self._shifts.tolist(), self.width
         for first in range(0, len(left), step):
             some, times = right[first : first + step], left[first : first + step].t().unsqueeze(2)
             room = into.buffer[start + first : start + first + len(some)]
             for row, shift in enumerate(shifts):
-                room[:, shift : shift + self.width].addcmul_(some, times[row])
+                room[:, shift : shift + width].addcmul_(some, times[row])
 
     def add_spectrum(
         self, into: Sum, start: int, left: Tensor, right: Tensor, parts: Spans, *, first: int = 0

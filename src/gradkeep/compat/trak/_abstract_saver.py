@@ -127,6 +127,10 @@ class AbstractSaver(ABC):
         self.model_ids[model_id]["is_finalized"] = 1
         self.serialize_current_model_id_metadata()
 
+    def is_finalized(self, model_id: int) -> bool:
+        """Whether a model id is finalized."""
+        return bool(self.model_ids[model_id]["is_finalized"])
+
     def finalized(self, model_id: int) -> Ridge | _solved.Source | None:
         """With which ridge a model id was finalized, or its features; None if it is not."""
         if not self.model_ids[model_id]["is_finalized"]:

@@ -60,6 +60,7 @@ class MmapSaver(AbstractSaver):
         nothing = gs.Array("nothing", kind="data")
         self._require("trak", gs.Schema((nothing,), rows_per_segment=1, fingerprints=shared))
         self._kept: dict[str, Kept] = {}
+        self._opened: dict[str, gs.Rows] = {}
         self._weights = ""
         self.current_store = Current(self)
         if load_from_save_dir:
@@ -75,8 +76,7 @@ class MmapSaver(AbstractSaver):
                 rows = self.store.rows(name)
                 self._know(found[1], int(str(rows.schema.fingerprints["num_targets"])))
         for model_id, state in self.model_ids.items():
-            state["is_finalized"] = int(self.finalized(model_id) is not None)
-            complete = state["is_finalized"] or self._train(model_id).complete
+            complete = self.is_finalized(model_id) or self._train(model_id).complete
             state["is_featurized"] = int(complete)
 
     def register_model_id(
@@ -98,11 +98,8 @@ class MmapSaver(AbstractSaver):
             self._delete(model_id)
         self._weights = weights
         kept = self._open(f"{_id(model_id)}.train", self.train_set_size, weights)
-        self.model_ids.setdefault(model_id, {"is_featurized": 0, "is_finalized": 0})
-        self.model_ids[model_id] = {
-            "is_featurized": int(kept.complete or self.finalized(model_id) is not None),
-            "is_finalized": int(self.finalized(model_id) is not None),
-        }
+        state = self.model_ids.setdefault(model_id, {"is_featurized": 0, "is_finalized": 0})
+        state["is_featurized"] = int(self.is_finalized(model_id) or kept.complete)
         self.current_model_id = model_id
 
     def init_store(self, model_id: int) -> None:
@@ -130,7 +127,7 @@ class MmapSaver(AbstractSaver):
         """Which training rows of the current model id are there `[n]`."""
         assert self.current_model_id is not None
         kept = self._train(self.current_model_id)
-        if self.finalized(self.current_model_id) is not None:
+        if self.is_finalized(self.current_model_id):
             return np.ones(kept.count, bool)  # their gradients may be deleted, their features not
         return kept.done
 
@@ -175,10 +172,15 @@ class MmapSaver(AbstractSaver):
         self._finals(model_id).put(number, row, differing="keep")
         self.model_ids[model_id]["is_finalized"] = 1
 
+    def is_finalized(self, model_id: int) -> bool:
+        """Whether a model id is finalized, by this process or by another."""
+        # What was finalized once stays so: the store is asked only about the others.
+        state = self.model_ids[model_id]
+        state["is_finalized"] = state["is_finalized"] or int(self.finalized(model_id) is not None)
+        return bool(state["is_finalized"])
+
     def finalized(self, model_id: int) -> Ridge | Kept | None:
         """With which ridge a model id was finalized, or its features; None if it is not."""
-        if f"{_id(model_id)}.final" not in self.store.row_sets():
-            return None
         finals = self._finals(model_id)
         numbers = finals.done()
         if not len(numbers):
@@ -319,8 +321,11 @@ class MmapSaver(AbstractSaver):
             gs.Array("lambda_reg", "float64", kind="data", nan="keep"),
             gs.Array("features", "int64", kind="data"),
         )
-        schema = gs.Schema(arrays, rows_per_segment=1)
-        return self.store.rows(f"{_id(model_id)}.final", schema, num_rows=_FINALIZATIONS)
+        name = f"{_id(model_id)}.final"
+        if name not in self._opened:
+            schema = gs.Schema(arrays, rows_per_segment=1)
+            self._opened[name] = self.store.rows(name, schema, num_rows=_FINALIZATIONS)
+        return self._opened[name]
 
     def _delete(self, model_id: int) -> None:
         """Delete all that belongs to a model id."""
@@ -329,6 +334,7 @@ class MmapSaver(AbstractSaver):
             if name.startswith(prefix):
                 delete_rows(self.store, name)
         self._kept = {n: kept for n, kept in self._kept.items() if not n.startswith(prefix)}
+        self._opened = {n: rows for n, rows in self._opened.items() if not n.startswith(prefix)}
 
     def _know(self, exp_name: str, num_targets: int) -> None:
         finalized = len(self.store.rows(f"trak.exp.{exp_name}").done())
