@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._attribute._fisher._basis import MatrixBasis
-from gradkeep._attribute._fisher._conv import by_channels, order
+from gradkeep._attribute._fisher._conv import by_channels, order, width
 from gradkeep._attribute._fisher._layout import size_kept
 from gradkeep._attribute._fisher._sums import by_positions, scaled, with_ones
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
 from gradkeep.query._forms import Conv, Lookup, Outer, Parameter
-from gradkeep.query._tiles import RESTORED, tiles
+from gradkeep.query._tiles import CACHED, RESTORED, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,24 +54,31 @@ def _linear(x: Tensor, g: Tensor, offsets: Tensor | None, left: Side, right: Sid
     """Of prefixes `[S, C]` and suffixes `[S, R]`, as `[R, C]`."""
     g = g if left is None else g @ left.to(g.dtype)
     x = x if right is None else x @ right.to(x.dtype)
+    if offsets is None:
+        return g.square().t() @ x.square()
     shape = (g.shape[1], x.shape[1])
     plain = Outer((Parameter("", shape),), "", "", d_in=shape[1], d_out=shape[0])
-    moved = OuterRows(x, g, offsets)
-    return _operators.squares(plain, moved, _ones(moved)).view(shape)
+    rows, out = OuterRows(x, g, offsets), x.new_zeros(shape)
+    for start, stop in tiles(len(rows), shape[0] * shape[1], x.element_size(), 2 * CACHED):
+        some = _operators.take(plain, rows, start, stop)
+        out += _operators.restore(plain, some).square_().sum(0).view(shape)
+    return out
 
 
 def _conv(basis: MatrixBasis, form: Conv, rows: ConvRows, slopes: Tensor | None) -> Tensor:
-    out = torch.zeros_like(basis.values)
-    at = order(form).argsort()
-    right = None if basis.right is None else basis.right[:, at]
-    for start, stop, groups in by_channels(form, rows):
+    groups, high, cols = basis.values.shape
+    # The weight's columns among those of the patches; the rest stay zero.
+    right = torch.zeros(groups, width(form), width(form), dtype=rows.wide.dtype)
+    turned = torch.eye(cols).expand(groups, cols, cols) if basis.right is None else basis.right
+    right[:, order(form), :cols] = turned.to(right.dtype)
+    out = torch.zeros(groups, high, width(form), dtype=torch.float64)
+    for start, stop, parts in by_channels(form, rows):
         part = None if slopes is None else slopes[start:stop]
-        for group, one in enumerate(groups):
+        for group, one in enumerate(parts):
             g = scaled(one.g, one.offsets, part)
-            turned = None if right is None else right[group]
             left = None if basis.left is None else basis.left[group]
-            out[group] += _linear(one.x, g, one.offsets, left, turned)
-    return out if right is not None else out[:, :, order(form)]
+            out[group] += _linear(one.x, g, one.offsets, left, right[group])
+    return out[:, :, :cols]
 
 
 def _restored(basis: Basis, form: Form, rows: Factors, slopes: Tensor | None) -> Tensor:

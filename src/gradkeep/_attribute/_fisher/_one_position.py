@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from gradkeep._attribute._fisher._curvature import Damping, LayerFisher
     from gradkeep.query import Gradients
 
-NEGLIGIBLE = 1e-4
-"""An eigenvalue below this share of the damping counts as zero: no damped one changes by more."""
+NEGLIGIBLE = 1e-3
+"""An eigenvalue below this share of the damping counts as zero. It is the mean square of its
+coordinate, so what that changes is of the order of the square of this share."""
 _STEP = 16
 """Columns are taken in such steps, so that neighbouring rows take equally many."""
 _ROWS, _COLUMNS = 512, 4096
@@ -32,7 +33,7 @@ is enough for a matrix product of a good shape."""
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows, and their first columns."""
+    """Some rows, and how many of their first columns have a weight of their own."""
 
     start: int
     stop: int
@@ -43,72 +44,78 @@ class Block:
         """Which rows."""
         return slice(self.start, self.stop)
 
-    @property
-    def size(self) -> int:
-        """The number of coordinates."""
-        return (self.stop - self.start) * self.cols
+    def pieces(self) -> list[Block]:
+        """The same in parts of some thousand coordinates."""
+        if not self.cols:
+            return []
+        step = max(1, _COLUMNS // self.cols)
+        starts = range(self.start, self.stop, step)
+        return [Block(at, min(at + step, self.stop), self.cols) for at in starts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnePosition:
-    """A layer whose gradients g x^T have coordinates (L^T g)(R^T x)^T.
+    """A layer whose gradients g x^T have coordinates (L^T g)(R^T x)^T, by falling eigenvalue.
 
-    1 / (value + damping) = 1 / damping - shrink. The first part is a plain inner product, from
-    factors; the second is zero but for the leading rows and columns.
+    The leading coordinates are multiplied one by one with 1 / (eigenvalue + damping). For all
+    others that is 1 / damping, and their sum is a product of products of suffixes and prefixes.
     """
 
     layer: str
     basis: MatrixBasis
     damping: float
-    shrink: Tensor
-    """`[R, C]`, rows and columns by falling eigenvalue"""
+    weights: Tensor
+    """1 / (eigenvalue + damping) `[R, C]`"""
     blocks: tuple[Block, ...]
-    """Where it is not zero."""
+    """All rows, with ever fewer columns."""
 
     @property
     def kept(self) -> int:
-        """K, the number of coordinates that are multiplied."""
-        return sum(block.size for block in self.blocks)
+        """K, the number of coordinates that are multiplied one by one."""
+        return sum((block.stop - block.start) * block.cols for block in self.blocks)
 
     def scores(
-        self,
-        asked: Gradients,
-        train: Gradients,
-        positions: list[int],
-        memory_budget: int | None,
-        *,
-        held: int,
+        self, asked: Gradients, train: Gradients, positions: list[int], memory_budget: int | None
     ) -> Tensor:
         """Products `[b, N]` of some queries with all training rows; 2 K operations a pair."""
         some = only(asked, self.layer).rows(positions).factors[self.layer]
         slopes = asked.slopes()
         g, x = self._turned(asked, some, None if slopes is None else slopes[positions])
-        weighed = torch.cat(
-            [
-                _outer(g, x, block) * self.shrink[block.rows, : block.cols].flatten()
-                for block in self.blocks
-            ]
-            or [g[:, :0]],
-            1,
-        )
+        weighed = [
+            _outer(g, x, piece) * self.weights[piece.rows, : piece.cols].flatten()
+            for block in self.blocks
+            for piece in block.pieces()
+        ]
         out = torch.empty(len(positions), len(train))
-        widest = max((block.size for block in self.blocks), default=1)
+        widest = max((part.shape[1] for part in weighed), default=1)
         room = DEFAULT if memory_budget is None else memory_budget
         rows = max(1, min(_ROWS, room // 16 // (4 * widest)))
-        held += 4 * (weighed.numel() + 2 * out.numel() + rows * widest)
+        held = 4 * (len(g) * self.kept + 2 * out.numel() + rows * widest)
         for part in parts(train, self.layer, memory_budget, held=held):
             ours, theirs = self._turned(train, part.factors, part.slopes)
             for start in range(0, len(ours), rows):
                 high, wide = ours[start : start + rows], theirs[start : start + rows]
-                into = (g @ high.t()).mul_(x @ wide.t()).div_(self.damping)
-                at = 0
-                for block in self.blocks:
-                    shrunk = weighed[:, at : at + block.size]
-                    into.addmm_(shrunk, _outer(high, wide, block).t(), alpha=-1)
-                    at += block.size
                 first = part.start + start
-                out[:, first : first + len(high)] = into
+                into = out[:, first : first + len(high)]
+                into.copy_(self._tile(g, x, high, wide, weighed))
         return out
+
+    def _tile(
+        self, g: Tensor, x: Tensor, high: Tensor, wide: Tensor, weighed: list[Tensor]
+    ) -> Tensor:
+        """Products `[b, n]` of turned queries with turned training rows."""
+        found, rest = g.new_zeros(2, len(g), len(high))
+        edge, left = x.shape[1], iter(weighed)
+        for block in self.blocks:
+            if block.cols < edge:
+                columns = slice(block.cols, edge)
+                rest.addmm_(x[:, columns], wide[:, columns].t(), alpha=1 / self.damping)
+                edge = block.cols
+            if edge < x.shape[1]:
+                found.addcmul_(g[:, block.rows] @ high[:, block.rows].t(), rest)
+            for piece in block.pieces():
+                found.addmm_(next(left), _outer(high, wide, piece).t())
+        return found
 
     def _turned(
         self, gradients: Gradients, rows: object, slopes: Tensor | None
@@ -147,8 +154,8 @@ def one_position(
         values = values.flip(0)
     if basis.right is not None:
         values = values.flip(1)
-    shrink = (values / (added * (values + added))).float()
-    return OnePosition(layer, basis, added, shrink, _blocks(values > NEGLIGIBLE * added))
+    weights = (1 / (values + added)).float()
+    return OnePosition(layer, basis, added, weights, _blocks(values > NEGLIGIBLE * added))
 
 
 def _has_one(gradients: Gradients, layer: str) -> bool:
@@ -160,20 +167,15 @@ def _has_one(gradients: Gradients, layer: str) -> bool:
 
 
 def _blocks(there: Tensor) -> tuple[Block, ...]:
-    """Neighbouring rows with as many columns up to the last that is there.
+    """All rows; columns up to the last that is there in these or later rows.
 
-    >>> _blocks(torch.tensor([[True, True], [True, False], [False, False]]))
-    (Block(start=0, stop=2, cols=2),)
+    >>> _blocks(torch.tensor([[False, True], [True, False], [False, False]]))
+    (Block(start=0, stop=2, cols=2), Block(start=2, stop=3, cols=0))
     """
     last = (there * torch.arange(1, there.shape[1] + 1)).amax(1)
-    cols = ((last + _STEP - 1) // _STEP * _STEP).clamp(max=there.shape[1]).tolist()
-    blocks: list[Block] = []
-    for row, wide in enumerate(cols):
-        before = blocks[-1] if blocks else Block(0, 0, 0)
-        if not wide:
-            continue
-        if (before.stop, before.cols) == (row, wide) and before.size + wide <= _COLUMNS:
-            blocks[-1] = Block(before.start, row + 1, wide)
-        else:
-            blocks.append(Block(row, row + 1, wide))
-    return tuple(blocks)
+    most = last.flip(0).cummax(0).values.flip(0)
+    cols = (-(-most // _STEP) * _STEP).clamp(max=there.shape[1])
+    kinds, counts = torch.unique_consecutive(cols, return_counts=True)
+    ends = counts.cumsum(0)
+    found = zip((ends - counts).tolist(), ends.tolist(), kinds.tolist(), strict=True)
+    return tuple(Block(start, stop, wide) for start, stop, wide in found)

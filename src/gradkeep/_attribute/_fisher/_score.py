@@ -52,7 +52,7 @@ def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | No
         step = _queries_at_once(left, direct[name].kept // 2, len(sides[1]))
         for start in range(0, len(positions), step):
             some = positions[start : start + step]
-            out[start : start + step] = direct[name].scores(*sides, some, left, held=0)
+            out[start : start + step] = direct[name].scores(*sides, some, left)
         return out
 
     return layer_by_layer(at, layer_scores, approximate)

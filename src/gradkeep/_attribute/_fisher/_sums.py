@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._attribute._fisher._conv import by_channels, order
+from gradkeep._attribute._fisher._conv import by_channels, order, width
 from gradkeep._attribute._fisher._layout import FULL, Matrix, Vector, layout
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
@@ -54,7 +54,8 @@ class MatrixSums:
         self.piece, self.form = piece, form
         self.factored = by_positions(form)
         self.left = _zeros(piece.groups, piece.rows)
-        self.right = _zeros(piece.groups, piece.cols)
+        cols = width(form) if isinstance(form, Conv) else piece.cols
+        self.right = _zeros(piece.groups, cols)
         if isinstance(form, Lookup):
             self.left = torch.zeros(1, piece.rows, dtype=torch.float64)
         self.rows = self.positions = 0
