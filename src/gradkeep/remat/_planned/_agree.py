@@ -95,5 +95,14 @@ def _same(left: Trace, right: Trace) -> bool:
     )
 
 
+def same_step(left: Trace, right: Trace) -> bool:
+    """Whether two steps did the same with the same numbers."""
+    count = left.core.operations
+    return _same(left, right) and all(
+        (a.args, a.kwargs) == (b.args, b.kwargs)
+        for a, b in _pairs(left.operations, right.operations, count)
+    )
+
+
 def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
     return zip(left[:count], right[:count], strict=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._bytes import format_bytes
 from gradkeep._errors import BudgetError
+from gradkeep.remat._planned._agree import same_step
 from gradkeep.remat._planned._cache import Kind, Plan, Recorded
 from gradkeep.remat._planned._evaluate import Evaluator
 from gradkeep.remat._planned._problem import problem_of
@@ -81,13 +82,18 @@ class Book:
         """Recordings of each kind, as far as it can be told when the first tensor is saved."""
 
     @property
-    def empty(self) -> bool:
-        """Nothing is known yet: the first steps are recorded from their very beginning."""
-        return not self.plans and not self._hopeless
+    def curious(self) -> bool:
+        """Whether the next step should be recorded from its very beginning."""
+        unknown = not self.plans and not self._hopeless
+        return unknown or any(plan.doubtful for plan in self.plans)
 
     def plans_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> list[Plan]:
         """The plans for a step whose first saved tensor this is, the latest first."""
-        return [plan for plan in reversed(self.plans) if plan.kind.begins(tensor, inputs)]
+        return [
+            plan
+            for plan in reversed(self.plans)
+            if not plan.doubtful and plan.kind.begins(tensor, inputs)
+        ]
 
     def worth_recording(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
         """Whether another recording of such a step may lead to a plan."""
@@ -111,6 +117,12 @@ class Book:
             return
         self.tally.recorded += 1
         kind = _kind_of(recording, inputs)
+        for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
+            if same_step(plan.compiled.trace, trace):
+                plan.doubtful = False
+                return
+            if plan.doubtful:
+                self.forget(plan)
         group = next((known for known in self.recorded if known.kind.like(kind)), None)
         if group is None:
             group = Recorded(kind)
@@ -166,8 +178,12 @@ class Book:
             self.tally.recomputed += run.recomputed / 1e9
             self.tally.busy += (run.ended - run.began) / 1e9
             return
-        self.tally.kept += 1
         self.tally.reasons.append(run.changed)
+        if run.undone:
+            self.tally.undone += 1
+            plan.doubtful = True
+            return
+        self.tally.kept += 1
         plan.misses += 1
         if plan.misses >= _MOST_MISSES:
             self.forget(plan)

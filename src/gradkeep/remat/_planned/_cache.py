@@ -107,4 +107,6 @@ class Plan:
     runs: int = 0
     misses: int = 0
     """Steps that began like this one and then did something else."""
+    doubtful: bool = False
+    """A step was undone: whether it was the last of its kind, the next recording tells."""
     measured_peak: int | None = None

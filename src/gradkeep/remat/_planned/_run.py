@@ -150,6 +150,7 @@ class Run:
         "changed",
         "ended",
         "recomputed",
+        "undone",
         "walk",
     )
 
@@ -171,6 +172,8 @@ class Run:
         self.at = 0
         self.changed: str | None = None
         """What differed from the plan, if something did."""
+        self.undone = False
+        """A value that was made again was not what it had been: what the step changed was put back."""
         self.recomputed = 0
         """Nanoseconds spent on making values again."""
         self.began = self.ended = perf_counter_ns()
@@ -342,6 +345,7 @@ class Run:
 
     def _undo(self, what: str, found: str | None) -> NoReturn:
         """No gradient of this step is right: put back what it changed, and say so."""
+        self.undone = True
         whole = self._snapshot is not None and self._snapshot.whole
         if self._snapshot is not None:
             self._snapshot.restore()

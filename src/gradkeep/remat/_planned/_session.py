@@ -91,9 +91,8 @@ class Session:
                 recording.abandon()
         self._recording = self._meter = None
         self._watch.rest()
-        if isinstance(self._run, Run) and self._plan is not None and self._run.changed:
-            self._book.tally.undone += 1
-            self._book.forget(self._plan)
+        if isinstance(self._run, Run) and self._plan is not None and self._run.undone:
+            self._book.finished(self._plan, self._run)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise RematError(
                 "torch.func transforms cannot run inside a memory budget: torch forbids saved-tensor "
@@ -109,8 +108,10 @@ class Session:
             return
         self._book.make_plans()
         self._snapshot = Snapshot()
-        if self._book.empty:
+        if self._book.curious:
             self._record()
+        elif any(plan.measured_peak is None for plan in self._book.plans):
+            self._measure()
 
     def _record(self) -> None:
         self._recording = Recording(
@@ -153,6 +154,10 @@ class Session:
             self._run = Plain()
             return self._run
         plans = book.plans_for(tensor, self._inputs)
+        if self._meter is not None and all(plan.measured_peak is not None for plan in plans):
+            self._meter.abandon()
+            self._meter = None
+            self._watch.rest()
         if not plans:
             if book.worth_recording(tensor, self._inputs):
                 self._record()
@@ -171,10 +176,14 @@ class Session:
             snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan
         run = self._run = Run(plan.compiled, self._inputs, snapshot=snapshot)
-        if plan.measured_peak is None:
-            self._meter = Recording(cloning=False, inputs=self._inputs)
-            self._watch.show(self._meter)
+        if plan.measured_peak is None and self._meter is None:
+            self._measure()
         return run
+
+    def _measure(self) -> None:
+        """The first step of a plan shows whether it keeps what it promises."""
+        self._meter = Recording(cloning=False, inputs=self._inputs)
+        self._watch.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:
         recording = self._recording
