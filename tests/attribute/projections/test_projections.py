@@ -1,12 +1,11 @@
 """Every projection of every form, against its matrix; errors against theory; bad input."""
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forms import layers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +17,6 @@ from gradkeep._attribute._projections._tensor_sketch import TensorSketch
 from gradkeep.query import _operators as ops
 from gradkeep.query._factors import DenseRows, OuterRows
 from gradkeep.query._forms import Dense, Outer, Parameter
-
-sys.path.insert(0, str(Path(__file__).parent))
-from forms import layers
 
 KINDS = [kind for kind in pj.KINDS if kind != "auto"]
 dims = st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33])

@@ -4,11 +4,11 @@ import json
 import logging
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+import quickstart
 import torch
 from torch import nn
 
@@ -509,66 +509,51 @@ def test_not_a_number_is_not_kept(tmp_path):
     assert not t.saver.done().any()
 
 
-SCRIPT = """
-import logging, sys
-import torch
-sys.path.insert(0, {here!r})
-from test_cases import *
-t = traker({folder!r}, use_half_precision=False)
-state = t.model.state_dict()
-step = {step}
-"""
+def test_scores_as_everything_else_reads_them(tmp_path):
+    t = whole(tmp_path)
+    released = np.array(t.finalize_scores("test"))
+    scores = t.as_scores("test")
+    assert np.array_equal(scores.values, released.T)
+    assert scores.top(3, query=2).ids.tolist() == np.argsort(-released[:, 2])[:3].tolist()
 
 
-def run(folder, step, body):
-    here = str(Path(__file__).parent)
-    script = SCRIPT.format(here=here, folder=str(folder), step=step) + textwrap.dedent(body)
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+def stage(name, folder, *more):
+    """A process of its own that runs one stage of a script."""
+    script = str(Path(__file__).with_name("quickstart.py"))
+    command = [sys.executable, script, name, str(folder), *map(str, more)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def code(*processes):
+def codes(*processes):
     """The exit codes, once all have ended."""
     for process in processes:
         process.communicate(timeout=100)
     return [process.returncode for process in processes]
 
 
-def test_separate_processes_killed_and_resumed_give_the_same_scores(tmp_path, expected):
+def killed_after(lines, process):
+    for _ in range(lines):
+        assert process.stdout.readline()
+    process.kill()
+    assert codes(process) == [-9]
+
+
+def test_separate_processes_killed_and_resumed_give_the_same_scores(tmp_path):
     """Train, featurize, finalize and score in processes of their own; the long ones are killed."""
-    featurizing = """
-    t.load_checkpoint(state, model_id=0)
-    for start in range(0, N, step):
-        t.featurize(cut(TRAIN, slice(start, start + step)), num_samples=step)
-        print(start, flush=True)
-    """
-    first = run(tmp_path, 4, featurizing)
-    for _ in range(3):
-        first.stdout.readline()
-    first.kill()
-    assert code(first) == [-9]
-    done = int(traker(tmp_path, use_half_precision=False).saver._train(0).done.sum())
-    assert 12 <= done < N + 1
-    # Two processes share the rest, with other boundaries.
-    shards = """
-    t.load_checkpoint(state, model_id=0)
-    for start in range({offset}, N, 2 * step):
-        rows = list(range(start, min(start + step, N)))
-        if rows:
-            t.featurize(cut(TRAIN, rows), inds=rows)
-    """
-    both = [run(tmp_path, 7, shards.format(offset=offset)) for offset in (0, 7)]
-    assert code(*both) == [0, 0]
-    scoring = """
-    t.finalize_features(model_ids=[0])
-    t.start_scoring_checkpoint("test", state, 0, M)
-    t.score(TEST, num_samples=M)
-    t.finalize_scores("test")
-    """
-    assert code(run(tmp_path, 0, scoring)) == [0]
-    close(np.load(tmp_path / "scores" / "test.mmap"), expected)
+    one, other = tmp_path / "whole", tmp_path / "killed"
+    quickstart.main(["train", str(tmp_path)])
+    quickstart.main(["featurize,finalize,score,gather", str(tmp_path), str(one), "10"])
+    killed_after(2, stage("featurize", tmp_path, other, 7))
+    # Two processes share the rest, with other boundaries; each opens the folder normally.
+    both = [stage("shard", tmp_path, other, 4, rank) for rank in (0, 1)]
+    assert codes(*both) == [0, 0]
+    killed_after(1, stage("finalize,score", tmp_path, other, 1))
+    assert codes(stage("score,gather", tmp_path, other, 4)) == [0]
+    expected = np.load(one / "scores" / "quickstart.mmap")
+    assert expected.shape == (40, 6)
+    close(np.load(other / "scores" / "quickstart.mmap"), expected)
 
 
 def test_public_names():
     assert trak.VERSION == trak.__version__ == "0.3.2"
-    assert isinstance(traker, object)
     assert SketchProjector(66, 16).project({"w": torch.ones(2, 66)}, 0).shape == (2, 16)

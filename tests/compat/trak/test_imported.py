@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.lib.format import open_memmap
 
+import gradkeep as gk
 import gradkeep.store as gs
 from gradkeep._errors import AttributionError
 from gradkeep.compat.trak import import_save_dir
@@ -48,8 +49,9 @@ def test_everything_comes_over(tmp_path):
     assert np.array_equal(train.column("weight"), arrays["0/out_to_loss"][:, 0].astype(np.float32))
     asked = store.read(gs.CaptureKey("id_0", "my-test", "trak"))
     assert np.array_equal(asked.column("projection"), arrays["0/my test_grads"].astype(np.float32))
-    scores = store.read(gs.ScoresKey("my-test"))
-    assert np.array_equal(scores.column("scores"), arrays["scores/my test"].T.astype(np.float32))
+    scores = gk.Scores.load(store, "my-test")
+    assert (scores.method, scores.checkpoints) == ("trak", ("id_0",))
+    assert np.array_equal(scores.values, arrays["scores/my test"].T.astype(np.float32))
     again = import_save_dir(tmp_path / "old", store)
     assert again == found
 

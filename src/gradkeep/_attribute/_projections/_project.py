@@ -14,6 +14,7 @@ from gradkeep._attribute._projections._sum import Sum
 from gradkeep._bytes import format_bytes
 from gradkeep._errors import AttributionError
 from gradkeep.query import _operators
+from gradkeep.query._factors import dtype_of
 from gradkeep.query._memory import shares
 from gradkeep.query._tiles import CACHED
 
@@ -54,7 +55,7 @@ def project(
     out = torch.empty(count, dim)
     for some in gradients.stream(batch_rows):
         factors = {name: widened(rows) for name, rows in some.factors.items()}
-        kinds = {_operators._values(rows).dtype for rows in factors.values()}
+        kinds = {dtype_of(rows) for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
         into = Sum(some.stop - some.start, dim, dtype=dtype, device=torch.device("cpu"))
         for name, form in gradients.forms.items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as gs
+from gradkeep._attribute import Scores
 from gradkeep._errors import AttributionError
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def import_save_dir(
 
     Of every model id that is featurized, a capture of the split `train` with `projection` `[k]`
     (the projected gradient) and `weight`; of every experiment, one of its targets under its name,
-    and scores `[m, n]` (queries x train, the transpose of the released file). What is incomplete
-    is not imported, and named in `skipped`. Files are mapped, never unpickled.
+    and `Scores` `[m, n]` (queries x train, the transpose of the released file), which
+    `Scores.load` reads. What is incomplete is not imported, and named in `skipped`. Files are mapped, never unpickled.
     """
     folder = Path(save_dir)
     about = _json(folder / "metadata.json")
@@ -74,9 +75,26 @@ def import_save_dir(
             skipped.append(f"scores {name}: not finalized")
             continue
         values = _mapped(path, (rows, int(fields["num_targets"])))
-        _write(opened, gs.ScoresKey(_name(name)), {"scores": values.T}, about)
+        turned = np.asarray(values, np.float32).T
+        named_ids = tuple(f"id_{number}" for number in ids)
+        as_scores(turned, _name(name), named_ids, "as imported").save(_name(name), store=opened)
         scored.append(_name(name))
     return Imported(tuple(done), tuple(scored), tuple(skipped))
+
+
+def as_scores(values: Any, queries: str, checkpoints: tuple[str, ...], scale: str) -> Scores:
+    """Scores `[m, n]` of TRAK, as everything else here reads them."""
+    return Scores(
+        values=values,
+        query_ids=np.arange(values.shape[0]),
+        train_ids=np.arange(values.shape[1]),
+        method="trak",
+        queries=queries,
+        checkpoints=checkpoints,
+        scale=f"TRAK, {scale}",
+        exact=False,
+        approximate="gradients projected",
+    )
 
 
 class _Incomplete(Exception):
@@ -99,7 +117,7 @@ def _captured(
     _write(store, gs.CaptureKey(f"id_{number}", "train", run), arrays, about)
 
 
-def _write(store: gs.Store, key: gs.BlockKey, arrays: dict[str, Any], about: Any) -> None:
+def _write(store: gs.Store, key: gs.CaptureKey, arrays: dict[str, Any], about: Any) -> None:
     count = len(next(iter(arrays.values())))
     schema = gs.Schema(
         tuple(

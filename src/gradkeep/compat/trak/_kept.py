@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradkeep._errors import MissingRows
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:
@@ -60,18 +61,19 @@ class Kept:
         self._rows: Rows = store.rows(name, schema, num_rows=count)
         self._where: dict[int, Ids] = {}
         """The ids in each file that was seen."""
-        self._done = np.zeros(count, bool)
+        self._file = np.full(count, -1, np.int64)
+        """Which file holds each row; -1: none that was seen."""
         self.refresh()
 
     @property
     def done(self) -> Mask:
         """Which rows are there `[count]`, as far as was seen."""
-        return self._done
+        return np.asarray(self._file >= 0, np.bool_)
 
     @property
     def complete(self) -> bool:
         """Whether all rows are there."""
-        return bool(self._done.all())
+        return bool((self._file >= 0).all())
 
     def refresh(self) -> None:
         """See what other processes have put meanwhile."""
@@ -88,7 +90,7 @@ class Kept:
         beside = np.zeros(len(ids), np.float32)
         if weights is not None:
             beside = weights.detach().cpu().float().numpy().reshape(len(ids))
-        left = ~self._done[ids]
+        left = self._file[ids] < 0
         while left.any():
             some = ids[left]
             first = int(some.min())
@@ -97,7 +99,7 @@ class Kept:
                 self._saw(first, some)
             else:
                 self.refresh()  # another process was first with some of them
-            left = ~self._done[ids]
+            left = self._file[ids] < 0
 
     def read(self, ids: Ids) -> Tensor:
         """The gradients `[len(ids), k]`, float32."""
@@ -115,29 +117,30 @@ class Kept:
 
     def _found(self, ids: Ids, name: str) -> Any:
         """(rows in the file, places in the answer, the file's values) of every file needed."""
-        place = np.full(self.count, -1, np.int64)
-        place[ids] = np.arange(len(ids))
-        for row in sorted(self._where):
-            own = self._where[row]
-            wanted = np.flatnonzero(place[own] >= 0)
-            if not len(wanted):
-                continue
-            yield wanted, place[own[wanted]], self._rows.read([row], [name])[name].values
-            place[own[wanted]] = -1
-        if (place >= 0).any():
-            missing = np.flatnonzero(place >= 0)
-            raise LookupError(f"{self.name}: no gradients of rows {missing[:5].tolist()}")
+        files = self._file[ids]
+        if (files < 0).any():
+            raise MissingRows(
+                "rows that were not put",
+                path=self._rows.path,
+                found=f"no row {', '.join(map(str, ids[files < 0][:5]))}",
+            )
+        for file in np.unique(files).tolist():
+            places = np.flatnonzero(files == file)
+            own = self._where[file]
+            order = np.argsort(own, kind="stable")
+            rows = order[np.searchsorted(own, ids[places], sorter=order)]
+            yield rows, places, self._rows.read([file], [name])[name].values
 
     def drop(self) -> None:
         """Delete the gradients, not their description."""
         keys = _files_below(self._store, self._rows.folder, inner=True)
         self._store.backend.delete(keys, durability=self._store.durability)
         self._where = {}
-        self._done[:] = False
+        self._file[:] = -1
 
     def _saw(self, row: int, ids: Ids) -> None:
-        self._where[row] = np.asarray(ids, np.int64)
-        self._done[ids] = True
+        self._where[row] = own = np.asarray(ids, np.int64)
+        self._file[own[self._file[own] < 0]] = row
 
 
 def delete_rows(store: Store, name: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from gradkeep._capture._weights import fingerprint
 from gradkeep.compat.trak import _solved
+from gradkeep.compat.trak._imported import as_scores
 from gradkeep.compat.trak._refusals import checked_experiment, checked_model_id
 from gradkeep.compat.trak._solved import Ridge
 from gradkeep.compat.trak._traced import LayerTracer
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gradkeep._attribute import Scores
     from gradkeep.compat.trak.gradient_computers import AbstractGradientComputer
     from gradkeep.compat.trak.projectors import AbstractProjector
     from gradkeep.compat.trak.savers import AbstractSaver
@@ -292,6 +294,18 @@ class TRAKer:
 
         self.scores = self.saver.put_scores(exp_name, made)
         return self.scores
+
+    def as_scores(self, exp_name: str) -> Scores:
+        """Finalized scores as `Scores` `[m, n]`, targets x training rows: `top`, `to_pandas`, ...
+
+        Mapped from the file, some targets at a time where they are asked for.
+        """
+        if not isinstance(self.saver, MmapSaver):
+            raise TypeError(f"scores of a {type(self.saver).__name__} are not kept in a store")
+        values = self.saver.scores(checked_experiment(exp_name)).T
+        ids = tuple(f"id_{number}" for number in sorted(self.saver.model_ids))
+        ridge = "relative ridge" if self.lambda_reg is None else f"ridge {self.lambda_reg:g}"
+        return as_scores(values, exp_name, ids, ridge)
 
     def _add_scores(self, out: Any, number: int, targets: Any, *, share: float) -> None:
         found = self.saver.finalized(number)
