@@ -104,7 +104,8 @@ class OnePosition:
         self, g: Tensor, x: Tensor, high: Tensor, wide: Tensor, weighed: list[Tensor]
     ) -> Tensor:
         """Products `[b, n]` of turned queries with turned training rows."""
-        found, rest = g.new_zeros(2, len(g), len(high))
+        found = g.new_zeros(len(g), len(high))
+        rest = torch.zeros_like(found)
         edge, left = x.shape[1], iter(weighed)
         for block in self.blocks:
             if block.cols < edge:
