@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep._attribute._fisher import Damping, fisher
+from gradkeep._attribute._fisher import Damping, _sums, fisher
 from gradkeep._errors import AttributionError, BudgetError, QueryError
 from gradkeep.testing._autograd import per_sample_gradients
 
@@ -26,6 +26,18 @@ class Words(nn.Module):
 
     def forward(self, ids):
         return self.head(self.norm(self.table(ids).tanh().mean(1)))
+
+
+class Tied(nn.Module):
+    """Token ids [B, T] -> logits over tokens, by the same weight."""
+
+    def __init__(self, *, bias):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=bias)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.table(ids).tanh().mean(1))
 
 
 class Tokens(nn.Module):
@@ -61,6 +73,7 @@ MODELS = {
         (2, 3, 3),
     ),
     "words": (Words, None),
+    "tied": (lambda: Tied(bias=False), None),
 }
 
 
@@ -244,6 +257,36 @@ def test_layers_without_positions_have_the_moments_of_their_gradients(kept, corr
     method = "ekfac" if corrected else "kfac"
     found = gk.attribute(store, method=method, layers="each", damping=0.1)
     close(found.numpy(), by_gradients(model, data, "each", corrected=corrected, relative=0.1))
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(method):
+    store, model, data = world("tied", plan="factors")
+    found = gk.attribute(store, method=method, damping=0.1)
+    assert len(found.layers) == 1
+    corrected = method == "ekfac"
+    close(found.numpy(), by_gradients(model, data, "table", corrected=corrected, relative=0.1))
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", ["mlp", "tokens", "conv"])
+def test_long_sides_keep_their_own_coordinates(name, method, monkeypatch):
+    monkeypatch.setattr(_sums, "WIDE", 4)
+    store, model, data = world(name, plan="factors")
+    found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
+    for layer, part in zip(found.layers, found.per_layer, strict=True):
+        ((x, g),) = positions(model, data["train"], layer)
+        n, q = (matrices(model, data[s], layer)[0][:, 0].numpy() for s in ("train", "test"))
+        sides = []
+        for moment in ((g.T @ g / 14).numpy(), (x.T @ x / len(x)).numpy()):
+            own = np.diag(moment), np.eye(len(moment))
+            sides.append(own if len(moment) > 4 else np.linalg.eigh(moment))
+        turned = [sides[0][1].T @ y @ sides[1][1] for y in (q, n)]
+        values = np.outer(sides[0][0], sides[1][0])
+        if method == "ekfac":
+            values = (turned[1] ** 2).mean(0)
+        weights = 1 / (values + 0.1 * values.mean())
+        close(part, np.einsum("qrc,nrc,rc->qn", *turned, weights))
 
 
 @settings(max_examples=8)
