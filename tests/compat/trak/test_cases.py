@@ -1,5 +1,7 @@
 """What the released package loses, mixes or crashes on, case by case."""
 
+import importlib
+import inspect
 import json
 import logging
 import subprocess
@@ -14,7 +16,7 @@ from torch import nn
 
 from gradkeep._errors import AttributionError, Damaged, GradkeepError
 from gradkeep.compat import trak
-from gradkeep.compat.trak import TRAKer
+from gradkeep.compat.trak import TRAKer, utils
 from gradkeep.compat.trak import test_install as smoke
 from gradkeep.compat.trak.projectors import (
     BasicProjector,
@@ -554,6 +556,64 @@ def test_separate_processes_killed_and_resumed_give_the_same_scores(tmp_path):
     close(np.load(other / "scores" / "quickstart.mmap"), expected)
 
 
-def test_public_names():
+NAMES = {
+    "": "TRAKer test_install __version__ VERSION",
+    "projectors": "ProjectionType AbstractProjector NoOpProjector BasicSingleBlockProjector "
+    "BasicProjector CudaProjector ChunkedCudaProjector",
+    "modelout_functions": "AbstractModelOutput ImageClassificationModelOutput CLIPModelOutput "
+    "TextClassificationModelOutput IterativeImageClassificationModelOutput TASK_TO_MODELOUT",
+    "gradient_computers": "AbstractGradientComputer FunctionalGradientComputer "
+    "IterativeGradientComputer",
+    "score_computers": "AbstractScoreComputer BasicSingleBlockScoreComputer BasicScoreComputer",
+    "savers": "AbstractSaver MmapSaver ModelIDException",
+    "traker": "TRAKer",
+    "utils": "test_install parameters_to_vector get_num_params is_not_buffer vectorize "
+    "get_matrix_mult get_parameter_chunk_sizes",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_where_scripts_look_for_them(name):
+    module = importlib.import_module(f"gradkeep.compat.trak{name and '.'}{name}")
+    assert [part for part in NAMES[name].split() if not hasattr(module, part)] == []
+
+
+def test_signatures_are_those_of_the_released_package():
+    def arguments(function):
+        return " ".join(inspect.signature(function).parameters)
+
+    assert arguments(TRAKer) == (
+        "model task train_set_size save_dir load_from_save_dir device gradient_computer projector "
+        "saver score_computer proj_dim logging_level use_half_precision proj_max_batch_size "
+        "projector_seed grad_wrt lambda_reg"
+    )
+    methods = {
+        TRAKer.load_checkpoint: "checkpoint model_id _allow_featurizing_already_registered",
+        TRAKer.featurize: "batch inds num_samples",
+        TRAKer.start_scoring_checkpoint: "exp_name checkpoint model_id num_targets",
+        TRAKer.score: "batch inds num_samples",
+        TRAKer.finalize_scores: "exp_name model_ids allow_skip",
+    }
+    for method, expected_names in methods.items():
+        assert arguments(method) == f"self {expected_names}"
+    assert arguments(TRAKer.finalize_features).startswith("self model_ids del_grads ")
     assert trak.VERSION == trak.__version__ == "0.3.2"
+
+
+def test_small_functions_do_what_they_did():
+    model = nn.Linear(3, 2)
+    named = {"a": torch.ones(2, 3, 2), "b": torch.zeros(2)}
+    assert utils.get_num_params(model) == 8
+    assert utils.parameters_to_vector(model.parameters()).shape == (8,)
+    assert utils.vectorize(named).shape == (2, 7)
+    assert torch.equal(utils.vectorize(named, torch.empty(2, 7)), utils.vectorize(named))
+    assert utils.is_not_buffer(0, ["fc.weight"])
+    assert not utils.is_not_buffer(0, ["bn.running_mean"])
+    half = torch.full((1, 70_000), 1.0).half()
+    assert float(utils.get_matrix_mult(half, half, torch.float32)) == 70_000
+    assert utils.get_parameter_chunk_sizes(model, 1) == (2**32 - 1, [8])
+    assert utils.get_parameter_chunk_sizes(model, 2**32 // 7) == (7, [6, 2])
     assert SketchProjector(66, 16).project({"w": torch.ones(2, 66)}, 0).shape == (2, 16)
+    assert SketchProjector(66, 16).project(torch.ones(2, 66), 0).shape == (2, 16)
+    with pytest.raises(ValueError, match="normal or rademacher"):
+        BasicProjector(66, 16, 0, "sparse")

@@ -47,9 +47,13 @@ def distinct(count: int, below: int, *words: object) -> torch.Tensor:
 def normals(count: int, *words: object) -> torch.Tensor:
     """Independent normal values, float32 `[count]`, by the method of Box and Muller."""
     pairs = -(-count // 2)
-    halves = raw(pairs, "normal", *words).astype("<u8").view("<u4").reshape(pairs, 2)
-    even = torch.from_numpy(halves.astype(np.float32))
+    drawn = raw(pairs, "normal", *words).astype("<u8", copy=False)
+    halves = drawn.view("<u4").reshape(pairs, 2)
     # Half a step above zero: the logarithm is finite.
-    radius = even[:, 0].add_(0.5).mul_(2**-32).log_().mul_(-2).sqrt_()
-    angle = even[:, 1].mul_(2 * math.pi * 2**-32)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], 1).view(-1)[:count]
+    radius = torch.from_numpy(halves[:, 0].astype(np.float32)).add_(0.5).mul_(2**-32)
+    radius = radius.log_().mul_(-2).sqrt_()
+    angle = torch.from_numpy(halves[:, 1].astype(np.float32)).mul_(2 * math.pi * 2**-32)
+    out = torch.empty(pairs, 2)
+    torch.mul(radius, angle.cos(), out=out[:, 0])
+    torch.mul(radius, angle.sin(), out=out[:, 1])
+    return out.view(-1)[:count]

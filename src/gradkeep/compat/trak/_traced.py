@@ -47,20 +47,24 @@ class LayerTracer:
         self._model, self._task = model, _AsTask(task)
         self._names = list(names)
         self._prepared: tuple[Prepared, int] | None = None
+        self._refused = False
 
     def reset(self) -> None:
         """The model has other weights now: what no sample depended on may count again."""
-        self._prepared = None
+        self._prepared, self._refused = None, False
 
     def project(
         self, batch: Sequence[Tensor], projector: AbstractProjector, model_id: int
     ) -> tuple[Tensor, Tensor] | None:
         """Projections `[B, k]` and weights `[B, 1]`; None if the layers cannot be captured."""
+        if self._refused:
+            return None
         try:
             with _trainable(self._model, self._names):
                 return self._all(batch, projector, model_id)
         except CaptureError as error:
             _log.info("using torch.func, as layers cannot be captured: %s", error.what)
+            self._refused = True
             return None
 
     def _all(
