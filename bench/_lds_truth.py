@@ -36,8 +36,8 @@ class Setting:
     test: tuple[torch.Tensor, torch.Tensor]
     make: Callable[[], nn.Module]
     epochs: int = 15
-    batch_size: int = 64
-    lr: float = 0.1
+    batch_size: int = 32
+    lr: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def mnist(kind: str) -> Setting:
         images = torch.stack([torch.as_tensor(row[0]).float().flatten() for row in rows])
         parts.append((images, torch.tensor([int(row[1]) for row in rows])))
     make = _mlp(784, 128, 64) if kind == "mlp" else (lambda: nn.Linear(784, 10))
-    lr = 0.1 if kind == "mlp" else 0.05
-    return Setting(f"MNIST {kind}", parts[0], parts[1], make, lr=lr)
+    return Setting(f"MNIST {kind}", parts[0], parts[1], make)
 
 
 def train_many(

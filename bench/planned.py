@@ -1,0 +1,204 @@
+"""Training inside a budget beside plain training and beside the best placement of checkpoints.
+
+`./x bench planned [MODEL ...] [--quick]`: one process, one thread. Every planned step is paired with
+a plain step right before it; ratios are medians of CPU times. Peaks are live bytes of tensors.
+`./x bench remat` runs all of it too.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+import gradkeep as gk
+from bench._planned_models import SUBJECTS, subject
+from gradkeep._errors import BudgetError
+from gradkeep.remat._planned._record import Recording
+from gradkeep.remat._planned._watch import new_watch
+
+RATIOS = (0.8, 0.6, 0.5, 0.4)
+BARS = {0.8: 1.10, 0.6: 1.20, 0.5: 1.25, 0.4: 1.35}
+OWN_BARS = {("unet", 0.6): 1.25, ("vgg", 0.5): 1.35}
+NO_DROP = 1.05
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement of checkpoints: its peak, and its time over plain."""
+
+    name: str
+    peak: int
+    ratio: float
+
+
+def cpu(run) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def paired(plain, other, rounds: int) -> float:
+    """The median of other / plain, each pair run back to back."""
+    plain(), other()
+    return statistics.median(cpu(other) / cpu(plain) for _ in range(rounds))
+
+
+def live_peak(step) -> int:
+    """Live bytes of a step, by a dispatch mode."""
+    recording, watch = Recording(cloning=False), new_watch()
+    watch.show(recording)
+    step()
+    watch.rest()
+    return recording.finish().peak
+
+
+def step_of(work):
+    def step():
+        for parameter in work.model.parameters():
+            parameter.grad = None
+        loss = work.loss()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def trained(work, state, around) -> list[torch.Tensor]:
+    """Losses, gradients, parameters, buffers and random state after a few steps of Adam."""
+    work.model.load_state_dict(state)
+    optimizer = torch.optim.Adam(work.model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    step = step_of(work)
+    found = []
+    for _ in range(STEPS):
+        found.append(around(step).clone())
+        found += [p.grad.clone() for p in work.model.parameters() if p.grad is not None]
+        optimizer.step()
+    found += [value.clone() for value in work.model.state_dict().values()]
+    return [*found, torch.get_rng_state()]
+
+
+def placements_of(work, step, rounds: int) -> list[Placed]:
+    found = []
+    for name, place in work.placements:
+        undo = place()
+        try:
+            peak = live_peak(step)
+
+            def with_checkpoints(place=place):
+                off = place()
+                step()
+                off()
+
+            undo()
+            found.append(Placed(name, peak, paired(step, with_checkpoints, rounds)))
+        except BaseException:
+            undo()
+            raise
+    return found
+
+
+def measure(name: str, *, rounds: int) -> tuple[list[float], int]:
+    """Print one model's rows; returns its ratios to checkpointing, and how many bars were missed."""
+    work = subject(name)
+    step = step_of(work)
+    step()
+    state = copy.deepcopy(work.model.state_dict())
+    base = gk.memory_budget(1.0, recordings=5)
+    for _ in range(5):
+        with base.step():
+            step()
+
+    def within(budget):
+        def run(one=step):
+            with budget.step():
+                return one()
+
+        return run
+
+    told = base.explain()
+    plain = trained(work, state, lambda one: one())
+    again = all(map(torch.equal, plain, trained(work, state, lambda one: one())))
+    within(base)()
+    overhead = paired(step, within(base), rounds)
+    missed = int(overhead > NO_DROP)
+    slots = len(base._book.last.compiled.slots)
+    print(
+        f"{name}: peak {told.peak / 1e6:.1f} MB, floor {told.floor / told.peak:.3f}, "
+        f"{told.candidates} candidates of {slots} saved tensors; no drop x{overhead:.3f}"
+        f"{'' if overhead <= NO_DROP else ' (bar 1.05)'}"
+        f"{'' if again else '; plain training itself is not repeatable'}",
+        flush=True,
+    )
+    rows = []
+    for ratio in RATIOS:
+        try:
+            started = time.process_time()
+            budget = base.anew(ratio)
+        except BudgetError:
+            print(f"  {ratio}: below the floor")
+            continue
+        planning = time.process_time() - started
+        run = within(budget)
+        same = all(map(torch.equal, plain, trained(work, state, run)))
+        time_ratio = paired(step, run, rounds)
+        done, plan = budget.report(), budget._book.last
+        peak = done.measured_peak
+        bar = OWN_BARS.get((name, ratio), BARS[ratio])
+        predicted = 1 + plan.compiled.evaluation.seconds / plan.compiled.trace.seconds
+        kept = peak <= done.budget and abs(peak / done.predicted_peak - 1) <= 0.01
+        missed += int(not same) + int(not kept) + int(time_ratio > bar)
+        rows.append((ratio, peak, time_ratio))
+        print(
+            f"  {ratio}: {'bitwise' if same else 'NOT EQUAL'}, peak {peak / told.peak:.4f} of plain "
+            f"(predicted {done.predicted_peak / told.peak:.4f}), time x{time_ratio:.3f} "
+            f"(predicted x{predicted:.3f}, bar {bar}{'' if time_ratio <= bar else ' MISSED'}), "
+            f"planned in {planning:.1f} s",
+            flush=True,
+        )
+    work.model.load_state_dict(state)
+    placed = placements_of(work, step, max(3, rounds // 2))
+    ratios = []
+    for ratio, peak, time_ratio in rows:
+        fitting = [place for place in placed if place.peak <= peak + 0.01 * told.peak]
+        if not fitting:
+            print(f"  {ratio}: no placement of checkpoints has so small a peak")
+            continue
+        best = min(fitting, key=lambda place: place.ratio)
+        ratios.append(time_ratio / best.ratio)
+        print(
+            f"  {ratio}: {ratios[-1]:.3f} of the time of checkpoints ({best.name}, "
+            f"peak {best.peak / told.peak:.3f}, x{best.ratio:.3f})"
+        )
+    return ratios, missed
+
+
+def main(arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    quick = "--quick" in arguments
+    names = [name for name in arguments if not name.startswith("-")] or SUBJECTS
+    ratios, missed = [], 0
+    for name in names:
+        found, wrong = measure(name, rounds=3 if quick else 7)
+        ratios += found
+        missed += wrong
+    if ratios:
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        over = sum(ratio > 1 for ratio in ratios)
+        print(
+            f"against the best checkpoints with no larger peak: geometric mean {mean:.3f} "
+            f"(target 0.92), {over} of {len(ratios)} above 1.00"
+        )
+    print(f"{missed} bars missed")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
