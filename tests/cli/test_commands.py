@@ -5,6 +5,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gradkeep as gk
@@ -229,3 +230,29 @@ def test_a_damaged_store_file_is_an_error_that_names_verify(inline, folder):
     run = inline("info", folder)
     assert run.returncode == 2
     assert "gradkeep verify" in run.stderr
+
+
+def test_results_of_trak_come_into_a_store(inline, tmp_path):
+    folder = tmp_path / "old"
+    (folder / "0").mkdir(parents=True)
+    (folder / "scores").mkdir()
+    about = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 4}
+    (folder / "metadata.json").write_text(json.dumps(about))
+    (folder / "id_0.json").write_text('{"0": {"is_featurized": 1, "is_finalized": 1}}')
+    told = {"num_targets": 2, "scores_path": "gone", "scores_finalized": 1}
+    (folder / "experiments.json").write_text(json.dumps({"test": told}))
+    arrays = {
+        "0/grads": np.ones((4, 3), np.float32),
+        "0/out_to_loss": np.ones((4, 1), np.float32),
+        "0/_is_featurized": np.ones((4, 1), np.int32),
+        "scores/test": np.arange(8, dtype=np.float32).reshape(4, 2),
+    }
+    for name, values in arrays.items():
+        with (folder / f"{name}.mmap").open("wb") as file:
+            np.save(file, values)
+    done = inline("import", "trak", folder)
+    assert done.returncode == 0, done.stderr
+    assert "scores test" in done.stdout
+    scores = gk.Scores.load(gk.open(tmp_path / "old-gradkeep"), "test")
+    assert np.array_equal(scores.values, arrays["scores/test"].T)
+    assert inline("import", "trak", tmp_path / "nowhere").returncode == 2

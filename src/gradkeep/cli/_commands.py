@@ -44,6 +44,7 @@ COMMANDS = (
     Command("why", "_attribute", "Show which training rows made the model answer so."),
     Command("suspects", "_attribute", "Show the rows whose labels are most likely wrong."),
     Command("methods", "_attribute", "List the methods: what each needs and costs."),
+    Command("trak", "_import", "Results of the released TRAK package.", "import"),
     Command("gc", "_gc", "Free the space of old versions and unfinished writes."),
     Command("delete", "_delete", "Delete a capture or saved scores with all versions."),
     Command("simulate", "_remat", "Run a recorded step in a smaller memory budget.", "remat"),
@@ -65,6 +66,7 @@ COMMANDS = (
 
 GROUPS = {
     "datamodels": "Models on many subsets: train them, fit how their outputs depend on the data.",
+    "import": "Results of other systems, brought into a store.",
     "remat": "Training in fewer bytes: record a step, simulate smaller budgets.",
 }
 """What `gradkeep --help` says of each group."""
