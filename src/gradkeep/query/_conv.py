@@ -70,8 +70,14 @@ def restore(form: Conv, rows: ConvRows) -> Tensor:
 
 
 def squared_norms(form: Conv, rows: ConvRows) -> Tensor:
-    """Squared lengths `[B]`, of the patches as of a linear layer."""
+    """Squared lengths `[B]`, of the patches as of a linear layer, or restored where T is large."""
     out = rows.wide.new_zeros(len(rows))
+    inner, outer = form.channels // form.groups * form.taps, form.filters // form.groups
+    if form.positions * (inner + outer) >= inner * outer:
+        # Patches that are only multiplied once need not be laid out by position.
+        for start, stop in tiles(len(rows), _size(form), rows.wide.element_size(), CACHED):
+            out[start:stop] = squared_lengths(restore(form, take(rows, start, stop)))
+        return out
     for start, stop in _tiles(form, rows, CACHED):
         linear, parts = unfolded(form, take(rows, start, stop))
         for part in parts:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Options:
     """What `logra` can be told."""
 
-    rank: int = 32
+    rank: int = 16
     """Numbers that are kept of each side of a weight, whose gradient becomes rank x rank."""
     damping: float = 0.1
     """Times the mean diagonal of the layer's projected Fisher matrix."""
