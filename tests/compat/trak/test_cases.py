@@ -16,7 +16,7 @@ from torch import nn
 
 from gradkeep._errors import AttributionError, Damaged, GradkeepError
 from gradkeep.compat import trak
-from gradkeep.compat.trak import TRAKer, utils
+from gradkeep.compat.trak import TRAKer, _solved, utils
 from gradkeep.compat.trak import test_install as smoke
 from gradkeep.compat.trak.projectors import (
     BasicProjector,
@@ -207,6 +207,14 @@ def test_more_numbers_than_rows_need_a_ridge(tmp_path, expected):
     assert np.isfinite(t.finalize_scores("test")).all()
 
 
+def test_a_matrix_larger_than_memory_is_refused():
+    class Wide:
+        count, dim = 10, 1 << 20
+
+    with pytest.raises(AttributionError, match=r"1048576 x 1048576 matrix .* does not fit"):
+        _solved.add_scores(None, Wide(), Wide(), _solved.Ridge(1.0), share=1.0)
+
+
 def test_a_singular_matrix_without_a_ridge_is_refused(tmp_path):
     t = traker(tmp_path, proj_dim=30, lambda_reg=0.0, grad_wrt=["2.bias"])
     featurize(t)
@@ -266,6 +274,7 @@ def test_scoring_an_id_that_is_not_finalized_raises(tmp_path):
 
 def test_a_flipped_byte_is_noticed(tmp_path):
     t = whole(tmp_path)
+    assert t.saver.store.durability == "full"
     t.finalize_scores("test")
     file = next((tmp_path / "store" / "datamodels" / "trak.id_0.train" / "rows").rglob("0.*"))
     damaged = bytearray(file.read_bytes())

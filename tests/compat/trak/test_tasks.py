@@ -15,6 +15,7 @@ from gradkeep.compat.trak.modelout_functions import (
     TASK_TO_MODELOUT,
     AbstractModelOutput,
     CLIPModelOutput,
+    ImageClassificationModelOutput,
     LanguageModelingModelOutput,
     TextClassificationModelOutput,
 )
@@ -59,11 +60,26 @@ class Pairs(nn.Module):
         )
 
 
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.grouped = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, groups=2)
+        self.norm, self.scale = nn.BatchNorm2d(4), nn.GroupNorm(2, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images):
+        hidden = torch.relu(self.norm(self.first(images)))
+        return self.head(torch.relu(self.scale(self.grouped(hidden))).mean((2, 3)))
+
+
 def setting(name):
     torch.manual_seed(3)
     mask = torch.ones(B, T, dtype=torch.long)
     mask[:, 4:] = 0
     words = torch.randint(V, (B, T))
+    if name == "image_classification":
+        batch = [torch.randn(B, 1, 5, 5), torch.randint(3, (B,))]
+        return Images().eval(), ImageClassificationModelOutput(), batch
     if name == "text_classification":
         batch = [words, torch.randint(2, (B, T)), mask, torch.randint(3, (B,))]
         return Text(), TextClassificationModelOutput(temperature=2.0), batch
@@ -79,7 +95,7 @@ def setting(name):
     return model, task, [torch.randn(B, 5), torch.randn(B, 6)]
 
 
-NAMES = ["text_classification", "language_modeling", "clip"]
+NAMES = ["image_classification", "text_classification", "language_modeling", "clip"]
 
 
 @pytest.mark.parametrize("name", NAMES)

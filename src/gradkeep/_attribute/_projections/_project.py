@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from gradkeep._attribute._projections._finite import require_finite
+from gradkeep._attribute._projections._room import require_room
 from gradkeep._attribute._projections._rows import add_rows, widened
 from gradkeep._attribute._projections._sketch import Sketch
 from gradkeep._attribute._projections._sum import Sum
-from gradkeep._bytes import format_bytes
-from gradkeep._errors import AttributionError
 from gradkeep.query import _operators
 from gradkeep.query._factors import dtype_of
 from gradkeep.query._memory import shares
@@ -69,7 +67,11 @@ def project(
 
 def tiling(gradients: Gradients, dim: int, memory_budget: int | str | None) -> tuple[int, int]:
     """Rows at a time and bytes of temporaries, for k numbers a row."""
-    _require_room(len(gradients), dim)
+    require_room(
+        len(gradients) * dim * 4,
+        f"{len(gradients)} x {dim}, all projections at once,",
+        fix="choose a smaller dimension",
+    )
     probe = gradients.rows([0]) if len(gradients) else None
     row = sum(_operators.nbytes(rows) for rows in probe.factors.values()) if probe else 0
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
@@ -83,15 +85,3 @@ def tiling(gradients: Gradients, dim: int, memory_budget: int | str | None) -> t
         rows=len(gradients),
     )
     return split.train_rows, min(split.scratch, CACHED)
-
-
-def _require_room(count: int, dim: int) -> None:
-    needed = count * dim * 4
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise AttributionError(
-            f"{count} projections to {dim} numbers do not fit into memory",
-            found=f"{format_bytes(needed)} needed",
-            expected=f"less than the machine's {format_bytes(there)}",
-            fix=f"choose a dimension below {max(1, there // 8 // max(1, count))}",
-        )

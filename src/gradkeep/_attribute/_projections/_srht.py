@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from gradkeep._attribute._projections._sum import Sum
 
-_RADIX = 32
+_RADIX = 64
 
 
 class Srht:
     """sqrt(L / k) (H D g) at k different places, H the orthonormal Walsh-Hadamard matrix `[L, L]`.
 
-    L is the next power of two of the longer of P and k; about 32 L log32(L) operations a row.
+    L is the next power of two of the longer of P and k; about 64 L log64(L) operations a row.
     """
 
     def __init__(self, size: int, dim: int, *words: object) -> None:
@@ -41,14 +41,16 @@ class Srht:
 def _hadamard(values: Tensor) -> Tensor:
     """Rows `[b, L]` times the Walsh-Hadamard matrix of signs, by products with small ones."""
     rows, length = values.shape
-    left = length
-    while left > 1:
-        radix = min(_RADIX, left)
-        # The last digit of the place is multiplied and becomes the first; after all, each is back.
-        moved = values.view(rows, -1, radix) @ _signs_matrix(radix).to(values)
-        values = moved.transpose(1, 2).reshape(rows, length)
-        left //= radix
-    return values
+    inner = 1
+    while inner < length:
+        radix = min(_RADIX, length // inner)
+        small = _signs_matrix(radix).to(values)
+        if inner == 1:
+            values = values.view(-1, radix) @ small
+        else:
+            values = small @ values.view(-1, radix, inner)
+        inner *= radix
+    return values.view(rows, length)
 
 
 def _signs_matrix(size: int) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gradkeep._attribute import _solve
+from gradkeep._attribute._projections._room import require_room
 from gradkeep._errors import AttributionError
 from gradkeep.compat.trak.score_computers import scaled_inverse
 
@@ -132,6 +133,11 @@ def _by_rows(out: Any, train: Source, targets: Source, share: float) -> None:
 
 
 def _gram(train: Source, dtype: torch.dtype) -> Tensor:
+    require_room(
+        2 * train.dim**2 * dtype.itemsize,
+        f"the {train.dim} x {train.dim} matrix that is to be inverted",
+        fix="choose a smaller proj_dim, or with fewer rows than that leave lambda_reg out",
+    )
     out = torch.zeros(train.dim, train.dim, dtype=dtype)
     for ids in _blocks(train.count):
         rows = train.read(ids).to(dtype)
