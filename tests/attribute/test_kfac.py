@@ -323,6 +323,50 @@ def test_the_byte_budget_changes_nothing(name):
         gk.attribute(store, method="ekfac", memory_budget="1MiB")
 
 
+@pytest.mark.parametrize("name", ["mlp", "conv", "words"])
+def test_queries_may_be_kept_in_another_way(name):
+    store, model, data = world(name, plan="factors")
+    x, y = data["test"]
+    gk.capture(
+        store,
+        model.float(),
+        [(x.float() if x.is_floating_point() else x, y)],
+        task=gk.Classification(),
+        split="dense",
+        plan="dense",
+        progress=False,
+    )
+    one = gk.attribute(store, method="ekfac").numpy()
+    other = gk.attribute(store, method="ekfac", queries="dense").numpy()
+    assert np.allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(one).max())
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "float16-scaled", "int8-scaled"])
+def test_factors_with_fewer_bits_give_nearly_the_same(encoding):
+    plain = gk.attribute(world("conv", plan="factors")[0], method="ekfac").numpy()
+    store, *_ = world("conv", plan="factors", encoding=encoding)
+    found = gk.attribute(store, method="ekfac").numpy()
+    assert np.corrcoef(found.ravel(), plain.ravel())[0, 1] > 0.99
+
+
+def test_a_model_in_double_precision():
+    torch.manual_seed(0)
+    store, model = gk.open(tempfile.mkdtemp()), Tokens().double()
+    for split, rows in (("train", 9), ("test", 4)):
+        batch = (torch.randn(rows, 5, 4).double(), torch.arange(rows) % 3)
+        gk.capture(
+            store,
+            model,
+            [batch],
+            task=gk.Classification(),
+            split=split,
+            plan="factors",
+            progress=False,
+        )
+    for method in ("kfac", "ekfac", "logra", "datainf"):
+        assert gk.attribute(store, method=method).shape == (4, 9)
+
+
 def test_absolute_damping_is_added_as_it_is():
     store, *_ = world("mlp", plan="factors")
     found = fisher(gk.gradients(store, split="train"), corrected=True)
