@@ -212,6 +212,16 @@ def _zoo(name: str, seed: int, **sizes: float) -> Subject:
     return Subject(name, model, work.loss, placements)
 
 
+def _units(model: Vgg) -> list[nn.Module]:
+    """Convolution, normalization and ReLU together: a checkpoint must not begin with an in-place one."""
+    found: list[nn.Module] = []
+    for stage in model.stages:
+        layers = list(stage)
+        found += [nn.Sequential(*layers[at : at + 3]) for at in range(0, len(layers) - 1, 3)]
+        found.append(layers[-1])
+    return found
+
+
 def _vgg(seed: int) -> Subject:
     model = Vgg(((32, 32), (64, 64), (128, 128)), 32)
     images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))

@@ -54,9 +54,12 @@ def live_peak(step) -> int:
     """Live bytes of a step, by a dispatch mode."""
     recording, watch = Recording(cloning=False), new_watch()
     watch.show(recording)
-    step()
-    watch.rest()
-    return recording.finish().peak
+    try:
+        step()
+    finally:
+        watch.rest()
+        trace = recording.finish()
+    return trace.peak
 
 
 def step_of(work):
@@ -88,20 +91,19 @@ def trained(work, state, around) -> list[torch.Tensor]:
 def placements_of(work, step, rounds: int) -> list[Placed]:
     found = []
     for name, place in work.placements:
-        undo = place()
-        try:
-            peak = live_peak(step)
 
-            def with_checkpoints(place=place):
-                off = place()
+        def with_checkpoints(place=place):
+            undo = place()
+            try:
                 step()
-                off()
+            finally:
+                undo()
 
-            undo()
-            found.append(Placed(name, peak, paired(step, with_checkpoints, rounds)))
-        except BaseException:
-            undo()
-            raise
+        try:
+            peak = live_peak(with_checkpoints)
+        except RuntimeError:
+            continue  # a segment that begins with an in-place operator
+        found.append(Placed(name, peak, paired(step, with_checkpoints, rounds)))
     return found
 
 

@@ -149,9 +149,21 @@ class Book:
             self._adopt(group, trace, known)
 
     def _adopt(self, group: Recorded, trace: Trace, known: SavedPlan | None) -> None:
-        settings = self.settings
+        problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))
+        self._plan(group, problem, known)
+
+    def planned_anew(self, settings: Settings) -> Book:
+        """The same recordings with another budget."""
+        book = Book(settings)
+        book.saved = self.saved
+        for plan in self.plans:
+            group = Recorded(plan.kind, changing=plan.changing, parameters=plan.parameters)
+            book._plan(group, plan.compiled.problem, None)
+        return book
+
+    def _plan(self, group: Recorded, problem: Problem, known: SavedPlan | None) -> None:
+        settings, trace = self.settings, problem.trace
         start = time.perf_counter()
-        problem = problem_of(trace, min_size=settings.smallest(trace.peak))
         budget = settings.bytes_of(trace.peak)
         found = _from_saved(problem, known, budget) or search(problem, budget, seed=settings.seed)
         if not found.fits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
@@ -18,10 +19,11 @@ from gradkeep.remat._planned._session import Session, session_here
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from gradkeep.remat._planned._report import Explanation, Report
+    from gradkeep.remat._planned._cache import Plan
+    from gradkeep.remat._planned._report import Explanation, Point, Report
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,8 +34,8 @@ Mode = Literal["auto", "planned"]
 class MemoryBudget:
     """A budget for training steps; made by `memory_budget`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._book = Book(settings)
+    def __init__(self, settings: Settings, *, book: Book | None = None) -> None:
+        self._book = Book(settings) if book is None else book
         self._session: Session | None = None
 
     def __repr__(self) -> str:
@@ -114,6 +116,30 @@ class MemoryBudget:
     def explain(self) -> Explanation:
         """What the latest plan drops and why, its predicted peak and slowdown, and the floor."""
         self._book.make_plans()
+        return _report.explain(self._latest(), seed=self._book.settings.seed)
+
+    def report(self) -> Report:
+        """How the steps so far went: measured peak, recomputation, resident memory."""
+        return _report.report(self._book)
+
+    def anew(self, budget: float | str) -> MemoryBudget:
+        """Another budget for the same steps, planned from the same recordings."""
+        self._book.make_plans()
+        settings = dataclasses.replace(self._book.settings, budget=_budget_of(budget))
+        return MemoryBudget(settings, book=self._book.planned_anew(settings))
+
+    def curve(self, budgets: Sequence[float | str]) -> tuple[Point, ...]:
+        """What each of these budgets would cost the latest plan's step; nothing is run.
+
+        Cost: seconds of planning per budget.
+        """
+        self._book.make_plans()
+        plan = self._latest()
+        settings = self._book.settings
+        asked = [dataclasses.replace(settings, budget=_budget_of(budget)) for budget in budgets]
+        return tuple(_report.point(plan, one.bytes_of(plan.peak), one.seed) for one in asked)
+
+    def _latest(self) -> Plan:
         if self._book.last is None:
             raise RematError(
                 "there is no plan yet",
@@ -121,11 +147,7 @@ class MemoryBudget:
                 expected=f"{self._book.settings.recordings} that do the same",
                 fix="train a few steps inside the budget first",
             )
-        return _report.explain(self._book.last, seed=self._book.settings.seed)
-
-    def report(self) -> Report:
-        """How the steps so far went: measured peak, recomputation, resident memory."""
-        return _report.report(self._book)
+        return self._book.last
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plans so far as JSON."""

@@ -110,3 +110,8 @@ class Plan:
     doubtful: bool = False
     """A step was undone: whether it was the last of its kind, the next recording tells."""
     measured_peak: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the step without a budget."""
+        return self.compiled.problem.peak

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.remat._planned._problem import Problem
+
+
+_REMEMBERED = 12
+"""Rebuilds per request; more are seldom met again."""
 
 
 class State(IntEnum):
@@ -42,8 +46,6 @@ class Rebuild:
     """Values that must be there."""
     kept: frozenset[int]
     """Made values that stay for later requests."""
-    forced: frozenset[int]
-    """Values made only to be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,19 @@ class Evaluation:
     def excess(self, budget: int) -> float:
         """Bytes over the budget, summed over events."""
         return float(np.maximum(self.levels - budget, 0).sum())
+
+
+class _Known(NamedTuple):
+    """A rebuild, and what it was found for: the codes of the candidates that were looked at."""
+
+    given: tuple[tuple[int, int], ...]
+    rebuild: Rebuild
+    seconds: float
+    change: tuple[tuple[int, int], ...]
+    burst: tuple[int, int]
+    """Bytes that are taken at an event, beyond what stays."""
+    present: tuple[int, ...]
+    """Candidates that are kept for later requests."""
 
 
 class Evaluator:
@@ -86,6 +101,17 @@ class Evaluator:
         self._asks = sorted(
             (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
         )
+        self._absent = [
+            (
+                (c.gone, -c.size),
+                (trace.storages[self._storage[c.value]].death, c.size),
+            )
+            for c in problem.candidates
+        ]
+        """What dropping each candidate frees, until it is made again."""
+        self._memory: dict[int, list[_Known]] = {}
+        self.work = 0
+        """Operators in all rebuilds that had to be worked out so far."""
         self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
         """Values that are at hand unless dropped, from an event on."""
 
@@ -93,51 +119,38 @@ class Evaluator:
         """Go through the requests in order."""
         problem, trace = self.problem, self.problem.trace
         candidates, asked = problem.candidates, trace.asked
-        present: set[int] = set()
+        # Per candidate: twice its state, plus one while it is made again and kept.
+        codes = [2 * state for state in states]
         change: list[tuple[int, int]] = []
         bursts: list[tuple[int, int]] = []
         rebuilds: list[Rebuild] = []
         last_use: dict[int, int] = {}
         seconds = 0.0
-        for index, state in enumerate(states):
-            if state:
-                candidate = candidates[index]
-                death = trace.storages[self._storage[candidate.value]].death
-                change += [(candidate.gone, -candidate.size), (death, candidate.size)]
+        for index, code in enumerate(codes):
+            if code:
+                change += self._absent[index]
         for at, index in self._asks:
-            state = states[index]
-            if not state:
+            code = codes[index]
+            if not code:
                 continue
             candidate = candidates[index]
-            event = asked[at]
-            if candidate.value in present:
+            if code & 1:
                 if candidate.asks[-1] == at:
-                    present.discard(candidate.value)
+                    codes[index] = code - 1
                 continue
-            rebuild, cost, burst = self._rebuild(candidate.value, at, states, present)
-            seconds += cost
-            arrived = 0
-            for value in rebuild.kept:
-                own = candidates[self._index[value]]
-                death = trace.storages[self._storage[value]].death
-                change += [(event, own.size), (death, -own.size)]
-                arrived += own.size
-                if own.asks[-1] > at:
-                    present.add(value)
-            if candidate.value not in rebuild.kept:
-                end = trace.freed[at]
-                if at == candidate.asks[-1]:
-                    # Whoever asks last may pass it on.
-                    end = max(end, trace.storages[self._storage[candidate.value]].death)
-                change += [(event, candidate.size), (end, -candidate.size)]
-                arrived += candidate.size
-            bursts.append((event, burst - arrived))
-            rebuilds.append(rebuild)
-            for source in rebuild.sources:
+            known = self._rebuild(candidate.value, at, codes)
+            seconds += known.seconds
+            change += known.change
+            bursts.append(known.burst)
+            rebuilds.append(known.rebuild)
+            for other in known.present:
+                codes[other] += 1
+            for source in known.rebuild.sources:
                 last_use[source] = at
         for source, at in last_use.items():
             stored = trace.storages[self._storage[source]]
-            dropped = source in self._index and states[self._index[source]]
+            own = self._index.get(source)
+            dropped = own is not None and states[own]
             if not dropped and not stored.constant and stored.death <= asked[at]:
                 change += [(stored.death, stored.size), (asked[at] + 1, -stored.size)]
         levels = self._base
@@ -153,22 +166,39 @@ class Evaluator:
         peak = int(levels[where]) if len(levels) else 0
         return Evaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
 
-    def _rebuild(
-        self, value: int, at: int, states: Sequence[int], present: set[int]
-    ) -> tuple[Rebuild, float, int]:
+    def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _Known:
+        """The work at a request; many plans agree on it, so it is looked up first."""
+        entries = self._memory.setdefault(at, [])
+        for entry in entries:
+            for index, code in entry.given:
+                if codes[index] != code:
+                    break
+            else:
+                return entry
+        entry = self._build(value, at, codes)
+        entries.append(entry)
+        if len(entries) > _REMEMBERED:
+            del entries[0]
+        return entry
+
+    def _build(self, value: int, at: int, codes: Sequence[int]) -> _Known:
         """The operators that bring a value back, their cost, and the bytes they take on the way."""
-        event = self.problem.trace.asked[at]
+        trace, candidates = self.problem.trace, self.problem.candidates
+        event = trace.asked[at]
         index, ready, maker = self._index, self._ready, self._maker
         operations: set[int] = set()
         sources: set[int] = set()
         forced: set[int] = set()
+        given: dict[int, int] = {}
         stack = [(value, True)]
         while stack:
             current, must = stack.pop()
             if not must:
                 own = index.get(current)
-                if own is not None and states[own]:
-                    there = current in present
+                if own is not None:
+                    given[own] = codes[own]
+                if own is not None and codes[own]:
+                    there = bool(codes[own] & 1)
                 else:
                     there = ready.get(current, event) < event
                 if there:
@@ -182,22 +212,44 @@ class Evaluator:
                 operations.add(number)
                 stack += [(read, read in self._forced[number]) for read in self._reads[number]]
         order = sorted(operations)
-        kept = set()
-        candidates = self.problem.candidates
+        self.work += len(order)
+        kept: set[int] = set()
         for number in order:
             for made in self._makes[number]:
                 own = index.get(made)
-                if own is None or made in present or made in forced:
+                if own is None:
                     continue
+                given[own] = codes[own]
                 asks = candidates[own].asks
-                if states[own] == State.DROP and asks and (made == value or asks[-1] > at):
+                kept_on = codes[own] == 2 * State.DROP and made not in forced
+                if kept_on and asks and (made == value or asks[-1] > at):
                     kept.add(made)
-        return (
-            Rebuild(
-                at, value, tuple(order), frozenset(sources), frozenset(kept), frozenset(forced)
-            ),
-            sum(self._cost[number] for number in order),
-            self._burst(order, kept | {value}),
+        change: list[tuple[int, int]] = []
+        arrived = 0
+        present = []
+        for made in sorted(kept):
+            own = index[made]
+            size = candidates[own].size
+            change += [(event, size), (trace.storages[self._storage[made]].death, -size)]
+            arrived += size
+            if candidates[own].asks[-1] > at:
+                present.append(own)
+        if value not in kept:
+            candidate = candidates[index[value]]
+            end = trace.freed[at]
+            if at == candidate.asks[-1]:
+                # Whoever asks last may pass it on.
+                end = max(end, trace.storages[self._storage[value]].death)
+            change += [(event, candidate.size), (end, -candidate.size)]
+            arrived += candidate.size
+        burst = self._burst(order, kept | {value}) - arrived
+        return _Known(
+            given=tuple(given.items()),
+            rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(kept)),
+            seconds=sum(self._cost[number] for number in order),
+            change=tuple(change),
+            burst=(event, burst),
+            present=tuple(present),
         )
 
     def _burst(self, order: Sequence[int], stay: set[int]) -> int:

@@ -12,6 +12,7 @@ import torch
 from gradkeep._bytes import format_bytes
 from gradkeep.remat._planned._book import floor_of
 from gradkeep.remat._planned._evaluate import State
+from gradkeep.remat._planned._search import search
 
 if TYPE_CHECKING:
     from gradkeep.remat._planned._book import Book
@@ -124,6 +125,30 @@ class Report:
             lines.append(f"CUDA: largest allocation {format_bytes(self.cuda_peak)}")
         lines += [f"note: {reason}" for reason in dict.fromkeys(self.reasons[-3:])]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a budget costs."""
+
+    budget: int
+    fits: bool
+    peak: int
+    """Predicted, of the best plan; if it does not fit, the least that was found."""
+    slowdown: float
+
+    def __str__(self) -> str:
+        if not self.fits:
+            return f"{format_bytes(self.budget)}: does not fit; {format_bytes(self.peak)} would"
+        return f"{format_bytes(self.budget)}: time x{self.slowdown:.3f}"
+
+
+def point(plan: Plan, budget: int, seed: int) -> Point:
+    """Plan a recorded step for a budget."""
+    problem = plan.compiled.problem
+    found = search(problem, budget, seed=seed)
+    slowdown = 1 + found.evaluation.seconds / max(problem.trace.seconds, 1e-9)
+    return Point(budget, found.fits, found.evaluation.peak, slowdown)
 
 
 def explain(plan: Plan, *, seed: int) -> Explanation:
