@@ -72,8 +72,9 @@ def test_damping_can_be_absolute_and_must_be_above_zero():
         gk.attribute(store, method="datainf", damping=-0.1)
 
 
-def test_the_byte_budget_changes_nothing():
-    store, *_ = world("conv", rows=400)  # more products than are made at a time
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_the_byte_budget_changes_nothing(kind):
+    store, *_ = world(kind, rows=400)  # more products than are made at a time
     one = gk.attribute(store, method="datainf").numpy()
     other = gk.attribute(store, method="datainf", memory_budget="3MiB").numpy()
     assert np.allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(one).max())

@@ -365,6 +365,10 @@ def test_a_model_in_double_precision():
         )
     for method in ("kfac", "ekfac", "logra", "datainf"):
         assert gk.attribute(store, method=method).shape == (4, 9)
+    told = {"curvature": "fisher", "damping": 1.0}
+    kernel = gk.attribute(store, method="influence", **told).numpy()
+    solved = gk.attribute(store, method="influence", per_layer=True, **told).numpy()
+    assert np.allclose(kernel, solved, rtol=1e-2, atol=1e-3 * np.abs(kernel).max())
 
 
 def test_absolute_damping_is_added_as_it_is():

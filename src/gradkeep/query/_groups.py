@@ -161,9 +161,9 @@ def along(
     for some in gradients.stream(rows):
         found = torch.zeros(count, some.stop - some.start)
         for name, form in gradients.forms.items():
-            found += _operators.against(
-                form, some.factors[name], directions.layers[name], scratch=scratch
-            ).float()
+            factors = some.factors[name]
+            moved = directions.layers[name].to(dtype_of(factors))
+            found += _operators.against(form, factors, moved, scratch=scratch).float()
         out[:, some.start : some.stop] = found
     slopes = gradients.slopes()
     return out if slopes is None else out * slopes

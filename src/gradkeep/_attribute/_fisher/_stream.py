@@ -6,9 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from gradkeep._attribute._fisher._layout import size_kept
 from gradkeep._attribute._projections._rows import widened
 from gradkeep.query import _operators
-from gradkeep.query._memory import shares
+from gradkeep.query._factors import ConvRows, OuterRows, dtype_of
+from gradkeep.query._memory import shares as divided
+from gradkeep.query._tiles import RESTORED, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +46,7 @@ def parts(
     """All rows of a layer in order, while `held` bytes are taken by something else."""
     one = only(gradients, layer)
     probe = one.rows([0]).factors[layer]
-    split = shares(
+    split = divided(
         memory_budget,
         answer=held,
         mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
@@ -54,6 +59,30 @@ def parts(
     for some in one.stream(split.train_rows):
         part = None if slopes is None else slopes[some.start : some.stop]
         yield Part(some.start, some.stop, widened(some.factors[layer]), part)
+
+
+def weighted(
+    gradients: Gradients, layer: str, shares: Tensor, memory_budget: int | str | None
+) -> Tensor:
+    """Sums `[K, P]` of a layer's gradients, of which each row counts `shares` `[K, N]`; float64."""
+    form = gradients.forms[layer]
+    out = torch.zeros(len(shares), size_kept(form), dtype=torch.float64)
+    for part in parts(gradients, layer, memory_budget, held=16 * out.numel()):
+        some = shares[:, part.start : part.stop].to(dtype_of(part.factors))
+        if part.slopes is not None:
+            some = some * part.slopes.to(some.dtype)
+        # Of many positions a sum costs as much as restoring all rows: they are restored once.
+        if len(shares) == 1 or not _many_positions(part.factors):
+            out += _operators.total(form, part.factors, some)
+            continue
+        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, RESTORED):
+            taken = _operators.take(form, part.factors, start, stop)
+            out += some[:, start:stop] @ _operators.restore(form, taken)
+    return out
+
+
+def _many_positions(rows: Factors) -> bool:
+    return isinstance(rows, ConvRows) or (isinstance(rows, OuterRows) and rows.offsets is not None)
 
 
 def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:
