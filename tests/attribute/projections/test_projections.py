@@ -296,6 +296,8 @@ def test_costs_choose_transforms_for_large_weights_and_blocks_for_small_ones():
     assert TensorSketch(10, 64, 2048, "a").way(1) == "blocks"
     assert TensorSketch(1000, 1000, 2048, "a").way(1) == "spectrum"
     assert TensorSketch(32, 72, 2048, "a").way(64) == "matrix"
+    assert TensorSketch(512, 4608, 2048, "a").way(16, patches=True) == "spectrum"
+    assert TensorSketch(128, 1152, 2048, "a").way(256, patches=True) == "matrix"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied, size_of
 from gradkeep.query._patches import patch_values, unfolded
-from gradkeep.query._segments import row_of, spans, sum_rows
+from gradkeep.query._segments import Spans, row_of, spans, sum_rows
 from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from gradkeep._attribute._projections._projection import Projection
@@ -101,10 +103,8 @@ def _add_outer(
     if chosen == "blocks":
         sides.add_blocks(into, 0, left, right)
     else:
-        positions = scratch // (_TEMPORARIES * sides.dim * rows.x.element_size())
-        for start, stop in parts.tiles(max(1, positions)):
-            at = slice(parts.bounds[start], parts.bounds[stop])
-            sides.add_spectrum(into, start, left[at], right[at], parts.cut(start, stop))
+        for start, at, own in _pieces(parts, sides.dim, rows.x.element_size(), scratch):
+            sides.add_spectrum(into, start, left[at], right[at], own)
     if form.bias:
         terms = rows.g * rows.x[:, form.d_in :] if form.ones else rows.g
         _add_bias(sketch, into, form.parameters[1], sum_rows(terms, parts))
@@ -118,22 +118,37 @@ def _add_conv(
     weight = form.parameters[0]
     sides = sketch.sides(weight.name, weight.shape)
     # Every group has its own patches, and its own part of the filters.
-    chosen = way or sides.way(form.positions * form.groups)
+    chosen = way or sides.way(form.positions * form.groups, patches=True)
     if chosen == "matrix":
         return False
-    if chosen == "blocks":
-        chosen = "spectrum"
-    values = patch_values(form) + _TEMPORARIES * sides.dim * form.positions
-    for start, stop in tiles(len(rows), values, rows.wide.element_size(), scratch):
+    item = rows.wide.element_size()
+    for start, stop in tiles(len(rows), 2 * patch_values(form), item, scratch):
         _, groups = unfolded(form, ConvRows(rows.wide[start:stop], rows.narrow[start:stop]))
         for number, group in enumerate(groups):
             parts = spans(group.offsets, len(group.x))
             first = number * group.g.shape[1]
-            sides.add_spectrum(into, start, group.g, group.x, parts, first=first)
+            for row, at, own in _pieces(parts, sides.dim, item, scratch):
+                sides.add_spectrum(into, start + row, group.g[at], group.x[at], own, first=first)
     if form.bias is not None:
         sums = (rows.wide if form.bias == "wide" else rows.narrow).flatten(2).sum(2)
         _add_bias(sketch, into, form.parameters[1], sums)
     return True
+
+
+def _pieces(parts: Spans, dim: int, item: int, scratch: int) -> Iterator[tuple[int, slice, Spans]]:
+    """(first row, positions, their spans) of so many positions that their spectra fit.
+
+    A row with more than that comes in several pieces, which add up.
+    """
+    most = max(1, scratch // (_TEMPORARIES * dim * item))
+    for start, stop in parts.tiles(most):
+        low, high = parts.bounds[start], parts.bounds[stop]
+        if high - low <= most:
+            yield start, slice(low, high), parts.cut(start, stop)
+            continue
+        for first in range(low, high, most):
+            length = min(most, high - first)
+            yield start, slice(first, first + length), Spans((0, length), length)
 
 
 def _add_lookup(sketch: Sketch, into: Sum, form: Lookup, rows: LookupRows, scratch: int) -> None:

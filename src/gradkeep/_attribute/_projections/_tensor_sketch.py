@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 Way = Literal["matrix", "blocks", "spectrum"]
 _FEW = 1 << 14
 """Values below which a block is not worth an operation of its own."""
-_CALL, _ADD, _MOVE, _SCATTER, _BUTTERFLY, _PRODUCT = 3500.0, 0.15, 0.3, 1.0, 0.11, 0.04
+_CALL, _ADD, _MOVE, _SCATTER, _BUTTERFLY, _PRODUCT = 3500.0, 0.15, 0.6, 1.0, 0.17, 0.04
 """Nanoseconds: to call an operation, and per value to add what is in the cache, to move what is
 not, to scatter, to transform and to multiply."""
+_UNFOLD = 4.0
+"""Nanoseconds more per value of a patch that is laid out by position, not by channel."""
 _ROWS = 64
 """Rows at once that costs are compared for."""
 _CACHED = 1 << 21
@@ -118,22 +120,27 @@ class TensorSketch:
         index = begin.unsqueeze(1) + torch.arange(self.width, device=ids.device)
         into.buffer.view(-1).index_add_(0, index.flatten(), flat.flatten())
 
-    def way(self, positions: float) -> Way:
+    def way(self, positions: float, *, patches: bool = False) -> Way:
         """The cheapest way for rows with so many positions; `matrix` means to restore first."""
-        return min(self.costs(positions).items(), key=lambda item: item[1])[0]
+        return min(self.costs(positions, patches=patches).items(), key=lambda item: item[1])[0]
 
-    def costs(self, positions: float) -> dict[Way, float]:
-        """Nanoseconds a row that each way takes, about; never a function of the batch."""
+    def costs(self, positions: float, *, patches: bool = False) -> dict[Way, float]:
+        """Nanoseconds a row that each way takes, about; never a function of the batch.
+
+        `patches` says that the columns are those of a convolution, which have to be laid out.
+        """
         size = self.rows * self.cols
         calls = self.rows * _CALL / _ROWS
         put = _MOVE * size + calls if _ROWS * self.width >= _FEW else _SCATTER * size
         transform = _BUTTERFLY * self.dim * math.log2(self.dim + 1)
         position = 2 * transform + _MOVE * (self.dim + self.cols) + _SCATTER * self.rows
+        if patches:
+            position += _UNFOLD * self.cols
         found: dict[Way, float] = {
             "matrix": _PRODUCT * positions * size + 2 * _MOVE * size + put,
             "spectrum": positions * position,
         }
-        if positions == 1:
+        if positions == 1 and not patches:
             found["blocks"] = _ADD * size + calls
         return found
 
