@@ -12,7 +12,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+_SAVERS = frozenset(
+    {"ConvolutionBackward0", "NativeBatchNormBackward0", "NativeLayerNormBackward0"}
+)
+"""Nodes that save the input of their layer as it came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,14 +34,29 @@ class Call:
     suffixes: list[torch.Tensor | None] = field(default_factory=list)
     original: torch.Tensor | None = None
     """The first input as it came, which tells whether two layers share one."""
+    saver: Any = None
+    """The autograd node that has saved the input, where it is not kept here."""
 
     @property
     def input(self) -> torch.Tensor:
         """The first tensor that the module was given."""
+        if self.saver is not None:
+            saved: torch.Tensor = self.saver._saved_input
+            return saved.detach()
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, torch.Tensor):
                 return value
         raise TypeError(f"{type(self.module).__name__} was called without a tensor")
+
+    def keep_input(self) -> None:
+        """Take the input from autograd, which is about to give it back."""
+        if self.saver is not None:
+            self.args, self.saver = (self.input,), None
+
+    def let_go(self) -> None:
+        """Give back what the call holds; nothing asks for it any more."""
+        self.args, self.kwargs, self.original, self.saver = (), {}, None, None
+        self.suffixes = [None] * len(self.suffixes)
 
     def suffix(self, index: int = 0) -> torch.Tensor:
         """The gradient at an output; zeros where the loss does not depend on it."""
@@ -49,11 +69,15 @@ class Call:
 
 
 @contextlib.contextmanager
-def watching(modules: Sequence[nn.Module], *, by_hooks: bool = False) -> Iterator[list[Call]]:
+def watching(
+    modules: Sequence[nn.Module], *, by_hooks: bool = False, light: Collection[nn.Module] = ()
+) -> Iterator[list[Call]]:
     """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
 
     Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
-    gradient needs. With `by_hooks` the suffixes are filled by whatever backward pass the caller
+    gradient needs. Of `light` modules the input is not kept at all but asked of autograd, which has
+    saved it, when the module's turn comes in the backward pass: so that it can be dropped and made
+    again meanwhile. With `by_hooks` the suffixes are filled by whatever backward pass the caller
     runs; else by `fill`.
     """
     calls: list[Call] = []
@@ -77,6 +101,9 @@ def watching(modules: Sequence[nn.Module], *, by_hooks: bool = False) -> Iterato
             call.suffixes = [None] * len(outputs)
             for index, tensor in enumerate(outputs):
                 tensor.register_hook(_into(call, index))  # type: ignore[no-untyped-call]
+        if module in light and len(outputs) == 1 and call.edges[0].node.name() in _SAVERS:
+            call.args, call.kwargs, call.original = (), {}, None
+            call.saver = call.edges[0].node
         calls.append(call)
 
     with contextlib.ExitStack() as stack:
@@ -90,14 +117,72 @@ def watching(modules: Sequence[nn.Module], *, by_hooks: bool = False) -> Iterato
         yield calls
 
 
-def fill(calls: Sequence[Call], target: torch.Tensor) -> None:
-    """Run the backward pass from the summed target to the calls; no weight gradient is computed."""
+def fill(
+    calls: Sequence[Call], target: torch.Tensor, *, arrived: Callable[[Call], None] | None = None
+) -> None:
+    """Run the backward pass from the summed target to the calls; no weight gradient is computed.
+
+    `arrived` is told of each call as soon as all its suffixes are there, while the pass goes on.
+    """
     edges = [edge for call in calls for edge in call.edges]
     if not edges:
         return
-    found = iter(torch.autograd.grad(target.sum(), edges, allow_unused=True))
-    for call in calls:
-        call.suffixes = [next(found) for _ in call.edges]
+    if arrived is None:
+        found = iter(torch.autograd.grad(target.sum(), edges, allow_unused=True))
+        for call in calls:
+            call.suffixes = [next(found) for _ in call.edges]
+        return
+    # The pass ends where no other call lies beyond; on its way there it comes by all of them.
+    ends = _ends({edge.node for edge in edges})
+    with contextlib.ExitStack() as stack:
+        for call in calls:
+            call.suffixes = [None] * len(call.edges)
+            for index, edge in enumerate(call.edges):
+                if edge.node not in ends:
+                    handle = edge.node.register_prehook(_passing(call, index, arrived))
+                    stack.callback(handle.remove)
+        last = [
+            (call, index, edge)
+            for call in calls
+            for index, edge in enumerate(call.edges)
+            if edge.node in ends
+        ]
+        gradients = torch.autograd.grad(
+            target.sum(), [edge for _, _, edge in last], allow_unused=True
+        )
+    for (call, index, _), gradient in zip(last, gradients, strict=True):
+        call.suffixes[index] = gradient
+
+
+def _passing(call: Call, index: int, arrived: Callable[[Call], None]) -> Any:
+    number = call.edges[index].output_nr
+
+    def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        call.suffixes[index] = gradients[number]
+        if all(suffix is not None for suffix in call.suffixes):
+            arrived(call)
+
+    return keep
+
+
+def _ends(wanted: set[Any]) -> set[Any]:
+    """Those of the nodes from which no other of them can be reached."""
+    reaches: dict[Any, bool] = {}
+    for root in wanted:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in reaches:
+                stack.pop()
+                continue
+            below = [child for child, _ in node.next_functions if child is not None]
+            waiting = [child for child in below if child not in reaches]
+            if waiting:
+                stack += waiting
+                continue
+            reaches[node] = any(child in wanted or reaches[child] for child in below)
+            stack.pop()
+    return {node for node in wanted if not reaches[node]}
 
 
 def _into(call: Call, index: int) -> Any:

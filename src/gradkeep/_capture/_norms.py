@@ -47,10 +47,12 @@ def piece(
     total: torch.Tensor | None = None
     for call in calls:
         g = call.suffix()
-        hat = _normalised(module, call.input.to(g.dtype))
         parts = []
         for parameter in parameters:
-            term = g if parameter.name.endswith("bias") else g * hat
+            term = g
+            if not parameter.name.endswith("bias"):
+                # In place: this is made where a backward pass has the least room.
+                term = _normalised(module, call.input.to(g.dtype)).mul_(g)
             if isinstance(module, nn.LayerNorm) or _is_rms(module):
                 # The parameter has the shape of the last dimensions.
                 kept = by_sample(term, rows, lay).reshape(rows, -1, parameter.size)

@@ -57,6 +57,24 @@ class Prepared:
         """Bytes on disk of one row's gradients."""
         return sum(keeping.row_bytes for keeping in self.kept)
 
+    @property
+    def dense(self) -> frozenset[Unit]:
+        """The layers that are kept dense: their factors are not needed once that is made."""
+        return frozenset(k.unit for k in self.kept if k.storage == "dense")
+
+    @property
+    def light(self) -> frozenset[nn.Module]:
+        """Modules whose inputs only dense layers need, and that autograd saves as they came."""
+        others = [k.unit for k in self.kept if k.storage != "dense"]
+        needed = {module for unit in others for module in unit.modules}
+        chosen = {module for unit in self.dense for module in unit.modules}
+        return frozenset(module for module in chosen - needed if _saves_its_input(module))
+
+
+def _saves_its_input(module: nn.Module) -> bool:
+    padding = getattr(module, "padding", None)
+    return getattr(module, "padding_mode", "zeros") == "zeros" and padding != "same"
+
 
 def prepare(
     model: nn.Module,

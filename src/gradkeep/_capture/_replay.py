@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
+from gradkeep import remat
 from gradkeep._bytes import parse_bytes
 from gradkeep._capture import _footprint, _weights
 from gradkeep._capture._alarms import Alarms
@@ -32,6 +34,7 @@ from gradkeep.query._forms import to_fields
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from torch import nn
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from gradkeep._capture._select import Selection
     from gradkeep._capture._settle import Uncovered
     from gradkeep._capture._tracer import Of
+    from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Checkpoints = Mapping[str, "_weights.Weights | _weights.Source"]
@@ -69,7 +73,7 @@ def capture(
     mode: Mode | None = None,
     ids: Ids | None = None,
     embeddings: Sequence[str] = (),
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
     resume: bool = True,
     step: int | None = None,
     lr: float | None = None,
@@ -81,6 +85,10 @@ def capture(
     or folders captures one after the other and puts the model's weights back. Each layer is kept
     as factors or dense, whichever is smaller. Cost: about one forward and backward pass, without
     the gradients of weights. Interrupted, it resumes after the last whole segment.
+
+    `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
+    is of the bytes that the batches take otherwise: activations are dropped and made again, to the
+    bit, by `gk.memory_budget`.
 
     >>> import gradkeep as gk, tempfile
     >>> store = gk.open(tempfile.mkdtemp())
@@ -104,7 +112,8 @@ def capture(
         task=task,
         wishes=Wishes(layers, of, uncovered, encoding, plan, tolerance),
         embeddings=tuple(embeddings),
-        budget=None if memory_budget is None else parse_bytes(memory_budget),
+        budget=_bytes_of(memory_budget),
+        recompute=_fraction_of(memory_budget),
         resume=resume,
         progress=progress,
         mode=mode,
@@ -137,6 +146,7 @@ class _Replay:
         wishes: Wishes,
         embeddings: tuple[str, ...],
         budget: int | None,
+        recompute: MemoryBudget | None,
         resume: bool,
         progress: bool,
         mode: Mode | None,
@@ -144,6 +154,7 @@ class _Replay:
         self.store, self.model, self.batches, self.task = store, model, batches, task
         self.wishes, self.budget, self.resume, self.progress = wishes, budget, resume, progress
         self.mode: Mode | None = mode
+        self.recompute = recompute
         self.watched = modules_named(model, embeddings)
         self.device = next(model.parameters()).device
 
@@ -209,8 +220,14 @@ class _Replay:
     def _values(self, prepared: Prepared, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The gradients and the other values of one batch, by array."""
         own = moved(batch, self.device)
-        with seeing_outputs(self.watched) as seen:
-            traced = prepared.tracer.run(own)
+        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.recompute is not None:
+            # A part of a batch lies elsewhere in it each time: to a plan that is another step.
+            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
+            within = self.recompute.step(own)
+        with within, seeing_outputs(self.watched) as seen:
+            light = () if self.recompute is None else prepared.light
+            traced = prepared.tracer.run(own, dense=prepared.dense, light=light)
         with torch.no_grad():
             factors, gradients = rows_to_store(prepared.kept, traced.pieces)
             lengths = norms(prepared.kept, factors).cpu()
@@ -319,6 +336,14 @@ class _Replay:
             writer.append(ids[start:stop], values | gradients)
             start = stop
         return at_once
+
+
+def _bytes_of(budget: float | str | None) -> int | None:
+    return None if budget is None or isinstance(budget, float) else parse_bytes(budget)
+
+
+def _fraction_of(budget: float | str | None) -> MemoryBudget | None:
+    return remat.memory_budget(budget, mode="planned") if isinstance(budget, float) else None
 
 
 def _keeps_outputs(prepared: Prepared, values: dict[str, Any]) -> bool:

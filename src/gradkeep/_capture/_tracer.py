@@ -12,11 +12,12 @@ from gradkeep._capture import _module, _whole
 from gradkeep._capture._batches import size_of
 from gradkeep._capture._calls import Call, fill, watching
 from gradkeep._capture._rules import piece_of
+from gradkeep._capture._soon import Soon
 from gradkeep._capture._units import watched
 from gradkeep._errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from gradkeep._capture._piece import Piece
     from gradkeep._capture._task import Measured, Task
@@ -46,20 +47,29 @@ class Tracer:
     unused: Sequence[Unit] = ()
     """Units that the loss did not depend on when the first batch ran."""
 
-    def run(self, batch: Any) -> Traced:
-        """The gradients of every unit for every sample of the batch."""
+    def run(
+        self, batch: Any, *, dense: Collection[Unit] = (), light: Collection[nn.Module] = ()
+    ) -> Traced:
+        """The gradients of every unit for every sample of the batch.
+
+        Those of `dense` units are made as soon as the backward pass comes by, and their factors
+        are given back; the inputs of `light` modules are left to autograd meanwhile.
+        """
         rows = size_of(batch)
         modules = watched([*self.units, *self.unused])
-        measured, target, calls = self.forward(modules, batch)
-        fill(calls, target)
+        measured, target, calls = self.forward(modules, batch, light=light)
         by_module: dict[nn.Module, list[Call]] = {}
         for call in calls:
             by_module.setdefault(call.module, []).append(call)
+        soon = Soon(dense, by_module, rows)
+        fill(calls, target, arrived=soon.arrived if dense else None)
         self._check_unused(by_module)
-        pieces: dict[Unit, Piece] = {}
+        pieces: dict[Unit, Piece] = dict(soon.pieces)
         again: dict[tuple[Any, ...], list[Unit]] = {}
         with torch.no_grad():
             for unit in self.units:
+                if unit in pieces:
+                    continue
                 if unit.way in ("module", "one by one"):
                     again.setdefault((unit.modules[0], unit.way, unit.lay), []).append(unit)
                 elif unit.way != "whole":
@@ -71,10 +81,10 @@ class Tracer:
         return Traced(measured, {unit: pieces[unit] for unit in self.units})
 
     def forward(
-        self, modules: Sequence[nn.Module], batch: Any
+        self, modules: Sequence[nn.Module], batch: Any, *, light: Collection[nn.Module] = ()
     ) -> tuple[Measured, torch.Tensor, list[Call]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
-        with watching(modules) as calls:
+        with watching(modules, light=light) as calls:
             measured, target = self._measure(batch)
         return measured, target, calls
 
