@@ -127,15 +127,17 @@ def errors(setting: truths.Setting, state: dict[str, torch.Tensor], draws: int =
     return [float(np.sqrt(np.mean(part))) for part in (sketch, dense)]
 
 
-def compare(theirs: Any, setting: truths.Setting, states: list[dict[str, torch.Tensor]]) -> Any:
+def compare(
+    theirs: Any, setting: truths.Setting, states: list[dict[str, torch.Tensor]], root: str
+) -> Any:
     """Both pipelines in turn; the ratio of their CPU times and both trakers."""
     size = sum(value.numel() for value in states[0].values())
-    pipeline(ours, setting, states[:1], tempfile.mkdtemp())  # what is paid once a process
+    pipeline(ours, setting, states[:1], tempfile.mkdtemp(dir=root))  # what is paid once a process
     quick, mine = min(
-        (timed(pipeline, ours, setting, states, tempfile.mkdtemp()) for _ in range(3)),
+        (timed(pipeline, ours, setting, states, tempfile.mkdtemp(dir=root)) for _ in range(3)),
         key=lambda result: result[0],
     )
-    slow, peer = timed(pipeline, theirs, setting, states, tempfile.mkdtemp())
+    slow, peer = timed(pipeline, theirs, setting, states, tempfile.mkdtemp(dir=root))
     count = len(states)
     print(
         f"  {size:>9,} parameters, {count} checkpoint{'s' if count > 1 else ' '}: "
@@ -152,6 +154,11 @@ def states_of(trained: truths.Trained, epoch: int) -> list[dict[str, torch.Tenso
 
 def main() -> int:
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root:
+        return measure(root)
+
+
+def measure(root: str) -> int:
     try:
         theirs = released()
     except (ImportError, subprocess.CalledProcessError) as error:
@@ -162,9 +169,9 @@ def main() -> int:
     states = states_of(truths.full_runs(small, CHECKPOINTS, keep=(small.epochs,)), small.epochs)
     rows = f"{len(small.train[1])} digits to train, {len(small.test[1])} to score"
     print(f"whole pipeline, k = {K}, {rows} (bar {SPEED:.0f} at 85,002 parameters):")
-    _, mine, peer = compare(theirs, small, states)
+    _, mine, peer = compare(theirs, small, states, root)
     wide = states_of(truths.full_runs(large, 1, keep=(large.epochs,)), large.epochs)
-    speed, _, _ = compare(theirs, large, wide)
+    speed, _, _ = compare(theirs, large, wide, root)
 
     sketch, dense = errors(small, states[0])
     print(

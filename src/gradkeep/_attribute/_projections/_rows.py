@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from gradkeep._attribute._projections._bias import conv_bias, outer_bias
 from gradkeep._attribute._projections._sketch import Sketch, sketch_of, wide
 from gradkeep._attribute._projections._sum import Sum
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied, size_of
 from gradkeep.query._patches import patch_values, unfolded
-from gradkeep.query._segments import Spans, row_of, spans, sum_rows
+from gradkeep.query._segments import Spans, row_of, spans
 from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ def _add_outer(
     else:
         for start, at, own in _pieces(parts, sides.dim, rows.x.element_size(), scratch):
             sides.add_spectrum(into, start, left[at], right[at], own)
-    if form.bias:
-        terms = rows.g * rows.x[:, form.d_in :] if form.ones else rows.g
-        _add_bias(sketch, into, form.parameters[1], sum_rows(terms, parts))
+    _add_bias(sketch, into, form, outer_bias(form, rows))
     return True
 
 
@@ -129,9 +128,7 @@ def _add_conv(
             first = number * group.g.shape[1]
             for row, at, own in _pieces(parts, sides.dim, item, scratch):
                 sides.add_spectrum(into, start + row, group.g[at], group.x[at], own, first=first)
-    if form.bias is not None:
-        sums = (rows.wide if form.bias == "wide" else rows.narrow).flatten(2).sum(2)
-        _add_bias(sketch, into, form.parameters[1], sums)
+    _add_bias(sketch, into, form, conv_bias(form, rows))
     return True
 
 
@@ -160,8 +157,10 @@ def _add_lookup(sketch: Sketch, into: Sum, form: Lookup, rows: LookupRows, scrat
         sides.add_tokens(into, rows.ids[start:stop], rows.g[start:stop], where[start:stop])
 
 
-def _add_bias(sketch: Sketch, into: Sum, parameter: Parameter, sums: Tensor) -> None:
-    sketch.add_values(into, 0, parameter.name, parameter.shape, sums)
+def _add_bias(sketch: Sketch, into: Sum, form: Outer | Conv, sums: Tensor | None) -> None:
+    if sums is not None:
+        bias = form.parameters[1]
+        sketch.add_values(into, 0, bias.name, bias.shape, sums)
 
 
 def _add_restored(sketch: Sketch, into: Sum, form: Form, rows: Factors, scratch: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._attribute._projections import _random
+from gradkeep._attribute._projections._bias import conv_bias, outer_bias
 from gradkeep._attribute._projections._finite import require_finite
 from gradkeep._attribute._projections._project import tiling
 from gradkeep._attribute._projections._projection import whole
@@ -18,7 +19,7 @@ from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Tied, size_of
 from gradkeep.query._patches import patch_values, unfolded
-from gradkeep.query._segments import pad, spans, sum_rows
+from gradkeep.query._segments import pad, spans
 from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
@@ -154,16 +155,16 @@ def _layer(maps: _Maps, form: Form, rows: Factors, scratch: int) -> Tensor:
     match form, rows:
         case Outer(), OuterRows():
             found = _outer(maps, weights[0], form, rows)
-            sums = _outer_sums(form, rows)
+            sums = outer_bias(form, rows)
         case Conv(), ConvRows():
             found = _conv(maps, weights[0], form, rows, scratch)
-            sums = _conv_sums(form, rows)
+            sums = conv_bias(form, rows)
         case Lookup(), LookupRows():
             found, sums = _lookup(maps, weights[0], rows), None
         case Tied(), TiedRows():
             found = _outer(maps, weights[0], form.outer, rows.outer)
             found = found + _lookup(maps, weights[0], rows.lookup)
-            sums = _outer_sums(form.outer, rows.outer)
+            sums = outer_bias(form.outer, rows.outer)
         case _:
             return _restored(maps, form, rows, scratch)
     parts = [_with_bias(maps, weights[0], found, sums).flatten(1)]
@@ -251,19 +252,6 @@ def _with_bias(maps: _Maps, weight: _Weight, found: Tensor, sums: Tensor | None)
         return found
     left = sums @ maps.left(weight).to(sums)
     return found + left.unsqueeze(2) * maps.right(weight)[-1].to(sums)
-
-
-def _outer_sums(form: Outer, rows: OuterRows) -> Tensor | None:
-    if not form.bias:
-        return None
-    terms = rows.g * rows.x[:, form.d_in :] if form.ones else rows.g
-    return sum_rows(terms, spans(rows.offsets, len(rows.x)))
-
-
-def _conv_sums(form: Conv, rows: ConvRows) -> Tensor | None:
-    if form.bias is None:
-        return None
-    return (rows.wide if form.bias == "wide" else rows.narrow).flatten(2).sum(2)
 
 
 def _parameters(form: Form) -> tuple[Parameter, ...]:
