@@ -54,7 +54,6 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
         slots=slots + kept.slots[core.slots :],
         sources=sources,
         open_slots=kept.open_slots | cloned.open_slots,
-        seconds=min(kept.seconds, cloned.seconds),
     )
 
 
@@ -65,11 +64,7 @@ def cheaper(trace: Trace, other: Trace) -> Trace:
     count = trace.core.operations
     pairs = _pairs(trace.operations, other.operations, count)
     operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
-    return replace(
-        trace,
-        operations=operations + trace.operations[count:],
-        seconds=min(trace.seconds, other.seconds),
-    )
+    return replace(trace, operations=operations + trace.operations[count:])
 
 
 def _same_numbers(left: Operation, right: Operation) -> bool:

@@ -77,6 +77,8 @@ class Book:
         self.tally = Tally()
         self.saved: dict[str, SavedPlan] = {}
         self.last: Plan | None = None
+        self.repeatable = False
+        """Steps can be run again by us, so gradients that are there before may be copied."""
         self._hopeless: list[Kind] = []
         self._begun: dict[Any, int] = {}
         """Recordings of each kind, as far as it can be told when the first tensor is saved."""
@@ -155,7 +157,7 @@ class Book:
     def planned_anew(self, settings: Settings) -> Book:
         """The same recordings with another budget."""
         book = Book(settings)
-        book.saved = self.saved
+        book.saved, book.repeatable = self.saved, self.repeatable
         for plan in self.plans:
             group = Recorded(plan.kind, changing=plan.changing, parameters=plan.parameters)
             book._plan(group, plan.compiled.problem, None)
@@ -165,9 +167,12 @@ class Book:
         settings, trace = self.settings, problem.trace
         start = time.perf_counter()
         budget = settings.bytes_of(trace.peak)
-        found = _from_saved(problem, known, budget) or search(problem, budget, seed=settings.seed)
+        # Undoing a step needs copies, which count too; one that drops nothing is never undone.
+        reserve = self._reserve(group)
+        target = budget if trace.peak <= budget else max(1, budget - reserve)
+        found = _from_saved(problem, known, target) or search(problem, target, seed=settings.seed)
         if not found.fits:
-            floor = floor_of(problem, seed=settings.seed).evaluation.peak
+            floor = floor_of(problem, seed=settings.seed).evaluation.peak + reserve
             raise BudgetError(
                 "this training step cannot be done inside the budget",
                 found=f"{budget} bytes ({format_bytes(budget)})",
@@ -177,8 +182,19 @@ class Book:
             )
         ready = compiled(problem, found.states, found.evaluation)
         seconds = time.perf_counter() - start
-        self.last = Plan(group.kind, ready, budget, group.changing, group.parameters, seconds)
+        self.last = Plan(
+            group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
+        )
         self.plans.append(self.last)
+
+    def _reserve(self, group: Recorded) -> int:
+        """Bytes of the copies of statistics, and of gradients that are there before the step."""
+        found = [tensor for reference in group.changing if (tensor := reference()) is not None]
+        if self.repeatable and group.kind.gradients:
+            found += [
+                tensor for reference in group.parameters if (tensor := reference()) is not None
+            ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in found)
 
     def finished(self, plan: Plan, run: Run) -> None:
         """Note how a step with a plan went."""

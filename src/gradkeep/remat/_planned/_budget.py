@@ -94,6 +94,8 @@ class MemoryBudget:
         changed is put back and it is run again, keeping everything.
         """
 
+        self._book.repeatable = True
+
         @functools.wraps(function)
         def budgeted(*args: P.args, **kwargs: P.kwargs) -> T:
             inputs = (args, kwargs)

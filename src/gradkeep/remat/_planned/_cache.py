@@ -99,6 +99,8 @@ class Plan:
     kind: Kind
     compiled: Compiled
     budget: int
+    reserve: int
+    """Bytes of the copies that undoing a step needs, if it drops something."""
     changing: tuple[weakref.ref[Tensor], ...]
     parameters: tuple[weakref.ref[Any], ...]
     """All parameters that the step may give gradients to."""
@@ -110,6 +112,16 @@ class Plan:
     doubtful: bool = False
     """A step was undone: whether it was the last of its kind, the next recording tells."""
     measured_peak: int | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped at all."""
+        return any(self.compiled.states)
+
+    @property
+    def predicted_peak(self) -> int:
+        """Bytes of the step inside the budget."""
+        return self.compiled.evaluation.peak + (self.reserve if self.drops else 0)
 
     @property
     def peak(self) -> int:

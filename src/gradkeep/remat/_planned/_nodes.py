@@ -1,29 +1,35 @@
-"""Looking at the autograd graph while it grows: names, scalars and edges of new nodes.
+"""The autograd graph around saved tensors: names, scalars and edges of its nodes.
 
 Whatever changes in a step (a layer skipped, an operator swapped, another scalar) changes this graph.
-Each saved tensor is looked at from its own node downwards, before it is let go, and every node only
-once: about a microsecond per node.
+A recording notes all of it. A run looks only at what it will make again: from a tensor that is about
+to be dropped down to the tensors that it would be made from, every node once, about a microsecond
+each, before the tensor is let go.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 _LEAF = 2**64 - 1
 """The sequence number of nodes that gather a parameter's gradient."""
-_WITH_NUMBERS = ("_saved_other", "_saved_self")
+_NONE = -1
+_WITH_NUMBERS = ("_raw_saved_other", "_raw_saved_self")
 """Where products and quotients keep a Python number: as a tensor that no hook has seen."""
-
-
 _ONE_NAME = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "ViewBackward0"}
 """Which of these a reshape becomes depends on whether a mode watches it."""
 
 
 class Walked(NamedTuple):
-    """A node: what it is called, its scalars, and its parents by number (or parameters by id)."""
+    """A node: its name, its scalars, and for each parent a number and which of its results is meant.
+
+    Numbers are given in the order of first sight; a parameter stands as a negative number of its own.
+    """
 
     name: str
     scalars: tuple[Any, ...]
@@ -31,87 +37,211 @@ class Walked(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What there is below a saved tensor."""
+    """Where a saved tensor stands in the graph."""
 
     node: int
     """The number of the node that made it; -1 for none."""
-    new: tuple[Walked, ...]
-    """Nodes that no earlier saved tensor showed."""
+    result: int
+    """Which of the node's results it is."""
+    new: tuple[tuple[int, Walked], ...]
+    """Nodes below it that were not seen before, with their numbers."""
 
 
-_NOTHING = Seen(-1, ())
+_NOWHERE = Seen(_NONE, 0, ())
 
 
 class Walk:
-    """The nodes of one step seen so far, numbered in the order of first sight."""
+    """The nodes of one step seen so far."""
 
     __slots__ = ("_numbers",)
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
-    def below(self, node: Any) -> Seen:
-        """A node's number, and the nodes from it down that were not seen before."""
+    def below(self, tensor: torch.Tensor) -> Seen:
+        """Everything below a tensor that was not seen before; for recordings."""
+        node = tensor.grad_fn
         if node is None:
-            return _NOTHING
+            return _NOWHERE
         numbers = self._numbers
         sequence = node._sequence_nr()
         number = numbers.get(sequence)
         if number is not None:
-            return Seen(number, ())
-        found = []
-        stack = [node]
+            return Seen(number, tensor.output_nr, ())
         first = numbers[sequence] = len(numbers)
+        found = []
+        stack = [(first, node)]
         while stack:
-            current = stack.pop()
-            parents = []
-            for parent, _ in current.next_functions:
+            number, current = stack.pop()
+            parents: list[int] = []
+            for parent, result in current.next_functions:
+                at = _NONE if parent is None else self._number(parent, stack)
+                parents += (at, result)
+            found.append((number, Walked(_name(current), _scalars(current), tuple(parents))))
+        return Seen(first, tensor.output_nr, tuple(found))
+
+    def _number(self, node: Any, stack: list[tuple[int, Any]]) -> int:
+        sequence = node._sequence_nr()
+        if sequence == _LEAF:
+            return _leaf(node)
+        number = self._numbers.get(sequence)
+        if number is None:
+            number = self._numbers[sequence] = len(self._numbers)
+            stack.append((number, node))
+        return number
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Take a tensor as it is: no look at what lies below it."""
+        node = tensor.grad_fn
+        if node is not None:
+            self._numbers.setdefault(node._sequence_nr(), len(self._numbers))
+
+    def matches(self, tensor: torch.Tensor, expected: Expected) -> bool:
+        """Whether a tensor comes from what is known the way it did when it was recorded."""
+        node: Any = tensor.grad_fn
+        if node is None:
+            return expected.node == _NONE
+        numbers = self._numbers
+        sequence = node._sequence_nr()
+        number = numbers.get(sequence)
+        if tensor.output_nr != expected.result:
+            return False
+        if number is not None:
+            return number == expected.node and not expected.new
+        numbers[sequence] = len(numbers)
+        stack = [node]
+        for name, scalars, edges in expected.new:
+            if not stack:
+                return False
+            node = stack.pop()
+            if _name(node) != name or _scalars(node) != scalars:
+                return False
+            parents = node.next_functions
+            if 2 * len(parents) != len(edges):
+                return False
+            at = 0
+            for parent, result in parents:
                 if parent is None:
-                    parents.append(-1)
-                    continue
-                sequence = parent._sequence_nr()
-                if sequence == _LEAF:
-                    leaf = getattr(parent, "variable", None)
-                    # Parameters stay from step to step; a batch that wants gradients is new each time.
-                    parents.append(-2 - id(leaf) if isinstance(leaf, Parameter) else -1)
-                    continue
-                number = numbers.get(sequence)
-                if number is None:
-                    number = numbers[sequence] = len(numbers)
-                    stack.append(parent)
-                parents.append(number)
-            name = current.name()
-            name = _ONE_NAME.get(name, name)
-            found.append(Walked(name, _scalars(current), tuple(parents)))
-        return Seen(first, tuple(found))
+                    number = _NONE
+                else:
+                    sequence = parent._sequence_nr()
+                    if sequence == _LEAF:
+                        number = _leaf(parent)
+                    else:
+                        number = numbers.get(sequence)
+                        if number is None:
+                            number = numbers[sequence] = len(numbers)
+                            stack.append(parent)
+                if number != edges[at] or result != edges[at + 1]:
+                    return False
+                at += 2
+        return not stack
+
+
+class Expected(NamedTuple):
+    """What a run must find below a tensor, in the order in which it looks."""
+
+    node: int
+    result: int
+    new: tuple[Walked, ...]
+
+
+class Expectations:
+    """Turns what was recorded into what a run must find, which looks at fewer tensors."""
+
+    def __init__(self, seen: Iterable[Seen]) -> None:
+        self._nodes = {number: walked for one in seen for number, walked in one.new}
+        self._numbers: dict[int, int] = {}
+
+    def mark(self, seen: Seen) -> None:
+        """The run takes this tensor as it is."""
+        if seen.node != _NONE:
+            self._numbers.setdefault(seen.node, len(self._numbers))
+
+    def below(self, seen: Seen) -> Expected:
+        """The run looks below this tensor: the same order as in `Walk.matches`."""
+        numbers = self._numbers
+        if seen.node == _NONE:
+            return Expected(_NONE, 0, ())
+        if seen.node in numbers:
+            return Expected(numbers[seen.node], seen.result, ())
+        first = numbers[seen.node] = len(numbers)
+        found = []
+        stack = [seen.node]
+        while stack:
+            walked = self._nodes[stack.pop()]
+            parents: list[int] = []
+            for at, result in zip(walked.parents[::2], walked.parents[1::2], strict=True):
+                if at >= 0 and at not in numbers:
+                    numbers[at] = len(numbers)
+                    stack.append(at)
+                parents += (numbers[at] if at >= 0 else at, result)
+            found.append(walked._replace(parents=tuple(parents)))
+        return Expected(first, seen.result, tuple(found))
+
+
+def leaf_of(tensor: torch.Tensor) -> int | None:
+    """Which parameter a tensor is, or is a view of; tells apart two models of one shape."""
+    if isinstance(tensor, Parameter):
+        return id(tensor)
+    node = tensor.grad_fn
+    if node is None or not node.next_functions:
+        return None
+    below = node.next_functions[0][0]
+    leaf = getattr(below, "variable", None)
+    return id(leaf) if isinstance(leaf, Parameter) else None
+
+
+def _leaf(node: Any) -> int:
+    # Parameters stay from step to step; a batch that wants gradients is new each time.
+    leaf = getattr(node, "variable", None)
+    return -2 - id(leaf) if isinstance(leaf, Parameter) else _NONE
+
+
+def _name(node: Any) -> str:
+    kind = type(node)
+    name = _NAMES.get(kind)
+    if name is None:
+        name = node.name()
+        name = _NAMES[kind] = _ONE_NAME.get(name, name)
+    return name
 
 
 def _scalars(node: Any) -> tuple[Any, ...]:
     kind = type(node)
-    names = _SCALARS.get(kind)
-    if names is None:
-        names = _SCALARS[kind] = _names_of(node)
-    plain, numbers = names
-    found = [getattr(node, name) for name in plain]
-    for name in numbers:
+    readers = _READERS.get(kind)
+    if readers is None:
+        readers = _READERS[kind] = _readers_of(kind)
+    return tuple([read(node) for read in readers]) if readers else ()
+
+
+_NAMES: dict[type, str] = {}
+_READERS: dict[type, tuple[Callable[[Any], Any], ...]] = {}
+"""Per type of node: how to read its scalars."""
+
+
+def _readers_of(kind: type) -> tuple[Callable[[Any], Any], ...]:
+    names = set(dir(kind))
+    plain = [
+        getattr(kind, name).__get__
+        for name in sorted(names)
+        if name.startswith("_saved_") and f"_raw{name}" not in names and name != "_saved_tensors"
+    ]
+    numbers = [_number_reader(name) for name in _WITH_NUMBERS if name in names]
+    return (*plain, *numbers)
+
+
+def _number_reader(name: str) -> Callable[[Any], Any]:
+    def read(node: Any) -> Any:
         raw = getattr(node, name)
         # What a hook has packed is a tensor; unpacking it here could run anything.
-        if getattr(raw, "unpack_hook", raw) is None:
-            value = raw.data
-            if value is not None and value.dim() == 0:
-                # A mode would be handed the number where it expects a tensor.
-                with torch._C._DisableTorchDispatch():
-                    found.append(value.item())
-    return tuple(found)
+        if getattr(raw, "unpack_hook", raw) is not None:
+            return None
+        value = raw.data
+        if value is None or value.dim():
+            return None
+        # A mode would be handed the number where it expects a tensor.
+        with torch._C._DisableTorchDispatch():
+            return value.item()
 
-
-_SCALARS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
-"""Per type of node: its plain attributes, and those that may hold a number as a tensor."""
-
-
-def _names_of(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = set(dir(type(node)))
-    saved = sorted(name for name in names if name.startswith("_saved_"))
-    plain = tuple(name for name in saved if f"_raw{name}" not in names and name != "_saved_tensors")
-    numbers = tuple(f"_raw{name}" for name in _WITH_NUMBERS if f"_raw{name}" in names)
-    return plain, numbers
+    return read

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from gradkeep.remat._planned._fingerprint import Sample, sample_of
+from gradkeep.remat._planned._nodes import Expectations
 from gradkeep.remat._planned._trace import Ref
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat._planned._evaluate import Evaluation, Rebuild
     from gradkeep.remat._planned._modules import Source
+    from gradkeep.remat._planned._nodes import Expected
     from gradkeep.remat._planned._problem import Problem
     from gradkeep.remat._planned._search import States
     from gradkeep.remat._planned._trace import Geometry, Operation, Trace
@@ -93,12 +95,18 @@ class SlotPlan:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    seen: Any
+    expected: Expected | None
+    """What must lie below it in the autograd graph, if it is dropped."""
     drop: bool
     hold: bool
     """Its value is a source, and this is the first time it is seen."""
+    mark: bool
+    """The values that are made again may come from it."""
+    plain: bool
+    """Nothing is to be done but to keep it."""
     sample: Sample | None
     """Of a value that is dropped here."""
+    leaf: int | None
     marks: frozenset[float]
     random_state: bool
     """Take the generator's state here."""
@@ -205,24 +213,32 @@ class _Compiler:
                 late.setdefault(pack_events.index(known), []).append(value)
                 holding.add(value)
         found = []
+        expectations = Expectations(slot.seen for slot in trace.slots)
         for number, slot in enumerate(trace.slots):
             first = self.first_slots[slot.value] == number
             drop = slot.value in self.dropped
             base = self._made_geometry(slot.value) if drop else slot.geometry
+            mark = not drop and slot.value in sources
+            if mark:
+                expectations.mark(slot.seen)
+            random_state = number in states_at
             found.append(
                 SlotPlan(
                     value=slot.value,
                     size=slot.geometry.size,
                     stride=slot.geometry.stride,
                     dtype=slot.geometry.dtype,
-                    seen=slot.seen,
+                    expected=expectations.below(slot.seen) if drop else None,
+                    mark=mark,
+                    plain=not (drop or mark or random_state or number in late),
                     drop=drop,
                     hold=first and (slot.value in holding if drop else slot.value in sources),
                     sample=sample_of(slot.geometry)
                     if drop and first and self._exact(slot.value)
                     else None,
+                    leaf=slot.leaf,
                     marks=slot.marks if drop and first else frozenset(),
-                    random_state=number in states_at,
+                    random_state=random_state,
                     releases=tuple(late.get(number, ())),
                     view=None if base == slot.geometry else view_of(slot.geometry),
                     exact=view_of(slot.geometry),

@@ -22,7 +22,7 @@ from gradkeep.remat._operators import SEQUENCES, Signature, collect, signature_o
 from gradkeep.remat._planned import _recipes
 from gradkeep.remat._planned._fingerprint import marks
 from gradkeep.remat._planned._modules import Modules
-from gradkeep.remat._planned._nodes import Walk
+from gradkeep.remat._planned._nodes import Walk, leaf_of
 from gradkeep.remat._planned._trace import (
     NOTHING,
     Core,
@@ -125,7 +125,6 @@ class Recording:
         """Known when the first tensor was saved."""
         self.gradients = False
         """Whether they had gradients then."""
-        self._spent = 0
         for tensor in inputs:
             self._value_of(tensor)
 
@@ -172,7 +171,6 @@ class Recording:
         for at, tensor in enumerate(made):
             if id(tensor.untyped_storage()) not in self._alive:
                 fresh.append((at, tensor))
-        self._spent += spent
         if not fresh and not changed:
             return  # a view
         event = len(self._events)
@@ -335,8 +333,9 @@ class Recording:
                     value=value,
                     geometry=_geometry(tensor),
                     device=tensor.device,
-                    seen=self.walk.below(tensor.grad_fn),
+                    seen=self.walk.below(tensor),
                     event=event,
+                    leaf=leaf_of(tensor),
                     marks=marks(tensor),
                 )
             )
@@ -431,7 +430,6 @@ class Recording:
             values=tuple(self._values),
             open_slots=still,
             sources=self._sources(),
-            seconds=self._spent / 1e9,
             core=self._core,
             keeps_graph=self._keeps_graph,
         )

@@ -173,12 +173,13 @@ def explain(plan: Plan, *, seed: int) -> Explanation:
                 again=state == State.AGAIN,
             )
         )
-    floor = min(floor_of(problem, seed=seed).evaluation.peak, evaluation.peak)
+    lowest = floor_of(problem, seed=seed).evaluation.peak + plan.reserve
+    floor = min(lowest, plan.predicted_peak if plan.drops else plan.peak)
     return Explanation(
         budget=plan.budget,
         peak=problem.peak,
         floor=floor,
-        predicted_peak=evaluation.peak,
+        predicted_peak=plan.predicted_peak,
         predicted_slowdown=1 + evaluation.seconds / max(trace.seconds, 1e-9),
         candidates=len(problem.candidates),
         dropped=tuple(sorted(found, key=lambda value: value.seconds / value.bytes)),
@@ -197,7 +198,7 @@ def report(book: Book) -> Report:
         kept=tally.kept,
         undone=tally.undone,
         budget=None if plan is None else plan.budget,
-        predicted_peak=None if plan is None else plan.compiled.evaluation.peak,
+        predicted_peak=None if plan is None else plan.predicted_peak,
         measured_peak=None if plan is None else plan.measured_peak,
         recompute_share=tally.recomputed / rest if rest > 0 else None,
         rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,

@@ -15,7 +15,7 @@ import torch
 
 from gradkeep._errors import StepChanged
 from gradkeep.remat._planned._fingerprint import same
-from gradkeep.remat._planned._nodes import Walk
+from gradkeep.remat._planned._nodes import Walk, leaf_of
 from gradkeep.remat._planned._programs import instruction
 from gradkeep.remat._planned._record import check_version, keeps_graph
 from gradkeep.remat._planned._replay import generator, replay
@@ -126,11 +126,12 @@ class Deciding:
 
 
 def _fits(slot: SlotPlan, tensor: Tensor) -> bool:
-    if tensor.shape != slot.size or tensor.dtype is not slot.dtype:
-        return False
-    node = tensor.grad_fn
-    new = slot.seen.new
-    return node is None or not new or Walk().below(node).new[:1] == new[:1]
+    return (
+        tensor.shape == slot.size
+        and tensor.dtype is slot.dtype
+        and tensor.stride() == slot.stride
+        and (slot.leaf is None or slot.leaf == leaf_of(tensor))
+    )
 
 
 class Run:
@@ -145,13 +146,13 @@ class Run:
         "_snapshot",
         "_values",
         "_versions",
+        "_walk",
         "at",
         "began",
         "changed",
         "ended",
         "recomputed",
         "undone",
-        "walk",
     )
 
     def __init__(
@@ -178,7 +179,7 @@ class Run:
         """Nanoseconds spent on making values again."""
         self.began = self.ended = perf_counter_ns()
         """When the first tensor was saved, and when the last one was asked for."""
-        self.walk = Walk()
+        self._walk = Walk()
         for value, source in plan.constants:
             tensor = source.find(inputs)
             if tensor is None:
@@ -206,10 +207,14 @@ class Run:
             tensor.shape != slot.size
             or tensor.dtype is not slot.dtype
             or tensor.stride() != slot.stride
-            or self.walk.below(tensor.grad_fn) != slot.seen
+            or (slot.expected is not None and not self._walk.matches(tensor, slot.expected))
         ):
             self.leave(f"saved tensor {number} is not the recorded one")
             return Kept(self, number, tensor.detach(), tensor._version)
+        if slot.plain:
+            return Kept(self, number, tensor.detach(), tensor._version)
+        if slot.mark:
+            self._walk.mark(tensor)
         if slot.random_state:
             for device in self._plan.devices:
                 self._random_states[number, device] = generator(device).get_state()

@@ -171,7 +171,7 @@ class Session:
         return self._follow(plans[0])
 
     def _follow(self, plan: Plan) -> Run:
-        snapshot = self._snapshot
+        snapshot = self._snapshot if plan.drops else None
         if snapshot is not None:
             snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan

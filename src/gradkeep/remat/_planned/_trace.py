@@ -7,6 +7,7 @@ Tensors are references to values with a geometry, so views need no records.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Slot:
     seen: Seen
     """The autograd graph below it."""
     event: int
+    leaf: int | None = None
+    """The parameter that it shows, if it does."""
     marks: frozenset[float] = frozenset()
     """If it holds only two or three different numbers, as a mask does: these."""
 
@@ -156,12 +159,15 @@ class Trace:
     """Slots that were neither asked for nor dead when the recording ended."""
     sources: dict[int, Any] = field(default_factory=dict)
     """For constants that stay from step to step: how to find each of them again."""
-    seconds: float = 0.0
-    """CPU time of all operators together."""
     core: Core = NOTHING
     """How much there was of everything when the last saved tensor was asked for."""
     keeps_graph: bool = False
     """The backward pass was asked to keep the graph."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """The cost of all operators together."""
+        return sum(operation.cost for operation in self.operations if not operation.apart)
 
     @property
     def peak(self) -> int:
