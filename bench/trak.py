@@ -109,7 +109,7 @@ def errors(setting: truths.Setting, state: dict[str, torch.Tensor], draws: int =
     """Root mean squares of (estimate - true) / (|x| |y|) over pairs: ours, and Rademacher's."""
     net = setting.make()
     net.load_state_dict(state)
-    task = ours.traker.TASK_TO_MODELOUT["image_classification"]()
+    task = ours.modelout_functions.ImageClassificationModelOutput()
     computer = ours.traker.FunctionalGradientComputer(net, task, 0, torch.float32, "cpu")
     grads = computer.compute_per_sample_grad([part[:150] for part in setting.train])
     flat = torch.cat([grad.flatten(1) for grad in grads.values()], 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from pathlib import Path
@@ -13,12 +12,18 @@ import torch
 
 from gradkeep._capture._weights import fingerprint
 from gradkeep.compat.trak import _solved
+from gradkeep.compat.trak._given import (
+    chosen_parameters,
+    described,
+    rows_of_batch,
+    taken,
+    task_named,
+)
 from gradkeep.compat.trak._imported import as_scores
 from gradkeep.compat.trak._refusals import checked_experiment, checked_model_id
 from gradkeep.compat.trak._solved import Ridge
 from gradkeep.compat.trak._traced import LayerTracer
 from gradkeep.compat.trak.gradient_computers import FunctionalGradientComputer
-from gradkeep.compat.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.compat.trak.savers import MissingTargets, MmapSaver, ModelIDException
 from gradkeep.compat.trak.utils import get_num_params
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 
     from gradkeep._attribute import Scores
     from gradkeep.compat.trak.gradient_computers import AbstractGradientComputer
+    from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector
     from gradkeep.compat.trak.savers import AbstractSaver
     from gradkeep.compat.trak.score_computers import AbstractScoreComputer
@@ -89,13 +95,13 @@ class TRAKer:
         self.logger = logging.getLogger("TRAK")
         self.logger.setLevel(logging_level)
         self.model = model
-        self.task = _task(task)
+        self.task = task_named(task)
         self.train_set_size = int(train_set_size)
         self.device = self._device(device)
         self.dtype = torch.float16 if use_half_precision else torch.float32
         self.lambda_reg = None if lambda_reg is None else float(lambda_reg)
         self.num_params = get_num_params(model)
-        self.grad_wrt = _chosen(model, grad_wrt)
+        self.grad_wrt = chosen_parameters(model, grad_wrt)
         named = dict(model.named_parameters())
         names = list(named) if self.grad_wrt is None else self.grad_wrt
         self.num_params_for_grad = sum(named[name].numel() for name in names)
@@ -179,10 +185,12 @@ class TRAKer:
                 "Load a checkpoint using traker.load_checkpoint before featurizing"
             )
         fields = list(batch)
-        ids = _rows(fields, inds, num_samples, self._last_ind, self.train_set_size, "training")
+        ids = rows_of_batch(
+            fields, inds, num_samples, self._last_ind, self.train_set_size, "training"
+        )
         left = ~self.saver.done()[ids]
         if left.any():
-            grads, weights = self._gradients(_taken(fields, left))
+            grads, weights = self._gradients(taken(fields, left))
             self.saver.put(ids[left], grads, weights)
         if inds is None:
             self._last_ind += len(ids)
@@ -249,10 +257,10 @@ class TRAKer:
             )
         fields = list(batch)
         count = int(self.saver.experiments[name]["num_targets"])
-        ids = _rows(fields, inds, num_samples, self._last_ind_target, count, "target")
+        ids = rows_of_batch(fields, inds, num_samples, self._last_ind_target, count, "target")
         left = ~self.saver.targets_done()[ids]
         if left.any():
-            grads, _ = self._gradients(_taken(fields, left))
+            grads, _ = self._gradients(taken(fields, left))
             self.saver.put_targets(ids[left], grads)
         if inds is None:
             self._last_ind_target += len(ids)
@@ -402,7 +410,7 @@ class TRAKer:
             "train set size": self.train_set_size,
             "projector": type(self.projector).__name__,
             "seed": getattr(self.projector, "seed", self.proj_seed),
-            "task": _described(self.task),
+            "task": described(self.task),
             "parameters": self.num_params_for_grad,
             "grad_wrt": names,
         }
@@ -416,83 +424,3 @@ class TRAKer:
 
 
 _BLOCK = 4096
-
-
-def _task(task: AbstractModelOutput | str) -> AbstractModelOutput:
-    if not isinstance(task, str):
-        return task
-    if task not in TASK_TO_MODELOUT:
-        raise ValueError(f"no task {task!r}: choose one of {', '.join(TASK_TO_MODELOUT)}")
-    return TASK_TO_MODELOUT[task]()
-
-
-def _chosen(model: nn.Module, grad_wrt: Iterable[str] | None) -> list[str] | None:
-    """The names of chosen parameters, in the model's order."""
-    if grad_wrt is None:
-        return None
-    wanted, known = set(grad_wrt), [name for name, _ in model.named_parameters()]
-    for name in wanted:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or known[:8]
-            raise ValueError(f"the model has no parameter {name!r}: it has {', '.join(near)} ...")
-    if not wanted:
-        raise ValueError("grad_wrt names no parameter")
-    return [name for name in known if name in wanted]
-
-
-def _described(task: AbstractModelOutput) -> str:
-    """The task and its plain settings."""
-    settings = {
-        name: value
-        for name, value in sorted(vars(task).items())
-        if isinstance(value, bool | int | float | str | None.__class__)
-    }
-    return f"{type(task).__name__}({settings})"
-
-
-def _rows(
-    batch: list[Tensor],
-    inds: Any,
-    num_samples: int | None,
-    cursor: int,
-    count: int,
-    what: str,
-) -> Ids:
-    """The rows `[B]` that the samples of a batch are."""
-    if (inds is None) == (num_samples is None):
-        raise AssertionError("Exactly one of num_samples and inds should be specified")
-    if not batch or not isinstance(batch[0], torch.Tensor):
-        raise TypeError("a batch is a sequence of tensors with one row per sample")
-    size = len(batch[0])
-    if any(len(field) != size for field in batch):
-        raise ValueError(f"the parts of the batch have {[len(field) for field in batch]} rows")
-    if inds is None:
-        assert num_samples is not None
-        if num_samples < size:
-            raise ValueError(f"num_samples={num_samples}, but the batch has {size} samples")
-        # A last batch may be shorter than the nominal size: what is there counts.
-        ids = np.arange(cursor, cursor + size)
-    else:
-        given = inds.detach().cpu().numpy() if isinstance(inds, torch.Tensor) else np.asarray(inds)
-        ids = given.reshape(-1)
-        if ids.dtype.kind not in "iu" and len(ids):
-            raise TypeError(f"inds must be whole numbers, not {ids.dtype}")
-        ids = ids.astype(np.int64)
-        if len(ids) != size:
-            raise ValueError(f"{len(ids)} inds for a batch of {size} samples; nothing was kept")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
-        raise ValueError(
-            f"{what} rows {int(ids.min())} to {int(ids.max())}, but there are {count}: 0 to "
-            f"{count - 1}; nothing was kept"
-        )
-    if len(np.unique(ids)) != len(ids):
-        raise ValueError("the same row twice in one batch; nothing was kept")
-    return ids
-
-
-def _taken(batch: list[Tensor], left: Any) -> list[Tensor]:
-    """The samples that are left to do."""
-    if left.all():
-        return batch
-    which = torch.from_numpy(np.flatnonzero(left))
-    return [field[which.to(field.device)] for field in batch]
