@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._attribute._fisher._conv import by_channels, order, width
+from gradkeep._attribute._fisher._conv import by_channels, even, order, width
 from gradkeep._attribute._fisher._layout import FULL, Matrix, Vector, layout
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
@@ -188,7 +188,7 @@ def _moment(values: Tensor, like: Tensor) -> Tensor:
     if like.dim() == 1:
         return values.square().sum(0)
     size = values.shape[1]
-    step = max(_BAND, math.ceil(size / 4))
+    step = max(_BAND, even(math.ceil(size / 4)))
     if size <= step:
         return values.t() @ values
     out = values.new_empty(size, size)
