@@ -445,6 +445,17 @@ def test_damping_must_be_above_zero(damping):
         Damping(absolute=damping)
 
 
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "logra", "datainf"])
+def test_damping_can_be_chosen_by_subset_outcomes(method):
+    store, *_ = world("mlp", rows=30)
+    masks = np.random.default_rng(0).random((40, 30)) < 0.5
+    target = gk.attribute(store, method=method, damping=3.0).numpy()
+    found = gk.attribute(store, method=method, damping="auto", subsets=(masks, masks @ target.T))
+    assert np.array_equal(found.numpy(), target)
+    with pytest.raises(AttributionError, match="must be a number"):
+        gk.attribute(store, method=method, damping="strong")
+
+
 def test_gradients_that_are_all_zero_or_no_numbers(monkeypatch):
     store, *_ = world("mlp", plan="factors")
     rows = gk.gradients(store, split="train")

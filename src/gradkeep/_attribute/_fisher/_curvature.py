@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from gradkeep._attribute._fisher._basis import Basis
 
 
+DECADES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Relative dampings to choose from: no single one is right for all models."""
+
+
 @dataclass(frozen=True, slots=True)
 class Damping:
     """What is added to eigenvalues before they are inverted."""
@@ -34,6 +38,13 @@ class Damping:
                 found=value,
                 fix="0.01 to 10 times the mean eigenvalue are usual",
             )
+
+    @classmethod
+    def told(cls, relative: float | str, absolute: float | None = None) -> Damping:
+        """As an option says it; what was to be chosen has been chosen by now."""
+        if isinstance(relative, str):
+            raise AttributionError("damping must be a number, or 'auto'", found=repr(relative))
+        return cls(relative, absolute)
 
     def of(self, mean: float) -> float:
         """For a layer whose eigenvalues have this mean."""

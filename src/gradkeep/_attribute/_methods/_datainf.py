@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from gradkeep import query
-from gradkeep._attribute._fisher import Damping
+from gradkeep._attribute._fisher import DECADES, Damping
 from gradkeep._attribute._fisher._score import layer_by_layer
 from gradkeep._attribute._fisher._stream import only, weighted
 from gradkeep._attribute._method import Method, Scorer
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 class Options:
     """What `datainf` can be told."""
 
-    damping: float = 0.1
-    """Times the layer's mean squared gradient entry, which is its Fisher matrix' mean eigenvalue."""
+    damping: float | Literal["auto"] = 0.1
+    """Times the layer's mean squared gradient entry, which is its Fisher matrix' mean eigenvalue;
+    "auto": chosen by subset outcomes."""
     absolute_damping: float | None = None
     """The damping of all layers as it is, in place of the relative one."""
 
 
 def _prepare(at: At, options: Options) -> Scorer:
-    damping = Damping(options.damping, options.absolute_damping)
+    damping = Damping.told(options.damping, options.absolute_damping)
     asked, train = at.queries(), at.train()
     squared = train.norms(per_layer=True).double().square()
     if not bool((squared > 0).any()):
@@ -118,4 +119,6 @@ METHOD = Method(
     prepare=_prepare,
     options=Options,
     layered=True,
+    tuned="damping",
+    candidates=DECADES,
 )

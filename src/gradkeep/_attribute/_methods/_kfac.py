@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep._attribute._fisher import Damping, fisher
+from gradkeep._attribute._fisher import DECADES, Damping, fisher
 from gradkeep._attribute._fisher._gradients import fisher_gradients
 from gradkeep._attribute._fisher._score import influence
 from gradkeep._attribute._method import Method, Scorer
@@ -20,8 +20,9 @@ _APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronec
 class Options:
     """What `kfac` and `ekfac` can be told."""
 
-    damping: float = 0.3
-    """Added to all eigenvalues, times the mean one of the layer."""
+    damping: float | Literal["auto"] = 0.3
+    """Added to all eigenvalues, times the mean one of the layer; "auto": chosen by subset
+    outcomes."""
     absolute_damping: float | None = None
     """Added to all eigenvalues as it is, in place of the relative damping."""
     fisher: Literal["empirical", "sampled"] = "empirical"
@@ -39,7 +40,7 @@ def _ekfac(at: At, options: Options) -> Scorer:
 
 
 def _prepare(at: At, options: Options, *, corrected: bool) -> Scorer:
-    damping = Damping(options.damping, options.absolute_damping)
+    damping = Damping.told(options.damping, options.absolute_damping)
     rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
     found = fisher(rows, corrected=corrected, memory_budget=at.question.memory_budget)
     return influence(at, found, damping, approximate=_APPROXIMATE)
@@ -56,6 +57,8 @@ KFAC = Method(
     prepare=_kfac,
     options=Options,
     layered=True,
+    tuned="damping",
+    candidates=DECADES,
 )
 EKFAC = Method(
     "ekfac",
@@ -68,4 +71,6 @@ EKFAC = Method(
     prepare=_ekfac,
     options=Options,
     layered=True,
+    tuned="damping",
+    candidates=DECADES,
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gradkeep._attribute._fisher import Damping
+from gradkeep._attribute._fisher import DECADES, Damping
 from gradkeep._attribute._fisher._score import layer_by_layer
 from gradkeep._attribute._fisher._stream import only
 from gradkeep._attribute._method import Method, Scorer
@@ -28,15 +28,16 @@ class Options:
 
     rank: int = 16
     """Numbers that are kept of each side of a weight, whose gradient becomes rank x rank."""
-    damping: float = 0.1
-    """Times the mean diagonal of the layer's projected Fisher matrix."""
+    damping: float | Literal["auto"] = 0.1
+    """Times the mean diagonal of the layer's projected Fisher matrix; "auto": chosen by subset
+    outcomes."""
     seed: int = 0
     """Of the projection."""
 
 
 def _prepare(at: At, options: Options) -> Scorer:
     damping, projection = (
-        Damping(options.damping),
+        Damping.told(options.damping),
         TwoSided(options.rank, options.rank, options.seed),
     )
     _require_room(at, projection)
@@ -93,4 +94,6 @@ METHOD = Method(
     prepare=_prepare,
     options=Options,
     layered=True,
+    tuned="damping",
+    candidates=DECADES,
 )
