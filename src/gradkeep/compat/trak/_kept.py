@@ -90,6 +90,7 @@ class Kept:
         beside = np.zeros(len(ids), np.float32)
         if weights is not None:
             beside = weights.detach().cpu().float().numpy().reshape(len(ids))
+        self.refresh()
         left = self._file[ids] < 0
         while left.any():
             some = ids[left]
@@ -140,7 +141,9 @@ class Kept:
 
     def _saw(self, row: int, ids: Ids) -> None:
         self._where[row] = own = np.asarray(ids, np.int64)
-        self._file[own[self._file[own] < 0]] = row
+        before = self._file[own]
+        # Rows that two processes computed in the same moment: every reader takes the same ones.
+        self._file[own[(before < 0) | (before > row)]] = row
 
 
 def delete_rows(store: Store, name: str) -> None:

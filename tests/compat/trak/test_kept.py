@@ -1,0 +1,112 @@
+"""Projected gradients in a store: any order, any parts, any number of writers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradkeep.store as gs
+from gradkeep._errors import MissingRows, SchemaMismatch
+from gradkeep.compat.trak._kept import Kept, delete_rows
+
+N, K = 12, 3
+
+
+def opened(store, **given):
+    given = {"count": N, "dim": K, "half": False, "fingerprints": {}} | given
+    return Kept(store, "rows", **given)
+
+
+def values(ids, by=1.0):
+    return by * torch.tensor([[float(i), -i, i * i] for i in ids])
+
+
+class Blind(Kept):
+    """Began before the others had ended: sees their files when it meets one."""
+
+    looks = 0
+
+    def refresh(self):
+        self.looks += 1
+        if self.looks > 2:  # not on opening, and not before it puts
+            super().refresh()
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, N - 1), min_size=1, unique=True)),
+        max_size=8,
+    )
+)
+def test_the_first_of_two_writers_wins_and_no_row_is_lost(puts):
+    store = gs.open(gs.Memory())
+    writers = [opened(store), opened(store)]
+    first = {}
+    for second, ids in puts:
+        by = 2.0 if second else 1.0
+        writers[second].put(np.array(ids), values(ids, by), torch.tensor(ids) * by)
+        for number in ids:
+            first.setdefault(number, by)
+    found = opened(store)
+    assert np.flatnonzero(found.done).tolist() == sorted(first)
+    order = list(first)[::-1]
+    expected = values(order, 1.0) * torch.tensor([first[i] for i in order])[:, None]
+    if order:
+        assert torch.equal(found.read(np.array(order)), expected)
+    assert found.complete == (len(first) == N)
+    if found.complete:
+        assert found.weights().tolist() == [i * first[i] for i in range(N)]
+
+
+@given(st.lists(st.lists(st.integers(0, N - 1), min_size=1, unique=True), max_size=6))
+def test_all_readers_agree_on_rows_that_were_computed_at_the_same_time(puts):
+    store = gs.open(gs.Memory())
+    early = opened(store)
+    for by, ids in enumerate(puts, 1):
+        Blind(store, "rows", count=N, dim=K, half=False, fingerprints={}).put(
+            np.array(ids), values(ids, by), None
+        )
+        early.refresh()
+    late = opened(store)
+    there = np.flatnonzero(late.done)
+    assert there.tolist() == sorted(set().union(*puts))
+    assert torch.equal(early.read(there), late.read(there))
+
+
+def test_rows_that_are_not_there_are_not_read(tmp_path):
+    kept = opened(gs.open(tmp_path))
+    kept.put(np.array([3]), values([3]), None)
+    with pytest.raises(MissingRows, match="no row 2, 4"):
+        kept.read(np.array([2, 3, 4]))
+    with pytest.raises(MissingRows):
+        kept.weights()
+
+
+def test_half_precision_keeps_large_and_small_rows(tmp_path):
+    kept = opened(gs.open(tmp_path), half=True)
+    grads = torch.tensor([[1e6, -2e6, 3e6], [1e-9, 2e-9, -3e-9]])
+    kept.put(np.array([0, 1]), grads, None)
+    assert torch.allclose(kept.read(np.array([0, 1])), grads, rtol=1e-3, atol=0)
+
+
+def test_what_was_begun_differently_is_refused(tmp_path):
+    store = gs.open(tmp_path)
+    opened(store)
+    for change in ({"count": N + 1}, {"dim": K + 1}, {"half": True}, {"fingerprints": {"a": "b"}}):
+        with pytest.raises(SchemaMismatch):
+            opened(store, **change)
+
+
+def test_dropped_and_deleted_rows(tmp_path):
+    store = gs.open(tmp_path)
+    kept = opened(store)
+    kept.put(np.arange(N), values(range(N)), None)
+    kept.drop()
+    assert not kept.done.any()
+    assert not opened(store).done.any()
+    kept.put(np.array([1]), values([1], 5.0), None)
+    assert torch.equal(opened(store).read(np.array([1])), values([1], 5.0))
+    delete_rows(store, "rows")
+    assert store.row_sets() == []
+    assert not opened(store, dim=K + 1).done.any()
