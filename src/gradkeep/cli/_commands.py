@@ -55,6 +55,7 @@ COMMANDS = (
     Command("optimal", "_remat", "The best any schedule can do, proven.", "remat"),
     Command("experiments", "_remat_experiments", "Run a configuration of trials.", "remat"),
     Command("record", "_remat_record", "Record the training step of a script.", "remat"),
+    Command("plan", "_remat_plan", "What every budget costs a script's step.", "remat"),
     Command("init", "_datamodels", "Begin a set of models, or import one.", "datamodels"),
     Command("work", "_datamodels_work", "Be one worker that trains models.", "datamodels"),
     Command("run", "_datamodels_work", "Train all models, here or on a cluster.", "datamodels"),

@@ -36,7 +36,7 @@ class Bytes:
         self.dead = False
         """Nobody but us has it."""
         self.held: torch.UntypedStorage | None = None
-        """The bytes of a dead storage that was made again, or of a constant."""
+        """The bytes of a dead storage that was made again, or of a pinned one that others need."""
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage as it is now, filled or empty."""
@@ -60,7 +60,7 @@ class Live(Core):
         self.bytes: dict[Storage, Bytes] = {}
         self.latest: dict[int, Node] = {}
         """The present value of each storage that is alive, by the id of torch's storage."""
-        self.died: list[int] = []
+        self.died: list[Node] = []
         self.over = 0
         self.gave_up = False
         self.search_time = self.copy_time = 0
@@ -89,8 +89,6 @@ class Live(Core):
         (node,) = self._declare(operator, ())  # type: ignore[arg-type]
         self.follow(storage, node)
         self._arrive(node.storage)
-        # What was there before cannot be made again; recipes may need it after its owner let go.
-        self.bytes[node.storage].held = storage
         self._pin(node.storage)
         return node
 
@@ -102,7 +100,10 @@ class Live(Core):
         self.latest[watch.key] = node
 
     def _gone(self, watch: Watch) -> None:
-        self.died.append(watch.key)
+        # At once: the next storage may get the same id.
+        node = self.latest.pop(watch.key, None)
+        if node is not None:
+            self.died.append(node)
 
     def tidy(self) -> None:
         """What is done between two operators."""
@@ -114,43 +115,50 @@ class Live(Core):
     def bury(self) -> None:
         """Look at the storages that have died since: their bytes are free, their recipes stay."""
         while self.died:
-            node = self.latest.pop(self.died.pop(), None)
-            if node is None:
-                continue
-            place = self.bytes[node.storage]
-            place.dead = True
-            node.storage.references = 1
-            self.release(node)
-            if not node.storage.material and not self._needed(node.storage):
-                self._forget(node.storage)
+            storage = self.died.pop().storage
+            self.bytes[storage].dead = True
+            if storage.material:
+                self._lose(storage)
+            self._forget(storage)
+
+    def _lose(self, storage: Storage) -> None:
+        """The bytes of a storage that nobody else has go."""
+        if storage.pinned:
+            storage.pinned = False
+            self._unlock(storage)
+        self._evict(storage)
 
     def _needed(self, storage: Storage) -> bool:
         """Whether something that may have to be made again was computed from it."""
-        if any(other in self.bytes for other in storage.below):
+        if any(self._may_go(other) for other in storage.below):
             return True
         # Whoever makes one result of an operator again makes them all.
         beside = (sibling.storage for node in storage.tensors for sibling in node.siblings)
-        return any(other in self.bytes for other in beside)
+        return any(self._may_go(other) for other in beside)
+
+    def _may_go(self, storage: Storage) -> bool:
+        return storage in self.bytes and not storage.pinned
 
     def _forget(self, storage: Storage) -> None:
-        """Nobody can ask for it any more; neither, then, for what it alone was made from."""
+        """Nobody asks for it any more; neither, then, for what it alone was made from."""
         waiting = [storage]
         while waiting:
             gone = waiting.pop()
-            place = self.bytes.pop(gone, None)
-            if place is None:
+            place = self.bytes.get(gone)
+            if place is None or self._needed(gone):
                 continue
+            # Held for others only: without us it lives on, or dies and comes by here again.
+            place.held = None
+            if not place.dead:
+                continue
+            if gone.material:
+                self._lose(gone)
+            del self.bytes[gone]
             for above in list(gone.above):
                 above.below.pop(gone, None)
-                known = self.bytes.get(above)
-                if (
-                    known is not None
-                    and known.dead
-                    and not above.material
-                    and not self._needed(above)
-                ):
-                    waiting.append(above)
+                waiting.append(above)
             gone.above.clear()
+            waiting += [sibling.storage for node in gone.tensors for sibling in node.siblings]
 
     def hold(self, nodes: Sequence[Node]) -> None:
         """Bring values into memory and lock them there."""
@@ -187,6 +195,11 @@ class Live(Core):
                 continue
             self.follow(next(fresh), node)
             self._arrive(node.storage)
+        for parent in parents:
+            # Pinned storages are not made again: they stay for those that are.
+            place = self.bytes[parent.storage]
+            if parent.storage.pinned and place.held is None and self._needed(parent.storage):
+                place.held = place.storage()
         self.clock += operator.cost
         self.base_compute += operator.cost
         self.ops_run += 1
@@ -207,11 +220,14 @@ class Live(Core):
         self.heuristic.arrived(storage, again=False)
 
     def keep(self, node: Node) -> None:
-        """Never evict it again, and keep it for those that were computed from it."""
+        """Never evict it again, as long as somebody has it or something else may need it."""
         if not node.storage.pinned:
             self.pin(node)
-            place = self.bytes[node.storage]
-            place.held = place.storage()
+            if self._needed(node.storage):
+                place = self.bytes[node.storage]
+                place.held = place.storage()
+            for above in list(node.storage.above):
+                self._forget(above)
 
     def about_to_change(self, node: Node) -> None:
         """Its bytes will be overwritten: what was computed from them is made now, and stays."""
@@ -234,8 +250,8 @@ class Live(Core):
     def _evict(self, storage: Storage) -> None:
         super()._evict(storage)
         place = self.bytes[storage]
+        place.held = None
         if place.dead:
-            place.held = None
             return
         actual = place.watch()
         if actual is not None:

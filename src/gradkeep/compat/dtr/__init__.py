@@ -1,0 +1,56 @@
+"""The names of the DTR prototype, over the online runtime.
+
+The prototype needed its own build of torch, and every tensor had to be converted. Here
+`set_memory_budget` is enough: from then on every tensor of this thread can be evicted and is made
+again when an operator asks for it. `checkpoint` and its friends are there so that scripts go on
+running.
+
+>>> import torch
+>>> from gradkeep.compat import dtr
+>>> net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+>>> dtr.set_memory_budget(1300)
+>>> loss = net(dtr.checkpoint(torch.ones(4, 8))).sum()
+>>> loss.backward()
+>>> dtr.decheckpoint(loss).item() == loss.item(), dtr.remat_compute_time() > 0
+(True, True)
+>>> dtr.set_memory_budget(None)
+"""
+
+from gradkeep.compat.dtr._budget import (
+    checkpoint,
+    clear_checkpointpool,
+    decheckpoint,
+    is_checkpoint,
+    pin,
+    set_memory_budget,
+    toggle_ignore_small_tensors,
+    toggle_sampling,
+)
+from gradkeep.compat.dtr._log import annotate_log, toggle_log
+from gradkeep.compat.dtr._times import (
+    base_compute_time,
+    cost_time,
+    remat_compute_time,
+    reset_profile,
+    search_time,
+    toggle_profile,
+)
+
+__all__ = [
+    "annotate_log",
+    "base_compute_time",
+    "checkpoint",
+    "clear_checkpointpool",
+    "cost_time",
+    "decheckpoint",
+    "is_checkpoint",
+    "pin",
+    "remat_compute_time",
+    "reset_profile",
+    "search_time",
+    "set_memory_budget",
+    "toggle_ignore_small_tensors",
+    "toggle_log",
+    "toggle_profile",
+    "toggle_sampling",
+]
