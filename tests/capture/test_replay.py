@@ -348,6 +348,24 @@ def test_uncovered_parameters_are_dense_an_error_or_skipped(store, data):
     }
 
 
+def test_a_spare_parameter_of_the_whole_model_is_no_layer_that_wakes_up(store):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.scale = torch.nn.Linear(4, 3), torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.part(x)
+
+    data = [(torch.randn(3, 4), torch.arange(3)) for _ in range(2)]
+    with pytest.warns(gk.CaptureWarning, match="does not use these layers"):
+        kept = gk.capture(
+            store, Scaled(), data, task=gk.Classification(), split="train", progress=False
+        )
+    assert [layer.name for layer in kept.layers] == ["part"]
+    assert kept.rows == 6
+
+
 def test_unused_layers_are_noted(store, data):
     model = nn.Sequential(nn.Linear(4, 3))
     model.spare = nn.Linear(2, 2)

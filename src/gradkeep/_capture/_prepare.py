@@ -91,7 +91,9 @@ def prepare(
     units = _select.selected(units_of(model), wishes.layers)
     tracer = Tracer(model, task, wishes.of)
     settled = settle(tracer, units, batch, uncovered=wishes.uncovered)
-    tracer = dataclasses.replace(tracer, units=settled.units, unused=settled.unused)
+    tracer = dataclasses.replace(
+        tracer, units=settled.units, unused=settled.unused, aside=settled.aside
+    )
     wanted = _wanted(settled.units, wishes.plan, as_before or {})
     kept = _storing.choose(
         settled.pieces, encoding=wishes.encoding, wanted=wanted, tolerance=wishes.tolerance

@@ -19,6 +19,7 @@ from gradkeep._capture._batches import size_of
 from gradkeep._capture._calls import Call, fill
 from gradkeep._capture._positions import LAYS, possible
 from gradkeep._capture._rules import piece_of
+from gradkeep._capture._tracer import passed
 from gradkeep._capture._units import DENSE_WAYS, Unit, holder_that_ran, tensors, watched
 from gradkeep._errors import CaptureError
 from gradkeep.query import _operators
@@ -44,6 +45,8 @@ class Settled:
     pieces: dict[Unit, Piece]
     """Those of the first batch."""
     unused: tuple[Unit, ...]
+    aside: frozenset[Unit]
+    """Those of the unused whose modules the backward pass came by all the same."""
     skipped: tuple[Unit, ...]
 
 
@@ -100,6 +103,7 @@ def settle(tracer: Tracer, units: Sequence[Unit], batch: Any, *, uncovered: Unco
         units=tuple(found[unit][0] for unit in truths if unit in found),
         pieces={found[unit][0]: found[unit][1] for unit in truths if unit in found},
         unused=tuple(unused),
+        aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
     )
 

@@ -46,6 +46,8 @@ class Tracer:
     units: Sequence[Unit] = ()
     unused: Sequence[Unit] = ()
     """Units that the loss did not depend on when the first batch ran."""
+    aside: frozenset[Unit] = frozenset()
+    """Those of them whose modules take part, such as the whole model that holds a spare scale."""
 
     def run(
         self, batch: Any, *, dense: Collection[Unit] = (), light: Collection[nn.Module] = ()
@@ -125,13 +127,21 @@ class Tracer:
 
     def _check_unused(self, calls: dict[nn.Module, list[Call]]) -> None:
         for unit in self.unused:
-            for module in unit.modules:
-                for call in calls.get(module, ()):
-                    if any(suffix is not None for suffix in call.suffixes):
-                        raise CaptureError(
-                            f"layer {unit.name} is used by this batch, but not by the first one",
-                            fix="leave the layer out, or begin with a batch that uses it",
-                        )
+            if unit not in self.aside and passed(unit, calls):
+                raise CaptureError(
+                    f"layer {unit.name} is used by this batch, but not by the first one",
+                    fix="leave the layer out, or begin with a batch that uses it",
+                )
+
+
+def passed(unit: Unit, calls: dict[nn.Module, list[Call]]) -> bool:
+    """Whether the backward pass came by a module of the unit."""
+    return any(
+        suffix is not None
+        for module in unit.modules
+        for call in calls.get(module, ())
+        for suffix in call.suffixes
+    )
 
 
 def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:

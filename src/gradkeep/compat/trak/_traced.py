@@ -7,7 +7,6 @@ restored.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from gradkeep._attribute._projections._sum import Sum
 from gradkeep._capture._footprint import rows_at_once
 from gradkeep._capture._prepare import Wishes, prepare
 from gradkeep._capture._task import Measured, Task
-from gradkeep._capture._units import DENSE_WAYS
 from gradkeep._errors import CaptureError
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.query import _operators
@@ -87,14 +85,7 @@ class LayerTracer:
             rows = min(len(batch[0]), _TRIED)
             some = [field[:rows] for field in batch]
             prepared = prepare(self._model, self._task, some, Wishes(of="output"))
-            # That a whole module runs does not say that it uses parameters of its own, such as
-            # the scale of a loss: only layers that are captured by rule are watched for that.
-            unused = [unit for unit in prepared.tracer.unused if unit.way not in DENSE_WAYS]
-            tracer = dataclasses.replace(prepared.tracer, unused=unused)
-            self._prepared = (
-                dataclasses.replace(prepared, tracer=tracer),
-                rows_at_once(prepared, rows),
-            )
+            self._prepared = (prepared, rows_at_once(prepared, rows))
         return self._prepared
 
     def _projected(
