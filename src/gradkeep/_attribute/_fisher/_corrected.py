@@ -8,12 +8,12 @@ import torch
 
 from gradkeep._attribute._fisher._basis import MatrixBasis
 from gradkeep._attribute._fisher._conv import by_channels, order, width
-from gradkeep._attribute._fisher._layout import size_kept
+from gradkeep._attribute._fisher._layout import SCRATCH, size_kept
 from gradkeep._attribute._fisher._sums import by_positions, scaled, with_ones
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
 from gradkeep.query._forms import Conv, Lookup, Outer, Parameter
-from gradkeep.query._tiles import CACHED, RESTORED, tiles
+from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def _conv(basis: MatrixBasis, form: Conv, rows: ConvRows, slopes: Tensor | None)
 
 def _restored(basis: Basis, form: Form, rows: Factors, slopes: Tensor | None) -> Tensor:
     out = torch.zeros_like(basis.values)
-    for start, stop in tiles(len(rows), 2 * size_kept(form), 4, RESTORED):
+    for start, stop in tiles(len(rows), 2 * size_kept(form), 4, SCRATCH):
         dense = _operators.restore(form, _operators.take(form, rows, start, stop))
         found = basis.coordinates(dense)
         if slopes is not None:

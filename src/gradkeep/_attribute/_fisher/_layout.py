@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Tied
+from gradkeep.query._tiles import CACHED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 FULL = 512
 """A block of at most so many values has its whole matrix; a longer vector only the diagonal."""
+SCRATCH = 8 * CACHED
+"""Bytes of gradients that are restored at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._attribute._fisher._layout import size_kept
+from gradkeep._attribute._fisher._layout import SCRATCH, size_kept
 from gradkeep._attribute._projections._rows import widened
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, OuterRows, dtype_of
 from gradkeep.query._memory import shares as divided
-from gradkeep.query._tiles import RESTORED, tiles
+from gradkeep.query._tiles import tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ def weighted(
         if len(shares) == 1 or not _many_positions(part.factors):
             out += _operators.total(form, part.factors, some)
             continue
-        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, RESTORED):
+        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, SCRATCH):
             taken = _operators.take(form, part.factors, start, stop)
             out += some[:, start:stop] @ _operators.restore(form, taken)
     return out

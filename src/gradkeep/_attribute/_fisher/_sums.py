@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._attribute._fisher._conv import by_channels, even, order, width
-from gradkeep._attribute._fisher._layout import FULL, Matrix, Vector, layout
+from gradkeep._attribute._fisher._layout import FULL, SCRATCH, Matrix, Vector, layout
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
 from gradkeep.query._forms import Conv, Lookup, Outer
 from gradkeep.query._segments import row_of, spans
-from gradkeep.query._tiles import RESTORED, tiles
+from gradkeep.query._tiles import tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +120,7 @@ class MatrixSums:
         self.right[group] += _moment(x, self.right[group])
 
     def _add_gradients(self, rows: Factors, slopes: Tensor | None) -> None:
-        for start, stop in tiles(len(rows), self.piece.size, 8, RESTORED):
+        for start, stop in tiles(len(rows), self.piece.size, 8, SCRATCH):
             part = _operators.take(self.form, rows, start, stop)
             dense = _operators.restore(self.form, part)
             if slopes is not None:
@@ -150,7 +150,7 @@ class VectorSums:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
         self.rows += len(rows)
         values = sum(piece.size for piece in layout(self.form))
-        for start, stop in tiles(len(rows), values, 8, RESTORED):
+        for start, stop in tiles(len(rows), values, 8, SCRATCH):
             part = _operators.take(self.form, rows, start, stop)
             found = self.piece.taken(_operators.restore(self.form, part))
             if slopes is not None:
