@@ -163,7 +163,7 @@ def _part_by_part(parts: list[nn.Module]):
         "outermost": [parts[0], parts[-1]],
         "two outermost": [*parts[:2], *parts[-2:]],
     }
-    return tuple((name, place(some)) for name, some in chosen.items() if some)
+    return tuple((name, place(list(dict.fromkeys(some)))) for name, some in chosen.items() if some)
 
 
 def _same(x):

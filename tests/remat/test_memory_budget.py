@@ -448,6 +448,42 @@ def test_pinned_tensors_are_not_dropped():
     assert len(layers) == len(others) - 1
 
 
+def test_hooks_that_stash_get_exact_tensors_back_and_hold_no_bytes():
+    def per_sample(model, budget):
+        """Squared gradient norms per sample, as capture makes them: from inputs and suffixes."""
+        found = []
+
+        def saw(module, args, output):
+            kept = budget.stash(args[0]) if budget else args[0].detach()
+
+            def arrived(suffix):
+                x = kept.get() if budget else kept
+                found.append((suffix.square().sum(1) * x.square().sum(1)).clone())
+
+            output.register_hook(arrived)
+
+        linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        handles = [part.register_forward_hook(saw) for part in linear]
+        for seed in range(7):
+            with budget.step() if budget else torch.enable_grad():
+                x, y = rows(seed, batch=512)
+                functional.cross_entropy(model(x), y).backward()
+            model.zero_grad()
+        for handle in handles:
+            handle.remove()
+        return found
+
+    def body(self, x):
+        return self.d(torch.tanh(self.c(torch.sigmoid(self.b(torch.tanh(self.a(x)))))))
+
+    plain, ours = twins(lambda: Sizes(body))
+    budget = gk.memory_budget(0.85, min_size=1)
+    same(per_sample(ours, budget), per_sample(plain, None))
+    assert budget.report().planned >= 3
+    assert budget.report().measured_peak <= budget.report().budget
+    assert budget.explain().dropped
+
+
 def test_a_tensor_modified_after_it_was_saved_is_an_error_as_in_torch():
     def body(self, x):
         h = torch.exp(self.a(x))

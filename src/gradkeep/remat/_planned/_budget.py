@@ -15,7 +15,7 @@ from gradkeep._errors import BudgetError, RematError, StepChanged
 from gradkeep.remat._planned import _report
 from gradkeep.remat._planned._book import Book, Settings
 from gradkeep.remat._planned._saved import read_plans, write_plans
-from gradkeep.remat._planned._session import Session, session_here
+from gradkeep.remat._planned._session import Session, session_here, stash
 
 if TYPE_CHECKING:
     import os
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat._planned._cache import Plan
     from gradkeep.remat._planned._report import Explanation, Point, Report
+    from gradkeep.remat._planned._session import Stashed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,6 +115,13 @@ class MemoryBudget:
         if session is not None:
             session.pin(tensor)
         return tensor
+
+    def stash(self, tensor: torch.Tensor) -> Stashed:
+        """Save a tensor for a hook of the backward pass, where `.get()` gives it back, once.
+
+        Unlike one that is simply held, it may be dropped and made again.
+        """
+        return stash(tensor)
 
     def explain(self) -> Explanation:
         """What the latest plan drops and why, its predicted peak and slowdown, and the floor."""

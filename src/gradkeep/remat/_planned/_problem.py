@@ -30,6 +30,8 @@ class Candidate:
     """Positions in the order of asking."""
     cost: float
     """Seconds to make it again if every other saved value is there."""
+    recipe: frozenset[int]
+    """The operators that do."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def problem_of(trace: Trace, *, min_size: int) -> Problem:
         first = trace.asked[asked[0]] if asked else stored.death
         if gone >= min(first, stored.death):
             continue  # whoever holds it holds it until it is asked for: nothing to gain
-        cost = makeable.cost(value)
-        found.append(Candidate(value, stored.size, pack, gone, tuple(asked), cost))
+        recipe = makeable.recipe(value)
+        cost = sum(trace.operations[number].cost + REPLAY_SECONDS for number in recipe)
+        found.append(Candidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
     return Problem(trace, tuple(found), saved, random_state, known, trace.levels(), sizes)
 
 
@@ -167,10 +170,9 @@ class _Makeable:
             stack += [(read, read in operation.overwrites) for read in operation.reads]
         return operations, starts
 
-    def cost(self, value: int) -> float:
-        """Seconds."""
-        operations, _ = self._recipe(value)
-        return sum(self._trace.operations[number].cost + REPLAY_SECONDS for number in operations)
+    def recipe(self, value: int) -> frozenset[int]:
+        """The operators that make a value if all saved ones are there."""
+        return frozenset(self._recipe(value)[0])
 
     def known_at(self, value: int, pack: int) -> int:
         """The event at which all it is made from has been saved: before, it cannot be let go."""

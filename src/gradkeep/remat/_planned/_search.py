@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gradkeep.remat._planned._cuts import crossings, evenly
 from gradkeep.remat._planned._evaluate import Evaluation, Evaluator, State
+from gradkeep.remat._planned._problem import REPLAY_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +28,15 @@ Score = tuple[float, float, float]
 
 _EXHAUSTIVE = 7
 """So many candidates are searched through instead of guessed at."""
-_EVALUATIONS = 4000
-_WORK = 600_000
+_EVALUATIONS = 6000
+_WORK = 400_000
 """Operators in rebuilds that were worked out: with `_EVALUATIONS`, a few seconds."""
+
+
+_ANNEALED = 3
+_GROUP_MOVES = 0.25
+_SWAPS = 0.35
+_LARGEST_GROUP = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,18 @@ def search(problem: Problem, budget: int, *, seed: int = 0) -> Found:
     return _Search(problem, budget, seed).run()
 
 
+def groups_of(problem: Problem) -> list[tuple[int, ...]]:
+    """Every candidate, and candidates that share an operator on the way: dropped together, it is
+    run once for all of them.
+    """
+    sharing: dict[int, list[int]] = {}
+    for index, candidate in enumerate(problem.candidates):
+        for number in candidate.recipe:
+            sharing.setdefault(number, []).append(index)
+    shared = {tuple(group) for group in sharing.values() if 1 < len(group) <= _LARGEST_GROUP}
+    return [*((index,) for index in range(len(problem.candidates))), *sorted(shared)]
+
+
 class _Search:
     def __init__(self, problem: Problem, budget: int, seed: int) -> None:
         self._problem = problem
@@ -56,6 +75,9 @@ class _Search:
         self._random = random.Random(seed)
         self._known: dict[States, tuple[Score, Evaluation]] = {}
         self._peak = max(problem.peak, 1)
+        self._costs = [operation.cost + REPLAY_SECONDS for operation in problem.trace.operations]
+        self._groups = groups_of(problem)
+        self._together = [group for group in self._groups if len(group) > 1]
         self._unit = max(problem.trace.seconds, 1e-9)
         self._best: tuple[Score, States] = ((math.inf, math.inf, math.inf), ())
 
@@ -75,10 +97,12 @@ class _Search:
     def _look(self) -> None:
         starts = [self._greedy(), *self._segments(), *self._spaced()]
         starts = sorted(set(starts), key=self._score)[:4]
-        polished = sorted({self._polished(start) for start in starts}, key=self._score)
-        for start in polished[:2]:
-            self._anneal(start, max(_EVALUATIONS - len(self._known), _EVALUATIONS // 2) // 2)
-        self._polished(self._best[1])
+        polished = sorted(
+            {self._polished(self._regrouped(start)) for start in starts}, key=self._score
+        )
+        for start in polished[:_ANNEALED]:
+            self._anneal(start, _EVALUATIONS // _ANNEALED)
+        self._polished(self._regrouped(self._best[1]))
 
     def _score(self, states: States) -> Score:
         """Bytes over the budget first, at the peak and then at all events; then seconds."""
@@ -102,19 +126,18 @@ class _Search:
         return seconds / self._unit + 0.02 + 4 * over / self._peak + spread
 
     def _greedy(self) -> States:
-        """Always the move that frees the most excess per second; scores are renewed when on top."""
+        """Always the move that frees the most excess per second; rates are renewed when on top."""
         states = [int(State.KEEP)] * len(self._candidates)
         _, *before = self._score(tuple(states))
-        heap = [
-            (candidate.cost / candidate.size, index)
-            for index, candidate in enumerate(self._candidates)
-        ]
+        heap = [(self._rate(group), group) for group in self._groups]
         heapq.heapify(heap)
         while heap and before[0] > 0:
-            _, index = heapq.heappop(heap)
+            _, group = heapq.heappop(heap)
+            own = [states[index] for index in group]
             best = None
             for choice in (State.DROP, State.AGAIN):
-                states[index] = int(choice)
+                for index in group:
+                    states[index] = int(choice)
                 _, *after = self._score(tuple(states))
                 gain = before[0] - after[0]
                 rate = (after[1] - before[1]) / gain if gain > 0 else math.inf
@@ -122,13 +145,20 @@ class _Search:
                     best = (rate, int(choice), after)
             assert best is not None
             rate, state, after = best
-            if math.isfinite(rate) and (not heap or rate * 0.8 <= heap[0][0]):
-                states[index], before = state, after
-                continue
-            states[index] = int(State.KEEP)
-            if math.isfinite(rate):
-                heapq.heappush(heap, (rate, index))
+            taken = math.isfinite(rate) and (not heap or rate * 0.8 <= heap[0][0])
+            for index, old in zip(group, own, strict=True):
+                states[index] = state if taken else old
+            if taken:
+                before = after
+            elif math.isfinite(rate):
+                heapq.heappush(heap, (rate, group))
         return tuple(states)
+
+    def _rate(self, group: tuple[int, ...]) -> float:
+        """Seconds per byte, if these are made again together."""
+        operations = frozenset().union(*(self._candidates[index].recipe for index in group))
+        seconds = sum(self._costs[number] for number in operations)
+        return seconds / sum(self._candidates[index].size for index in group)
 
     def _segments(self) -> Iterator[States]:
         """Keep what crosses a few cuts, drop the rest: what a checkpoint per segment does.
@@ -202,7 +232,14 @@ class _Search:
             trial = list(states)
             index = draw.randrange(len(trial))
             trial[index] = self._other(trial[index])
-            if draw.random() < 0.5:
+            if self._together and draw.random() < _GROUP_MOVES:
+                for member in draw.choice(self._together):
+                    trial[member] = trial[index]
+            elif draw.random() < _SWAPS:
+                # Anything the other way: a plan near its budget has no room for single changes.
+                other = draw.randrange(len(trial))
+                trial[other] = int(State.KEEP) if trial[other] else int(State.DROP)
+            elif draw.random() < 0.5:
                 # A neighbour in time the other way: segments move by that.
                 near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
                 trial[near] = self._other(trial[near])
@@ -210,6 +247,21 @@ class _Search:
             heat = hot * (cold / hot) ** (step / max(steps, 1))
             if after <= energy or draw.random() < math.exp((energy - after) / heat):
                 states, energy = tuple(trial), after
+
+    def _regrouped(self, states: States) -> States:
+        """The same with groups of values that are made together."""
+        current = self._score(states)
+        for group in sorted(self._together, key=self._rate, reverse=True):
+            for state in (State.KEEP, State.DROP):
+                if self._tired():
+                    return states
+                trial = list(states)
+                for index in group:
+                    trial[index] = int(state)
+                score = self._score(tuple(trial))
+                if score < current:
+                    states, current = tuple(trial), score
+        return states
 
     def _tired(self) -> bool:
         return self._evaluate.work > _WORK

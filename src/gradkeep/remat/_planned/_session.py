@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradkeep._errors import BudgetError, RematError
 from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._run import Deciding, Plain, Run
+from gradkeep.remat._planned._run import Deciding, Kept, Plain, Run
 from gradkeep.remat._planned._snapshot import Snapshot
 from gradkeep.remat._planned._watch import new_watch
 
@@ -200,6 +200,34 @@ class Session:
         """Never drop this tensor; counts in steps that are recorded."""
         if self._recording is not None:
             self._recording.pin(tensor)
+
+
+class Stashed:
+    """A tensor that somebody wants back in the backward pass."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def get(self) -> Tensor:
+        """The tensor, once; made again if it was dropped."""
+        # Hooks live as long as the graph: the bytes must not.
+        handle, self._handle = self._handle, None
+        if handle is None:
+            raise RematError("a stashed tensor can be had once", fix="stash it twice")
+        found: Tensor = handle.unpack()
+        return found
+
+
+def stash(tensor: Tensor) -> Stashed:
+    """Save a tensor for the backward pass as autograd does, so that a budget may drop it.
+
+    A hook that holds a tensor itself keeps its bytes; one that stashes it does not.
+    """
+    session = session_here()
+    handle = Kept(None, -1, tensor.detach(), tensor._version)
+    return Stashed(handle if session is None else session._pack(tensor))
 
 
 def session_here() -> Session | None:
