@@ -45,7 +45,8 @@ class Study:
     `train_fn(subset, seed)` returns a trained model; a `Training` can be trained many at a time.
     `outputs` is what to keep of each: `margins(test)` or a dictionary of such. Making the same study
     again opens it, and a larger `num_models` adds to it. `keep_models` stores each model's weights:
-    True for a `Training`, else a function that makes an untrained model.
+    True for a `Training`, else a function that makes an untrained model. `memory_budget` trains each
+    model inside a byte budget, or a fraction of what a step takes: the same models, to the bit.
 
     >>> import tempfile, torch
     >>> from gradkeep.datamodels import margins
@@ -71,6 +72,7 @@ class Study:
         subsets: Subsets = "fixed",
         keep_models: bool | Callable[[], Any] = False,
         stacked: bool | None = None,
+        memory_budget: float | str | None = None,
     ) -> None:
         self.store = store if isinstance(store, stores.Store) else stores.open(store)
         self.name = name
@@ -80,7 +82,16 @@ class Study:
         given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
         self._blank = _blank(train_fn, keep_models)
         self.job = StudyJob(
-            dataset, train_fn, given, count, alpha, subsets, seed, bool(keep_models), stacked=False
+            dataset,
+            train_fn,
+            given,
+            count,
+            alpha,
+            subsets,
+            seed,
+            bool(keep_models),
+            stacked=False,
+            memory_budget=memory_budget,
         )
         self.job.stacked = self._choose(data, stacked)
         self.rows: Rows = self._enter(data, num_models)
@@ -198,12 +209,13 @@ class Study:
         possible = (
             isinstance(job.train_fn, Training)
             and job.subsets == "fixed"
+            and job.memory_budget is None
             and all(output.of_logits is not None for output in job.outputs.values())
         )
         if wanted and not possible:
             raise StudyError(
                 "these models cannot be trained stacked",
-                expected='a Training, subsets="fixed" and outputs that follow from logits',
+                expected='a Training, subsets="fixed", outputs that follow from logits, no budget',
                 fix="leave out stacked=True",
             )
         if not possible or wanted is not None:

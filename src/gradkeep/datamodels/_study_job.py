@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from gradkeep._errors import StudyError
 from gradkeep.datamodels._draw import Subsets, draw_masks, training_seed
 from gradkeep.datamodels._outputs import tensors
 from gradkeep.datamodels._stacked import train_many
+from gradkeep.datamodels._study_budget import Budgeted
 from gradkeep.datamodels._training import Training
 
 if TYPE_CHECKING:
@@ -36,7 +38,10 @@ class StudyJob:
     seed: int
     keep_models: bool
     stacked: bool
+    memory_budget: float | str | None = None
+    """Live bytes of a training step, or a fraction of what it takes; the models are the same."""
     _loaded: Any = field(default=None, repr=False)
+    _budgeted: Budgeted | None = field(default=None, repr=False)
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The masks, outputs and, if wanted, weights of these models."""
@@ -53,13 +58,13 @@ class StudyJob:
         return [self.train_on(mask, seed) for mask, seed in zip(masks, seeds, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        names = [name for name in self.__dataclass_fields__ if name != "_loaded"]
+        names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self._loaded = None
+        self._loaded = self._budgeted = None
 
     def data(self) -> Any:
         """The dataset, made once per process if it was given as a function."""
@@ -76,16 +81,24 @@ class StudyJob:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        if isinstance(self.train_fn, Training):
-            inputs, labels = tensors(self.data())
-            model: Any = self.train_fn.train_one(inputs[places], labels[places], seed)
-        else:
-            model = self.train_fn(torch.utils.data.Subset(self.data(), places.tolist()), seed)
+        with self._within():
+            if isinstance(self.train_fn, Training):
+                inputs, labels = tensors(self.data())
+                model: Any = self.train_fn.train_one(inputs[places], labels[places], seed)
+            else:
+                model = self.train_fn(torch.utils.data.Subset(self.data(), places.tolist()), seed)
         row: dict[str, Any] = {MASKS: mask}
         row.update({name: output(model) for name, output in self.outputs.items()})
         if self.keep_models:
             row[WEIGHTS] = flat_weights(model.state_dict())
         return row
+
+    def _within(self) -> contextlib.AbstractContextManager[None]:
+        if self.memory_budget is None:
+            return contextlib.nullcontext()
+        if self._budgeted is None:
+            self._budgeted = Budgeted(self.memory_budget)
+        return self._budgeted.training()
 
     def _together(self, numbers: Sequence[int], masks: AnyArray) -> list[dict[str, Any]]:
         import torch
