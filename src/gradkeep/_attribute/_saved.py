@@ -91,12 +91,13 @@ def load_scores(store: Store, name: str, kind: type[Scores]) -> Scores:
         values[rows] = batch["score"]
         if layered is not None:
             layered[:, rows] = np.moveaxis(batch["per_layer"], 1, 0)
+    provenance: Any = {part: told[part] for part in _TOLD}
+    provenance |= {part: tuple(json.loads(told[part])) for part in _LISTED}
     return kind(
         values=values,
         query_ids=block.ids,
         train_ids=train.ids,
-        **{part: told[part] for part in _TOLD},
-        **{part: tuple(json.loads(told[part])) for part in _LISTED},
+        **provenance,
         query_labels=block.column("label") if "label" in block.names else None,
         train_labels=train.column("label") if "label" in train.names else None,
         confidence=block.column("confidence") if "confidence" in block.names else None,
@@ -110,10 +111,8 @@ def _digest(scores: Scores) -> str:
     import xxhash
 
     found = xxhash.xxh3_128()
-    for part in (scores.query_ids, scores.train_ids):
-        found.update(np.ascontiguousarray(part))
-    for row in scores.values:
-        found.update(np.ascontiguousarray(row))
+    for part in (scores.query_ids, scores.train_ids, *scores.values):
+        found.update(np.ascontiguousarray(part).data)
     return found.hexdigest()
 
 

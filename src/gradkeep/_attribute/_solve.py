@@ -46,7 +46,7 @@ def primal(
     with K = X X^T, in k^3 / 3 + N k^2 operations once, N k a query.
     """
     gram = torch.zeros(features.shape[1], features.shape[1])
-    for rows, some in zip(features.split(_ROWS), weight.split(_ROWS), strict=True):
+    for rows, some in zip(torch.split(features, _ROWS), torch.split(weight, _ROWS), strict=True):
         gram.addmm_(rows.T * some, rows)
     gram.diagonal().add_(damping)
     factor = _cholesky(gram, damping)
@@ -73,9 +73,9 @@ def mean_square(features: Tensor, weight: Tensor) -> float:
     return float((features.double().square().sum(1) * weight).mean())
 
 
-def relative(damping: float, diagonal: float, *, what: str) -> float:
+def relative(damping: float | str, diagonal: float, *, what: str) -> float:
     """A damping relative to a mean diagonal, once both make sense."""
-    if not damping > 0:
+    if isinstance(damping, str) or not damping > 0:
         raise AttributionError(
             f"{what} must be positive: without it a singular matrix would be inverted",
             found=damping,
@@ -91,13 +91,12 @@ def relative(damping: float, diagonal: float, *, what: str) -> float:
 
 
 def _cholesky(matrix: Tensor, damping: float) -> Tensor:
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed) == 0:
-        return factor
-    # Rounding of float32 can outweigh a tiny damping.
-    factor, failed = torch.linalg.cholesky_ex(matrix.double())
-    if int(failed) == 0:
-        return factor.float()
+    # Rounding of float32 can outweigh a tiny damping: then in double precision.
+    for kind in (torch.float32, torch.float64):
+        found = torch.linalg.cholesky_ex(matrix.to(kind))
+        if int(found.info) == 0:
+            factor: Tensor = found.L
+            return factor.float()
     raise AttributionError(
         "the damped kernel is not positive definite",
         found=f"an absolute damping of {damping:.3g}",
