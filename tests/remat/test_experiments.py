@@ -134,7 +134,18 @@ def test_the_original_layout_is_read_with_its_names_sizes_and_meanings():
     assert (sizes[3]["length"], sizes[3]["layers"], sizes[3]["batch_size"]) == (256, 12, 10)
     assert (gan.work.name, sizes[4]["d_hidden"], sizes[4]["noise_dim"]) == ("unrolled_gan", 7, 9)
     assert any("sync_gpu has no effect" in note for note in found.notes)
-    assert any("treelstm, command 1: use_sampling has no effect" in note for note in found.notes)
+    assert (tree.sample, tree.skip_small) == (False, True), "the original's habits, unless told"
+
+
+def test_sampling_is_for_budgets_that_are_wide_enough():
+    extra = {"no_sampling_below_ratio": 0.5, "no_sampling_below_budget": 1e5, "use_sampling": True}
+    ratios = {"type": "dtr", "ratio": [0.6, 0.5], "extra_params": extra}
+    budgets = {"type": "dtr", "memory_budget": [2e5, 1e5], "extra_params": extra}
+    settings = {"default": {"use_sampling": False}}
+    found = parse([ratios, budgets, {"type": "dtr", "ratio": 0.7}], **settings)
+    assert [trial.sample for trial in found.trials] == [True, False, True, False, False]
+    assert not any(trial.skip_small for trial in found.trials)
+    assert not found.notes
 
 
 def test_unknown_keys_are_told_but_not_fatal():
@@ -158,7 +169,7 @@ def test_inactive_configurations_run_nothing():
     ("model", "command", "words"),
     [
         ("lsmt", {"type": "baseline"}, ["lsmt", "lstm"]),
-        ("lstm", {"ratio": 0.5}, ["command 2", "type", "baseline, dtr, simrd"]),
+        ("lstm", {"ratio": 0.5}, ["command 2", "type", "baseline, simrd, optimal, dtr"]),
         ("lstm", {"type": "dtrr", "ratio": 1}, ["command 2", "type", "'dtrr'", "dtr"]),
         ("lstm", {"type": "dtr"}, ["command 2", "memory_budget"]),
         ("lstm", {"type": "dtr", "kind": "ratio"}, ["command 2", "ratio missing"]),
@@ -171,6 +182,14 @@ def test_inactive_configurations_run_nothing():
         ("lstm", {"type": "dtr", "memory_budget": True}, ["memory_budget", "True"]),
         ("lstm", {"type": "dtr", "ratio": 1, "heuristic": "dtr-eg"}, ["heuristic", "dtr-eq"]),
         ("lstm", {"type": "dtr", "ratio": 1, "policy": "lazy"}, ["policy", "eager"]),
+        ("lstm", {"type": "dtr", "ratio": 1, "policy": "banish"}, ["policy", "eager", "simrd"]),
+        ("lstm", {"type": "dtr", "ratio": 1, "use_sampling": 3}, ["use_sampling", "true or false"]),
+        ("lstm", {"type": "planned"}, ["command 2", "memory_budget"]),
+        ("lstm", {"type": "planned", "kind": "ratio"}, ["command 2", "ratio missing"]),
+        ("lstm", {"type": "planned", "ratio": 0.5, "kind": "any"}, ["command 2", "kind", "fixed"]),
+        ("lstm", {"type": "optimal", "ratio": 0.5, "time_limit": 0}, ["time_limit", "above 0"]),
+        ("lstm", {"type": "checkpoint", "placement": "all over"}, ["placement", "2 segments"]),
+        ("lstm", {"type": "checkpoint", "placement": 3}, ["placement", "2 segments"]),
         ("lstm", {"type": "dtr", "ratio": 1, "limit": 0.5}, ["limit", "at least 1"]),
         ("lstm", {"type": "baseline", "batch_size": 0}, ["command 2", "batch_size"]),
         ("lstm", {"type": "baseline", "batch_size": "many"}, ["command 2", "batch_size"]),
@@ -248,7 +267,7 @@ def finished(tmp_path_factory):
     """An experiment that ran to its end."""
     folder = tmp_path_factory.mktemp("experiment")
     command = {
-        "type": "dtr",
+        "type": "simrd",
         "kind": "ratio",
         "ratio": [0.9, 0.8],
         "heuristic": ["dtr-eq", "lru"],
@@ -285,7 +304,7 @@ def test_every_trial_says_what_simulating_the_recorded_step_says(finished):
 def test_there_is_a_table_and_a_picture_per_model(finished):
     folder, _ = finished
     rows = table(folder / "out" / "summary" / "lstm.csv")
-    assert [row["type"] for row in rows] == ["dtr"] * 4 + ["simrd", "baseline"]
+    assert [row["type"] for row in rows] == ["simrd"] * 5 + ["baseline"]
     assert {row["ratio"] for row in rows[:4]} == {"0.9", "0.8"}
     assert all(row["status"] in ("ok", "oom", "thrash") for row in rows)
     names = {path.name for path in (folder / "out" / "graphs").iterdir()}
@@ -297,7 +316,7 @@ def test_a_rerun_only_runs_what_is_missing(finished):
     folder, _ = finished
     results = sorted((folder / "out" / "results").iterdir())
     assert len(results) == 6
-    gone = next(path for path in results if path.name.startswith("dtr"))
+    gone = next(path for path in results if path.name.startswith("simrd"))
     before = {path: path.stat().st_mtime_ns for path in results if path != gone}
     old = json.loads(gone.read_text())
     gone.write_text(gone.read_text()[:20])  # cut off: as good as missing
@@ -313,21 +332,25 @@ def test_a_sweep_has_a_picture_of_its_own(tmp_path):
     swept = {"heuristic": "lru", "policy": "eager", "limit": 10, "ratio": None, "budget": 9000}
     rows = [
         {**common, "type": "baseline", "kind": "fixed", "batch_size": 4, "time": 0.5},
-        {**common, **swept, "type": "dtr", "kind": "param_sweep", "batch_size": 8, "time": 2.0},
-        {**common, **swept, "type": "dtr", "kind": "param_sweep", "batch_size": 4, "time": 0.8},
+        {**common, **swept, "type": "simrd", "kind": "param_sweep", "batch_size": 8, "time": 2.0},
+        {**common, **swept, "type": "simrd", "kind": "param_sweep", "batch_size": 4, "time": 0.8},
         {
             **common,
             **swept,
-            "type": "dtr",
+            "type": "simrd",
             "kind": "param_sweep",
             "batch_size": 16,
             "status": "oom",
             "time": 0.1,
         },
+        {**common, **swept, "type": "dtr", "kind": "param_sweep", "batch_size": 4, "time": 2.0},
+        {**common, **swept, "type": "planned", "kind": "param_sweep", "batch_size": 4, "time": 1.0},
     ]
     assert sweep_lines(rows) == {
         "plain, measured": [(4, 8.0)],
         "lru in 9.00 kB, simulated": [(4, 5.0), (8, 4.0)],
+        "lru in 9.00 kB, online, measured": [(4, 2.0)],
+        "planned in 9.00 kB, measured": [(4, 4.0)],
     }
     paths, notes = write_graphs(rows, tmp_path)
     assert sorted(path.name for path in paths) == ["lstm-sweep.png", "lstm-sweep.svg"]
@@ -340,7 +363,7 @@ def test_failures_are_results_after_as_many_retries_as_allowed(tmp_path):
     config = {
         "models": {
             "transformer": [{"type": "baseline", "extra_params": extra}],
-            "resnet1202": [{"type": "dtr", "memory_budget": 1e6, "timeout": 0.3}],
+            "resnet1202": [{"type": "simrd", "memory_budget": 1e6, "timeout": 0.3}],
         }
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -382,13 +405,13 @@ def soon(happened):
 
 def test_a_kill_loses_nothing_done(tmp_path):
     ratios = [0.99 - 0.01 * step for step in range(30)]
-    command = {"type": "dtr", "ratio": ratios, "heuristic": "lru", "extra_params": SMALL}
+    command = {"type": "simrd", "ratio": ratios, "heuristic": "lru", "extra_params": SMALL}
     out = tmp_path / "out"
     running = started(tmp_path, {"models": {"lstm": [command]}})
-    soon(lambda: len(list((out / "results").glob("dtr*.json"))) >= 3)
+    soon(lambda: len(list((out / "results").glob("simrd*.json"))) >= 3)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    done = sorted((out / "results").glob("dtr*.json"))
+    done = sorted((out / "results").glob("simrd*.json"))
     assert 3 <= len(done) < 30
     before = {path: path.read_bytes() for path in done}
     fewer = {"models": {"lstm": [{**command, "ratio": ratios[:6]}]}}

@@ -29,7 +29,7 @@ def experiments(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Run the trials of a configuration: plain training steps and budgets simulated on them.
+    """Run the trials of a configuration: training steps, plain and in budgets, live and simulated.
 
     Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. Interrupt it at any
     moment and run it again: what is done stays done. Exit code 3 if trials failed.

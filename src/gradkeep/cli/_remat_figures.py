@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.remat._core import Policy
+    from gradkeep.remat._experiment_config import Experiment
     from gradkeep.remat._picture import Look
+    from gradkeep.remat._sweep import Case, Row
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -32,30 +35,73 @@ WorkersOption = Annotated[
     int | None, typer.Option("--workers", help="How many processes; by default one per core.")
 ]
 _RATIOS = "1.0,0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
+_LIVE_RATIOS = "0.9,0.8,0.7,0.6,0.5,0.4"
 _FEWER = "0.9,0.7,0.5,0.3"
 
 
 def pareto(
-    logs: LogsArgument,
+    logs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[LOG...]", help="Recorded steps.")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A model of the zoo to train for real; may be repeated."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--size", help="NAME=NUMBER, such as batch_size=16, of the models."),
+    ] = None,
     out: OutOption = Path("pareto"),
     heuristics: Annotated[
         str | None, typer.Option("--heuristics", help="Names with commas; by default seven.")
     ] = None,
     ratios: RatiosOption = _RATIOS,
+    live_heuristics: Annotated[
+        str, typer.Option("--live-heuristics", help="Those that also decide on the live model.")
+    ] = "dtr-eq",
+    live_ratios: Annotated[
+        str, typer.Option("--live-ratios", help="Budgets to train the live model in.")
+    ] = _LIVE_RATIOS,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Timed steps per measurement.")
+    ] = 5,
     limit: LimitOption = 2.0,
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Draw the time that every budget costs, for every heuristic; one panel per log.
+    """Draw the time that every budget costs, for every heuristic; one panel per log or model.
 
-    Writes pareto.csv, pareto.png, pareto.svg and a self-contained pareto.html.
+    A model is recorded and simulated, trained for real in each budget, online and by plan, and with
+    torch.utils.checkpoint. Small graphs get their optimum. Writes pareto.csv, pareto.png, pareto.svg
+    and a self-contained pareto.html.
     """
+    from gradkeep.remat._experiment_pareto import pareto_experiment
     from gradkeep.remat._picture import Look
-    from gradkeep.remat._sweep import MAIN
+    from gradkeep.remat._sweep import MAIN, optimum_cases
 
+    if not logs and not model:
+        raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
     names = MAIN if heuristics is None else tuple(heuristics.split(","))
+    budgets = _numbers(ratios)
+    measured: list[Row] = []
+    if model:
+        experiment = pareto_experiment(
+            model,
+            sizes=_sizes(size or []),
+            heuristics=names,
+            ratios=budgets,
+            live_heuristics=live_heuristics.split(","),
+            live_ratios=_numbers(live_ratios),
+            limit=limit,
+            repeats=repeats,
+        )
+        measured = _trained(experiment, out / "trials", workers)
     look = Look("What a smaller memory budget costs")
-    _figure("pareto", look, logs, out, names, ratios, limit, workers, json=json)
+    wanted = [
+        *_cases(logs or [], names, budgets, limit),
+        *optimum_cases(logs or [], ratios=budgets),
+    ]
+    _figure("pareto", look, wanted, out, workers, json=json, measured=measured)
 
 
 def ablate(
@@ -72,7 +118,8 @@ def ablate(
 
     names = [name for name in heuristics() if name.startswith("ab-")]
     look = Look("What each part of the heuristic is worth")
-    _figure("ablate", look, logs, out, names, ratios, limit, workers, json=json)
+    wanted = _cases(logs, names, _numbers(ratios), limit)
+    _figure("ablate", look, wanted, out, workers, json=json)
 
 
 def accesses(
@@ -90,7 +137,8 @@ def accesses(
         "How much looking around choosing takes", "accesses", "storages looked at", logarithmic=True
     )
     names = ("dtr", "dtr-eq", "dtr-local", "dtr-union")
-    _figure("accesses", look, logs, out, names, ratios, limit, workers, json=json)
+    wanted = _cases(logs, names, _numbers(ratios), limit)
+    _figure("accesses", look, wanted, out, workers, json=json)
 
 
 def banish(
@@ -107,31 +155,40 @@ def banish(
     look = Look("What happens to storages that nobody refers to", by_policy=True)
     names = ("dtr-union", "dtr-local")
     policies: tuple[Policy, ...] = ("ignore", "eager", "banish")
-    _figure("banish", look, logs, out, names, ratios, limit, workers, json=json, policies=policies)
+    wanted = _cases(logs, names, _numbers(ratios), limit, policies)
+    _figure("banish", look, wanted, out, workers, json=json)
+
+
+def _cases(
+    logs: Sequence[Path],
+    heuristics: Sequence[str],
+    ratios: Sequence[float],
+    limit: float,
+    policies: Sequence[Policy] = ("eager",),
+) -> list[Case]:
+    from gradkeep.remat._sweep import cases
+
+    return cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
 
 
 def _figure(
     name: str,
     look: Look,
-    logs: Sequence[Path],
+    wanted: Sequence[Case],
     out: Path,
-    heuristics: Sequence[str],
-    ratios: str,
-    limit: float,
     workers: int | None,
     *,
     json: bool,
-    policies: Sequence[Policy] = ("eager",),
+    measured: Sequence[Row] = (),
 ) -> None:
     from gradkeep.remat._picture import draw, sentences
-    from gradkeep.remat._sweep import cases, sweep
+    from gradkeep.remat._sweep import sweep, write_table
 
-    wanted = cases(
-        logs, heuristics=heuristics, ratios=_numbers(ratios), policies=policies, limit=limit
-    )
     table = out / f"{name}.csv"
     with progress(name, "simulations") as report:
         rows = sweep(wanted, table, workers=workers, progress=report)
+    rows += measured
+    write_table(table, rows)
     pictures = draw(rows, out, name, look)
     if json:
         failed = sum(row.status != "ok" for row in rows)
@@ -142,6 +199,37 @@ def _figure(
         print(line)
     for path in (table, *pictures):
         print(f"wrote {path}")
+
+
+def _trained(experiment: Experiment, folder: Path, workers: int | None) -> list[Row]:
+    """Run the trials of models; what went wrong is told and left out of the picture."""
+    from gradkeep.remat._experiments import run_experiment
+
+    for note in experiment.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with progress("models", "trials") as told:
+        report = run_experiment(experiment, folder, workers=workers, progress=told)
+    for result in report.results:
+        if result["status"] in ("error", "timeout"):
+            said = str(result.get("message", "")).splitlines() or [""]
+            print(
+                f"{result['model']} {result['type']}: {result['status']}: {said[-1]}",
+                file=sys.stderr,
+            )
+    too_large = {r["model"]: r for r in report.results if r["status"] == "too large"}
+    for name, result in too_large.items():
+        print(f"note: {name} has no optimum: {result['message']}", file=sys.stderr)
+    return report.points
+
+
+def _sizes(texts: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    wrong = [
+        text for text, (_, sign, value) in zip(texts, pairs, strict=True) if not sign or not value
+    ]
+    if wrong:
+        raise RematError("a size is NAME=NUMBER", found=wrong[0], expected="--size batch_size=16")
+    return {name.strip(): value for name, _, value in pairs}
 
 
 def _numbers(text: str) -> list[float]:

@@ -13,26 +13,31 @@ from gradkeep._bytes import parse_bytes
 from gradkeep._errors import BudgetError, RematError
 from gradkeep.data import checked_sizes, default_sizes, published_sizes
 from gradkeep.remat._experiment_names import zoo_name, zoo_sizes
-from gradkeep.remat._experiment_trial import Trial, Workplan
+from gradkeep.remat._experiment_placements import PLACEMENTS, known_placement
+from gradkeep.remat._experiment_trial import TYPES, Trial, Workplan
 from gradkeep.remat._heuristics import heuristic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_TYPES = ("baseline", "dtr", "simrd")
 _KINDS = ("fixed", "ratio", "param_sweep")
 _POLICIES = ("eager", "banish", "ignore")
-_RUNNING = {"retry_on_error", "max_retries"}
+_IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
+_BY_HEURISTIC = ("simrd", "dtr")
+# These may also stand among extra_params, where the original has them.
+_RUNNING = {
+    *("retry_on_error", "max_retries", "use_sampling", "ignore_small_tensors"),
+    *("no_sampling_below_budget", "no_sampling_below_ratio"),
+}
 _KNOWN = {
     *("type", "kind", "memory_budget", "ratio", "batch_size", "heuristic", "policy", "limit"),
     *("timeout", "extra_params", "n_reps", "dry_run", "n_inputs", "seed", "threads", *_RUNNING),
+    *("placement", "time_limit"),
     "use_profiling",  # what it would add is always told
 }
-# The original samples its pool and passes over small tensors; the simulator looks at all.
-_NO_EFFECT = {
-    *("use_sampling", "ignore_small_tensors", "no_sampling_below_budget", "save_logs"),
-    *("no_sampling_below_ratio", "attempt_timeout", "input_params", "sync_gpu"),
-}
+_NO_EFFECT = {"save_logs", "attempt_timeout", "input_params", "sync_gpu"}
+# What the original does unless it is told otherwise.
+_ORIGINAL = {"use_sampling": True, "ignore_small_tensors": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ class Defaults:
         }
         if config.get("set_seed") is False:
             shared.pop("seed", None)
-        return cls({**shared, **default}, published=scale == "published")
+        habits = _ORIGINAL if original else {}
+        return cls({**habits, **shared, **default}, published=scale == "published")
 
 
 def trials_of(
@@ -78,12 +84,17 @@ def trials_of(
     fields = {**defaults.fields, **command}
     fields.setdefault("extra_params", {})
     if "type" not in fields:
-        raise RematError(f"{where}: no field type", expected=", ".join(_TYPES))
+        raise RematError(f"{where}: no field type", expected=", ".join(TYPES))
+    if fields["type"] == "checkpoint":
+        fields.setdefault("placement", list(PLACEMENTS))
     extra = fields.pop("extra_params") or {}
     if not isinstance(extra, dict):
         raise RematError(f"{where}: extra_params is not a mapping", found=repr(extra)[:60])
     trials = []
+    # Before the defaults, after what the command itself says.
+    lifted = {key: extra[key] for key in _RUNNING if key in extra and key not in command}
     for chosen in _unfolded(where, fields):
+        chosen |= lifted
         reader = _Reader(where, model, {**chosen, "extra_params": extra}, defaults)
         trials += reader.trials()
         notes += reader.notes
@@ -112,11 +123,11 @@ class _Reader:
 
     def trials(self) -> list[Trial]:
         """One trial per input."""
-        kind_of = self._choice("type", _TYPES, None)
+        kind_of = self._choice("type", TYPES, None)
         ratio = self._number("ratio", None, least=0.0, open_end=True)
         kind = self._choice("kind", _KINDS, "fixed" if ratio is None else "ratio")
         budget = self._budget()
-        if kind_of != "baseline":
+        if kind_of in _IN_BUDGET:
             wanted = "ratio" if kind == "ratio" else "memory_budget"
             if (ratio if kind == "ratio" else budget) is None:
                 raise self._wrong(wanted, f"missing; kind {kind} needs it", None, None)
@@ -136,20 +147,51 @@ class _Reader:
             timeout=self._number("timeout", 600.0, least=0.0, open_end=True) or 600.0,
             retries=int(tries or 0),
         )
-        if kind_of != "baseline":
+        if kind_of in _IN_BUDGET:
             trial = dataclasses.replace(
                 trial,
                 budget=math.inf if kind == "ratio" or budget is None else budget,
                 ratio=ratio if kind == "ratio" else None,
-                heuristic=self._heuristic(),
-                policy=self._choice("policy", _POLICIES, "eager"),
-                limit=self._number("limit", 10.0, least=1.0) or 10.0,
+                time_limit=self._number("time_limit", 20.0, least=0.0, open_end=True) or 20.0,
             )
+        if kind_of in _BY_HEURISTIC:
+            trial = self._choosing(trial)
+        if kind_of == "checkpoint":
+            trial = dataclasses.replace(trial, placement=self._placement())
         seed = self._whole("seed", 0, 0)
         return [
             dataclasses.replace(trial, work=dataclasses.replace(trial.work, seed=seed + number))
             for number in range(self._whole("n_inputs", 1))
         ]
+
+    def _choosing(self, trial: Trial) -> Trial:
+        """How it is chosen what to evict."""
+        policy = self._choice("policy", _POLICIES, "eager")
+        if trial.type == "dtr" and policy != "eager":
+            fix = "other policies can be simulated: type simrd"
+            raise self._wrong("policy", "is not for live models", policy, "eager", fix)
+        return dataclasses.replace(
+            trial,
+            heuristic=self._heuristic(),
+            policy=policy,
+            limit=self._number("limit", 10.0, least=1.0) or 10.0,
+            sample=self._flag("use_sampling") and not self._too_tight_to_sample(trial),
+            skip_small=self._flag("ignore_small_tensors"),
+        )
+
+    def _too_tight_to_sample(self, trial: Trial) -> bool:
+        """Whether the budget is at or below the one from which on the whole pool is looked at."""
+        if trial.ratio is not None:
+            below = self._number("no_sampling_below_ratio", None, least=0.0)
+            return below is not None and trial.ratio <= below
+        below = self._number("no_sampling_below_budget", None, least=0.0)
+        return below is not None and trial.budget <= below
+
+    def _placement(self) -> str:
+        name = self.fields["placement"]
+        if not isinstance(name, str) or not known_placement(name):
+            raise self._wrong("placement", "unknown", name, f"K segments, {', '.join(PLACEMENTS)}")
+        return name
 
     def _sizes(self) -> tuple[str, tuple[tuple[str, float], ...]]:
         name = zoo_name(self.model)

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import RematError
-from gradkeep.remat._experiment_trial import read_result, write_result
+from gradkeep.remat._experiment_trial import FAILED, read_result, write_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-FAILED = ("error", "timeout")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._bytes import format_bytes
 from gradkeep._errors import MissingExtra
+from gradkeep.remat._picture import MARKERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+_LABELS = {
+    "baseline": "plain, measured",
+    "simrd": "{} in {}, simulated",
+    "dtr": "{} in {}, online, measured",
+    "planned": "planned in {1}, measured",
+}
 
 
 def sweep_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -20,13 +29,13 @@ def sweep_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, f
     """
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row["status"] != "ok":
+        if row["status"] != "ok" or row["type"] not in _LABELS:
             continue
-        name = "plain, measured"
+        name = _LABELS["baseline"]
         if row["type"] != "baseline":
             budget = row["budget"]
             room = "no budget" if budget is None else format_bytes(budget)
-            name = f"{row['heuristic']} in {room}, simulated"
+            name = _LABELS[row["type"]].format(row.get("heuristic"), room)
         lines.setdefault(name, []).append((row["batch_size"], row["batch_size"] / row["time"]))
     return {name: sorted(points) for name, points in lines.items()}
 
@@ -43,8 +52,10 @@ def draw_sweep(model: str, rows: Sequence[dict[str, Any]], folder: Path, name: s
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
-    for label, points in sweep_lines(rows).items():
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
+    for (label, points), marker in zip(
+        sweep_lines(rows).items(), itertools.cycle(MARKERS), strict=False
+    ):
+        axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
     axis.set_title(f"How fast {model} trains at each batch size", fontsize=11)
     axis.set_xlabel("batch size")
     axis.set_ylabel("samples per second")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import MissingExtra
 from gradkeep.remat._experiment_sweeps import draw_sweep
+from gradkeep.remat._experiment_trial import FAILED
 from gradkeep.remat._picture import Look, draw
 from gradkeep.remat._sweep import Row
 
@@ -17,9 +19,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from gradkeep.remat._sweep import Source
+
+_SOURCES: dict[str, Source] = {
+    "simrd": "simulated",
+    "optimal": "optimum",
+    "dtr": "online",
+    "planned": "planned",
+    "checkpoint": "checkpoint",
+}
+
 _COLUMNS = (
     *("model", "zoo", "type", "kind", "batch_size", "seed", "heuristic", "policy", "limit"),
+    *("sample", "skip_small", "placement"),
     *("ratio", "budget", "status", "overhead", "time", "least_time", "base_time", "remat_time"),
+    *("search_time", "copy_time", "cpu_time", "plain_cpu_time", "planning_seconds", "floor"),
+    *("predicted_peak", "predicted_overhead"),
     *("peak", "unlimited_peak", "constant_bytes", "operators", "evictions", "rematerializations"),
     *("heuristic_evaluations", "accesses", "simulation_seconds", "retries", "sizes", "message"),
     "key",
@@ -66,12 +81,12 @@ def write_graphs(
 
 
 def points(results: Sequence[dict[str, Any]]) -> list[Row]:
-    """The simulations in budgets, as a sweep's lines."""
+    """The trials in budgets and with checkpoints, as a sweep's lines."""
     return [
         _point(row, rows)
         for _, rows in _per_model(results)
         for row in rows
-        if row.get("budget") and "overhead" in row
+        if row["type"] in _SOURCES and _at(row) is not None and row["status"] not in FAILED
     ]
 
 
@@ -85,7 +100,7 @@ def _per_model(
 
 
 def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> Row:
-    """A simulation as a line of a sweep: one panel per size, ratios to its own peak."""
+    """A trial as a line of a sweep: one panel per size, ratios to its own peak."""
     differing = [
         f"{key.replace('_size', '')} {value:g}"
         for key, value in row["sizes"].items()
@@ -95,22 +110,34 @@ def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> Row:
     panel = ", ".join(
         [row["model"], *differing, *([f"seed {row['seed']}"] if len(seeds) > 1 else [])]
     )
+    kind = row["type"]
     return Row(
         # The picture takes a name up to its first hyphen for a log's title.
         log=panel.replace("-", "_").replace("/", "_"),
-        heuristic=row["heuristic"],
-        ratio=row["ratio"] or row["budget"] / row["unlimited_peak"],
-        policy=row["policy"],
-        limit=row["limit"],
+        heuristic=row.get("heuristic") or row.get("placement") or _SOURCES[kind],
+        ratio=_at(row) or 0.0,
+        policy=row.get("policy", ""),
+        limit=row.get("limit", math.inf),
         status=row["status"],
-        overhead=row["overhead"],
-        budget=row["budget"],
-        peak=row["peak"],
-        evictions=row["evictions"],
-        rematerializations=row["rematerializations"],
-        heuristic_evaluations=row["heuristic_evaluations"],
-        accesses=row["accesses"],
+        overhead=row.get("overhead", math.nan),
+        budget=row.get("budget") or row["peak"],
+        peak=row.get("peak") or 0,
+        evictions=row.get("evictions", 0),
+        rematerializations=row.get("rematerializations", 0),
+        heuristic_evaluations=row.get("heuristic_evaluations", 0),
+        accesses=row.get("accesses", 0),
+        source=_SOURCES[kind],
     )
+
+
+def _at(row: dict[str, Any]) -> float | None:
+    """The share of the peak: the budget's, or of checkpoints, which know no budget, their own."""
+    if row["type"] == "checkpoint":
+        return row["peak"] / row["unlimited_peak"] if row["status"] == "ok" else None
+    if not row.get("budget"):
+        return None
+    share: float = row["ratio"] or row["budget"] / row["unlimited_peak"]
+    return share
 
 
 def _file_name(model: str) -> str:

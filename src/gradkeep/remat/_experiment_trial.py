@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import sys
 import threading
 import time
@@ -22,8 +21,22 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from gradkeep.remat._core import Policy
 
-RECORDED_REPEATS = 5
-"""A recording takes the least time of each operator; more repeats change little."""
+Type = Literal["baseline", "simrd", "optimal", "dtr", "planned", "checkpoint"]
+TYPES: tuple[Type, ...] = ("baseline", "simrd", "optimal", "dtr", "planned", "checkpoint")
+"""Plain training; simulated, or the optimum, on its recorded step; on the live model, decided as it
+runs, by plan, or with `torch.utils.checkpoint`."""
+SIMULATED = ("simrd", "optimal")
+FAILED = ("error", "timeout")
+"""What ends without an answer; all other endings are answers."""
+LIVE = ("dtr", "planned", "checkpoint")
+_ASKED = {
+    "baseline": (),
+    "simrd": ("heuristic", "policy", "limit", "sample", "skip_small"),
+    "optimal": ("time_limit",),
+    "dtr": ("heuristic", "limit", "sample", "skip_small"),
+    "planned": (),
+    "checkpoint": ("placement",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,7 @@ class Trial:
 
     model: str
     """As the configuration says it."""
-    type: Literal["baseline", "dtr", "simrd"]
+    type: Type
     kind: Literal["fixed", "ratio", "param_sweep"]
     work: Workplan
     budget: float = math.inf
@@ -60,6 +73,15 @@ class Trial:
     heuristic: str = "dtr-eq"
     policy: Policy = "eager"
     limit: float = 10.0
+    """More than so many times the plain time is thrashing."""
+    sample: bool = False
+    """Look at about 2 sqrt(n) storages of the pool only."""
+    skip_small: bool = False
+    """Pass over storages below 1 % of the mean size."""
+    placement: str | None = None
+    """Where checkpoints are."""
+    time_limit: float = 20.0
+    """Seconds for the integer program."""
     timeout: float = 600.0
     retries: int = 0
     """How often a trial that failed is tried again."""
@@ -69,8 +91,14 @@ class Trial:
         """The same for the same question, however it was asked for."""
         if self.type == "baseline":
             return f"baseline-{self.work.key}"
-        asked = [self.heuristic, self.policy, self.limit, self.ratio]
-        return f"dtr-{self.work.name}-{digest([dataclasses.asdict(self.work), *asked, str(self.budget)])}"
+        work = dataclasses.asdict(self.work)
+        question = digest([work, self.asked, self.ratio, str(self.budget)])
+        return f"{self.type}-{self.work.name}-{question}"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What this type of trial depends on besides the work and the budget."""
+        return {name: getattr(self, name) for name in _ASKED[self.type]}
 
     @property
     def baseline(self) -> Trial:
@@ -102,85 +130,6 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "status" in found else None
 
 
-def measure(work: Workplan) -> dict[str, Any]:
-    """Run and time the plain step; one more run counts the bytes."""
-    import tempfile
-
-    from gradkeep.remat import record
-
-    step = _step(work)
-    for _ in range(work.warmup):
-        step()
-    times = []
-    for _ in range(work.repeats):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = record(Path(folder) / "step.log")
-        with recorder:
-            step()
-    return {
-        "status": "ok",
-        "time": statistics.median(times),
-        "least_time": min(times),
-        "peak": recorder.live_peak,
-    }
-
-
-def make_log(work: Workplan, path: Path) -> dict[str, Any]:
-    """Record the step; the log is there whole or not at all."""
-    from gradkeep.remat import record
-
-    step = _step(work)
-    for _ in range(work.warmup):
-        step()
-    # Beside the log until all repeats are in it: a log that exists is finished.
-    recorder = record(path.with_suffix(f".part{os.getpid()}"))
-    for _ in range(min(work.repeats, RECORDED_REPEATS)):
-        with recorder:
-            step()
-    recorder.path.replace(path)
-    return {"status": "ok", "peak": recorder.live_peak}
-
-
-def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run the recorded step in the budget."""
-    from gradkeep.remat import read_log, simulate, unlimited_peak
-
-    program = read_log(log)
-    start = time.perf_counter()
-    outcome = simulate(program, budget=budget, **asked)
-    spent = time.perf_counter() - start
-    return {
-        "status": outcome.status,
-        "time": outcome.compute / 1e9,
-        "base_time": outcome.base_compute / 1e9,
-        "remat_time": outcome.remat_compute / 1e9,
-        "overhead": outcome.overhead,
-        "budget": None if math.isinf(budget) else int(budget),
-        "peak": outcome.peak,
-        "unlimited_peak": unlimited_peak(program),
-        "constant_bytes": program.constant_bytes,
-        "operators": len(program.ops),
-        "evictions": outcome.evictions,
-        "rematerializations": outcome.rematerializations,
-        "heuristic_evaluations": outcome.heuristic_evaluations,
-        "accesses": outcome.accesses,
-        "simulation_seconds": spent,
-    }
-
-
-def _step(work: Workplan) -> Any:
-    import torch
-
-    from gradkeep.data import build
-
-    torch.set_num_threads(work.threads)
-    sizes: dict[str, Any] = dict(work.sizes)
-    return build(work.name, seed=work.seed, **sizes).step
-
-
 def _end_with(parent: int) -> None:
     """Do not go on for nobody: when the experiment is killed, so are its trials."""
     while os.getppid() == parent:
@@ -189,24 +138,44 @@ def _end_with(parent: int) -> None:
 
 
 def main(text: str) -> int:
-    """Do one job: `measure`, `record` or `simulate`."""
+    """Do one job: record a step, or run a trial of some type."""
     from gradkeep._errors import GradkeepError
 
     job = json.loads(text)
     threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
     try:
-        if job["do"] == "simulate":
-            budget = math.inf if job["budget"] is None else job["budget"]
-            result = simulate_trial(Path(job["log"]), budget, job["asked"])
-        else:
-            sizes = tuple((key, value) for key, value in job["work"].pop("sizes"))
-            work = Workplan(**job["work"], sizes=sizes)
-            result = measure(work) if job["do"] == "measure" else make_log(work, Path(job["log"]))
+        result = _result(job)
     except GradkeepError as error:
         print(error, file=sys.stderr)
         return 1
     write_result(Path(job["out"]), {**job["about"], **result})
     return 0
+
+
+def _result(job: dict[str, Any]) -> dict[str, Any]:
+    asked, budget = job.get("asked", {}), job.get("budget")
+    room = math.inf if budget is None else budget
+    if job["do"] in SIMULATED:
+        from gradkeep.remat import _experiment_simulated as simulated
+
+        log = Path(job["log"])
+        if job["do"] == "optimal":
+            return simulated.optimal_trial(log, room, **asked)
+        return simulated.simulate_trial(log, room, asked)
+    # Loads torch, which simulating does without.
+    from gradkeep.remat import _experiment_live as live
+
+    sizes = tuple((key, value) for key, value in job["work"].pop("sizes"))
+    work = Workplan(**job["work"], sizes=sizes)
+    if job["do"] == "record":
+        return live.make_log(work, Path(job["log"]))
+    if job["do"] == "baseline":
+        return live.measure(work)
+    if job["do"] == "dtr":
+        return live.measure_online(work, room, **asked)
+    if job["do"] == "planned":
+        return live.measure_planned(work, room)
+    return live.measure_checkpoints(work, **asked)
 
 
 if __name__ == "__main__":

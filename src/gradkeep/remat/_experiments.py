@@ -1,4 +1,4 @@
-"""Experiments by configuration: measure, record, simulate, and put it all in tables and pictures.
+"""Experiments by configuration: train, record, simulate, and put it all in tables and pictures.
 
     OUT/results/  one JSON file per trial; what is there is not run again
     OUT/logs/     the recorded steps, one per model with sizes
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import RematError
-from gradkeep.remat._experiment_jobs import FAILED, Job, Processes
+from gradkeep.remat._experiment_jobs import Job, Processes
 from gradkeep.remat._experiment_tables import points, write_graphs, write_summaries
-from gradkeep.remat._experiment_trial import read_result
+from gradkeep.remat._experiment_trial import FAILED, LIVE, SIMULATED, read_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ class Report:
 
     @property
     def points(self) -> list[Row]:
-        """The simulations in budgets, as a sweep's lines."""
+        """The trials in budgets and with checkpoints, as a sweep's lines."""
         return points(self.results)
 
     @property
@@ -64,8 +64,8 @@ def run_experiment(
 ) -> Report:
     """Run the trials that have no result yet, then write all tables and pictures.
 
-    Measurements and recordings run one at a time, so that they do not disturb each other;
-    simulations run on `workers` processes.
+    Training and recording run one at a time, so that they do not disturb each other; simulations
+    run on `workers` processes.
     """
     runner = _Runner(Path(out), experiment, retry_failed=retry_failed, progress=progress)
     return runner.run(workers or os.cpu_count() or 1)
@@ -109,11 +109,12 @@ class _Runner:
         self.done = reused
         self._tell()
         measured = [trial for trial in left if trial.type == "baseline"]
-        simulated = [trial for trial in left if trial.type != "baseline"]
-        self._run([self._measurement(trial) for trial in measured], workers=1)
+        live = [trial for trial in left if trial.type in LIVE]
+        simulated = [trial for trial in left if trial.type in SIMULATED]
+        self._run([self._job(trial, _work(trial)) for trial in measured], workers=1)
+        self._run(self._possible(live, {}), workers=1)
         logs = self._record(simulated)
-        jobs = [job for trial in simulated if (job := self._simulation(trial, logs)) is not None]
-        self._run(jobs, workers=workers)
+        self._run(self._possible(simulated, logs), workers=workers)
         rows = tuple(self._row(trial) for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
@@ -138,7 +139,7 @@ class _Runner:
                 continue
             job = jobs.get(key)
             jobs[key] = Job(
-                {"do": "record", "work": _plain(trial.work), "log": str(log)},
+                {**_work(trial), "do": "record", "log": str(log)},
                 {"key": key, "model": trial.model},
                 out,
                 max(trial.timeout, job.timeout if job else 0.0),
@@ -149,39 +150,35 @@ class _Runner:
             found.update(zip(jobs, made, strict=True))
         return found
 
-    def _measurement(self, trial: Trial) -> Job:
-        fields = {"do": "measure", "work": _plain(trial.work)}
-        return self._job(trial, fields)
+    def _possible(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[Job]:
+        """The jobs of these trials; if what one builds on has failed, then that is its result."""
+        jobs = []
+        for trial in trials:
+            needed = [("recording", logs[trial.work.key])] if trial.type in SIMULATED else []
+            if trial.ratio is not None:
+                needed.append(("baseline", self.results[trial.baseline.key]))
+            failed = next((one for one in needed if one[1]["status"] in FAILED), None)
+            if failed is None:
+                jobs.append(self._in_budget(trial))
+                continue
+            what, result = failed
+            self.results[trial.key] = {
+                **_about(trial),
+                "status": result["status"],
+                "message": f"its {what} failed: {result.get('message')}",
+            }
+            self._one_more()
+        return jobs
 
-    def _simulation(self, trial: Trial, logs: dict[str, Result]) -> Job | None:
-        """The job, or nothing if what it builds on has failed: then that is its result."""
-        needed = [("recording", logs[trial.work.key])]
-        if trial.ratio is not None:
-            needed.append(("baseline", self.results[trial.baseline.key]))
-        for what, result in needed:
-            if result["status"] in FAILED:
-                message = f"its {what} failed: {result.get('message')}"
-                self.results[trial.key] = {
-                    **_about(trial),
-                    "status": result["status"],
-                    "message": message,
-                }
-                self._one_more()
-                return None
+    def _in_budget(self, trial: Trial) -> Job:
         budget = trial.budget
         if trial.ratio is not None:
-            budget = int(trial.ratio * needed[1][1]["peak"])
-        fields = {
-            "do": "simulate",
-            "log": str(self._log(trial.work)),
-            "budget": None if math.isinf(budget) else budget,
-            "asked": {
-                "heuristic": trial.heuristic,
-                "policy": trial.policy,
-                "limit": trial.limit,
-            },
-        }
-        return self._job(trial, fields)
+            budget = int(trial.ratio * self.results[trial.baseline.key]["peak"])
+        on: dict[str, Any] = _work(trial)
+        if trial.type in SIMULATED:
+            on = {"log": str(self._log(trial.work))}
+        fields = {**on, "do": trial.type, "asked": trial.asked}
+        return self._job(trial, {**fields, "budget": None if math.isinf(budget) else budget})
 
     def _job(self, trial: Trial, fields: dict[str, Any]) -> Job:
         return Job(fields, _about(trial), self._path(trial.key), trial.timeout, trial.retries)
@@ -205,12 +202,12 @@ class _Runner:
             self.progress(self.done, self.total)
 
 
-def _plain(work: Workplan) -> dict[str, Any]:
-    return dataclasses.asdict(work)
+def _work(trial: Trial) -> dict[str, Any]:
+    return {"do": trial.type, "work": dataclasses.asdict(trial.work)}
 
 
 def _about(trial: Trial) -> dict[str, Any]:
-    about: dict[str, Any] = {
+    return {
         "key": trial.key,
         "model": trial.model,
         "zoo": trial.work.name,
@@ -219,12 +216,6 @@ def _about(trial: Trial) -> dict[str, Any]:
         "batch_size": dict(trial.work.sizes)["batch_size"],
         "sizes": dict(trial.work.sizes),
         "seed": trial.work.seed,
+        **({} if trial.type in ("baseline", "checkpoint") else {"ratio": trial.ratio}),
+        **trial.asked,
     }
-    if trial.type != "baseline":
-        about |= {
-            "ratio": trial.ratio,
-            "heuristic": trial.heuristic,
-            "policy": trial.policy,
-            "limit": trial.limit,
-        }
-    return about

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gradkeep._errors import RematError
 from gradkeep.remat._heuristics import heuristic
 from gradkeep.remat._log import read_log
+from gradkeep.remat._optimum_point import SMALL_ENOUGH, optimum_point
+from gradkeep.remat._schedule import Graph
 from gradkeep.remat._simulate import simulate, unlimited_peak
 
 if TYPE_CHECKING:
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from gradkeep.remat._program import Program
 
 MAIN = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest", "random")
+Source = Literal["simulated", "optimum", "online", "planned", "checkpoint"]
+"""How a row came about; the last three are measured on a live model."""
+OPTIMUM = "optimum"
+"""In the place of a heuristic: the integer program decides."""
+_OPTIMUM_SECONDS = 20.0
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
@@ -41,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One simulation done: a line of the table."""
+    """One simulation or measurement done: a line of the table."""
 
     log: str
     heuristic: str
@@ -56,6 +64,7 @@ class Row:
     rematerializations: int
     heuristic_evaluations: int
     accesses: int
+    source: Source = "simulated"
 
     @property
     def case(self) -> Case:
@@ -87,6 +96,14 @@ def cases(
     ]
 
 
+def optimum_cases(
+    logs: Sequence[str | os.PathLike[str]], *, ratios: Sequence[float] = RATIOS
+) -> list[Case]:
+    """The optimum at every ratio, of the logs that are small enough to find it."""
+    small = [log for log in logs if len(Graph.of(read_log(log))) <= SMALL_ENOUGH]
+    return [Case(os.fspath(log), OPTIMUM, float(ratio)) for log in small for ratio in ratios]
+
+
 def sweep(
     wanted: Iterable[Case],
     table: str | os.PathLike[str],
@@ -100,9 +117,10 @@ def sweep(
     """
     path = Path(table)
     every = list(dict.fromkeys(wanted))
-    done = {row.case: row for row in read_table(path)} if path.exists() else {}
+    there = read_table(path) if path.exists() else []
+    done = {row.case: row for row in there if row.source in ("simulated", "optimum")}
     left = [case for case in every if case not in done]
-    _write_table(path, done.values())
+    write_table(path, done.values())
     finished = len(every) - len(left)
     if progress is not None:
         progress(finished, len(every))
@@ -121,7 +139,7 @@ def sweep(
                 if progress is not None:
                     progress(finished, len(every))
     rows = [done[case] for case in every]
-    _write_table(path, rows)
+    write_table(path, rows)
     return rows
 
 
@@ -129,6 +147,8 @@ def run_case(case: Case) -> Row:
     """Simulate one case."""
     program, peak = _program(case.log)
     budget = int(peak * case.ratio)
+    if case.heuristic == OPTIMUM:
+        return _optimum(case, program, budget)
     outcome = simulate(
         program,
         heuristic=case.heuristic,
@@ -153,6 +173,26 @@ def run_case(case: Case) -> Row:
     )
 
 
+def _optimum(case: Case, program: Program, budget: int) -> Row:
+    best = optimum_point(program, budget, time_limit=_OPTIMUM_SECONDS)
+    return Row(
+        log=case.log,
+        heuristic=OPTIMUM,
+        ratio=case.ratio,
+        policy=case.policy,
+        limit=case.limit,
+        status=best.status,
+        overhead=math.nan if best.overhead is None else best.overhead,
+        budget=budget,
+        peak=best.peak,
+        evictions=0,
+        rematerializations=0,
+        heuristic_evaluations=0,
+        accesses=0,
+        source="optimum",
+    )
+
+
 @lru_cache(maxsize=4)
 def _program(log: str) -> tuple[Program, int]:
     program = read_log(log)
@@ -163,7 +203,7 @@ def read_table(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a table; a last line that was cut off by a kill is left out."""
     rows = []
     fields = dataclasses.fields(Row)
-    kinds = {"float": float, "int": int, "str": str}
+    kinds = {"float": float, "int": int, "str": str, "Source": str}
     with Path(path).open(newline="") as file:
         for line in list(csv.reader(file))[1:]:
             if len(line) != len(fields):
@@ -178,7 +218,8 @@ def read_table(path: str | os.PathLike[str]) -> list[Row]:
     return rows
 
 
-def _write_table(path: Path, rows: Iterable[Row]) -> None:
+def write_table(path: Path, rows: Iterable[Row]) -> None:
+    """Write a table: a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", newline="") as file:
