@@ -270,7 +270,7 @@ def subject(name: str, seed: int = 0) -> Subject:
         if name == "transformer":
             return _words("transformer", dropout=0.1, fused=False)
         if name == "lstm":
-            return _zoo("lstm", seed, batch_size=128, length=24, in_dim=128, mem_dim=256)
+            return _zoo("lstm", seed, batch_size=256, length=16, in_dim=128, mem_dim=256)
         if name == "fused_lstm":
             return _zoo(
                 "lstm_encoder",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradkeep.remat._planned._problem import Problem
 
 
-_REMEMBERED = 12
+_REMEMBERED = 20
 """Rebuilds per request; more are seldom met again."""
 
 
@@ -32,6 +32,8 @@ class State(IntEnum):
     """Make it again at the first request, and keep it until the last."""
     AGAIN = 2
     """Make it again at every request; nothing is kept on the way."""
+    TOGETHER = 3
+    """As DROP, but made as soon as an operator that it needs runs for another value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,12 @@ class Evaluator:
             for c in problem.candidates
         ]
         """What dropping each candidate frees, until it is made again."""
+        needed: dict[int, list[int]] = {}
+        for index, candidate in enumerate(problem.candidates):
+            for number in candidate.recipe:
+                needed.setdefault(number, []).append(index)
+        self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
+        """Per operator the candidates that need it, if several do."""
         self._memory: dict[int, list[_Known]] = {}
         self.work = 0
         """Operators in all rebuilds that had to be worked out so far."""
@@ -191,7 +199,19 @@ class Evaluator:
         forced: set[int] = set()
         given: dict[int, int] = {}
         stack = [(value, True)]
-        while stack:
+        roots = {value}
+        news: list[int] = []
+        while stack or news:
+            if not stack:
+                # Whoever needs what was just made, and will be asked for, is made along.
+                for other in self._sharing[news.pop()]:
+                    given[other] = codes[other]
+                    mate = candidates[other]
+                    wanted = codes[other] == 2 * State.TOGETHER and mate.value not in roots
+                    if wanted and mate.asks and mate.asks[-1] > at:
+                        roots.add(mate.value)
+                        stack.append((mate.value, True))
+                continue
             current, must = stack.pop()
             if not must:
                 own = index.get(current)
@@ -204,12 +224,14 @@ class Evaluator:
                 if there:
                     sources.add(current)
                     continue
-            elif current != value:
+            elif current not in roots:
                 forced.add(current)
             number = maker[current]
             assert number is not None
             if number not in operations:
                 operations.add(number)
+                if number in self._sharing:
+                    news.append(number)
                 stack += [(read, read in self._forced[number]) for read in self._reads[number]]
         order = sorted(operations)
         self.work += len(order)
@@ -221,8 +243,8 @@ class Evaluator:
                     continue
                 given[own] = codes[own]
                 asks = candidates[own].asks
-                kept_on = codes[own] == 2 * State.DROP and made not in forced
-                if kept_on and asks and (made == value or asks[-1] > at):
+                stays = codes[own] in (2 * State.DROP, 2 * State.TOGETHER)
+                if stays and made not in forced and asks and (made == value or asks[-1] > at):
                     kept.add(made)
         change: list[tuple[int, int]] = []
         arrived = 0

@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 States = tuple[int, ...]
 Score = tuple[float, float, float]
 
-_EXHAUSTIVE = 7
+_EXHAUSTIVE = 6
 """So many candidates are searched through instead of guessed at."""
-_EVALUATIONS = 6000
-_WORK = 400_000
-"""Operators in rebuilds that were worked out: with `_EVALUATIONS`, a few seconds."""
+_FEWEST, _MOST = 4000, 12_000
+"""Evaluations while annealing; small problems are evaluated faster and may have more."""
+_EFFORT = 500_000
+_WORK = 300_000
+"""Operators in rebuilds that were worked out: it bounds the time to a few seconds."""
 
 
+_STARTS = 4
 _ANNEALED = 3
 _GROUP_MOVES = 0.25
 _SWAPS = 0.35
@@ -95,13 +98,20 @@ class _Search:
         return Found(states, evaluation, evaluation.peak <= self._budget, len(self._known))
 
     def _look(self) -> None:
-        starts = [self._greedy(), *self._segments(), *self._spaced()]
-        starts = sorted(set(starts), key=self._score)[:4]
+        nothing: States = (0,) * len(self._candidates)
+        starts = {nothing, *self._segments(), *self._spaced()}
+        # By what they cost for the bytes they free, for those that fit at once are seldom the best
+        # to begin with; near the floor they are.
+        promising = sorted(starts, key=lambda start: (self._energy(start), start))[:_STARTS]
+        fitting = sorted(starts, key=lambda start: (self._score(start), start))[: _STARTS // 2]
+        ready = {self._greedy(start) for start in (nothing, *promising, *fitting)}
         polished = sorted(
-            {self._polished(self._regrouped(start)) for start in starts}, key=self._score
+            {self._polished(self._regrouped(start)) for start in ready},
+            key=lambda start: (self._score(start), start),
         )
+        steps = max(_FEWEST, min(_MOST, _EFFORT // len(self._candidates)))
         for start in polished[:_ANNEALED]:
-            self._anneal(start, _EVALUATIONS // _ANNEALED)
+            self._anneal(start, steps // _ANNEALED)
         self._polished(self._regrouped(self._best[1]))
 
     def _score(self, states: States) -> Score:
@@ -125,17 +135,18 @@ class _Search:
         spread = excess / (self._peak * len(self._problem.levels))
         return seconds / self._unit + 0.02 + 4 * over / self._peak + spread
 
-    def _greedy(self) -> States:
+    def _greedy(self, start: States) -> States:
         """Always the move that frees the most excess per second; rates are renewed when on top."""
-        states = [int(State.KEEP)] * len(self._candidates)
-        _, *before = self._score(tuple(states))
-        heap = [(self._rate(group), group) for group in self._groups]
+        states = list(start)
+        _, *before = self._score(start)
+        left = [group for group in self._groups if not all(states[index] for index in group)]
+        heap = [(self._rate(group), group) for group in left]
         heapq.heapify(heap)
         while heap and before[0] > 0:
             _, group = heapq.heappop(heap)
             own = [states[index] for index in group]
             best = None
-            for choice in (State.DROP, State.AGAIN):
+            for choice in (State.TOGETHER, State.AGAIN):
                 for index in group:
                     states[index] = int(choice)
                 _, *after = self._score(tuple(states))
@@ -168,13 +179,13 @@ class _Search:
         crossing = crossings(self._problem)
         index = {candidate.value: at for at, candidate in enumerate(self._candidates)}
         rates = sorted(c.cost / c.size for c in self._candidates)
-        dear = [math.inf, *sorted({rates[int(len(rates) * part)] for part in (0.5, 0.75, 0.9)})]
+        dear = [math.inf, *sorted({rates[len(rates) * part // 10] for part in range(2, 10)})]
         counts = sorted({*range(1, 9), 11, 15, 20, 28})
         cuts = [evenly(crossing, count) for count in counts if count <= len(crossing)]
         for places, limit in itertools.product(cuts, dear):
             kept = {value for place in places for value in crossing[place].values}
             states = [
-                int(State.KEEP) if c.cost / c.size > limit else int(State.DROP)
+                int(State.KEEP) if c.cost / c.size > limit else int(State.TOGETHER)
                 for c in self._candidates
             ]
             for value in kept:
@@ -238,7 +249,7 @@ class _Search:
             elif draw.random() < _SWAPS:
                 # Anything the other way: a plan near its budget has no room for single changes.
                 other = draw.randrange(len(trial))
-                trial[other] = int(State.KEEP) if trial[other] else int(State.DROP)
+                trial[other] = int(State.KEEP) if trial[other] else int(State.TOGETHER)
             elif draw.random() < 0.5:
                 # A neighbour in time the other way: segments move by that.
                 near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
@@ -252,7 +263,7 @@ class _Search:
         """The same with groups of values that are made together."""
         current = self._score(states)
         for group in sorted(self._together, key=self._rate, reverse=True):
-            for state in (State.KEEP, State.DROP):
+            for state in (State.KEEP, State.TOGETHER):
                 if self._tired():
                     return states
                 trial = list(states)
