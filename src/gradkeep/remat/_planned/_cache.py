@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,9 @@ from gradkeep.remat._planned._agree import agreed, cheaper
 from gradkeep.remat._planned._record import has_gradients
 
 if TYPE_CHECKING:
-    import weakref
-
     from torch import Tensor
 
+    from gradkeep.remat._planned._modules import Flag
     from gradkeep.remat._planned._programs import Compiled
     from gradkeep.remat._planned._record import Recording
     from gradkeep.remat._planned._trace import Trace
@@ -25,7 +25,7 @@ class Kind:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
-    flags: tuple[tuple[weakref.ref[Any], bool], ...]
+    flags: tuple[Flag, ...]
     """Every module that runs, and whether it is training."""
     parameters: tuple[weakref.ref[Any], ...]
     gradients: bool
@@ -43,6 +43,7 @@ class Kind:
             and all(
                 (module := reference()) is not None and module.training == flag
                 for reference, flag in self.flags
+                if isinstance(reference, weakref.ref)
             )
             and self.gradients == has_gradients(self.parameters)
         )

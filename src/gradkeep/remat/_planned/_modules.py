@@ -63,6 +63,9 @@ class FromInputs:
         return found
 
 
+Flag = tuple["weakref.ref[nn.Module] | type[nn.Module]", bool]
+"""A module, or the type of one that does not stay, and whether it is training."""
+
 Source = FromParameter | FromModule | FromInputs
 
 
@@ -107,9 +110,23 @@ class Modules:
                 self._names[id(part)] = name
         return self._names.get(id(module), type(module).__name__)
 
-    def flags(self) -> tuple[tuple[weakref.ref[nn.Module], bool], ...]:
-        """Every module that ran, and whether it was training."""
-        return tuple((weakref.ref(module), module.training) for module in self.seen.values())
+    def flags(self) -> tuple[Flag, ...]:
+        """Every module that ran, and whether it was training.
+
+        Modules without a tensor of their own, which belong to none that has one, are often made
+        anew in each step, as losses are: of these only the type counts.
+        """
+        staying = {
+            id(part)
+            for module in self.seen.values()
+            if next(module.parameters(), None) is not None
+            or next(module.buffers(), None) is not None
+            for part in module.modules()
+        }
+        return tuple(
+            (weakref.ref(module) if id(module) in staying else type(module), module.training)
+            for module in self.seen.values()
+        )
 
     def parameters(self) -> tuple[weakref.ref[Parameter], ...]:
         """The parameters of all modules that were called so far, and of the modules inside them."""
