@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gradkeep._errors import RematError
+from gradkeep.cli._remat_experiments import tell_endings
 from gradkeep.data import build
 from gradkeep.remat import chain
 from gradkeep.remat._experiment_config import parse_experiment
@@ -21,7 +22,7 @@ from gradkeep.remat._optimum_point import optimum_point
 from gradkeep.remat._picture import Look, draw, sentences
 from gradkeep.remat._sweep import Row, read_table, sweep, write_table
 
-SIZES = {"layers": 1, "batch_size": 8, "length": 12, "tokens": 100}
+SIZES = {"layers": 1, "batch_size": 8}
 
 
 def gradkeep(*words):
@@ -41,7 +42,7 @@ def pictured(tmp_path_factory):
     sizes = [word for name, value in SIZES.items() for word in ("--size", f"{name}={value}")]
     done = gradkeep(
         *("pareto", "--model", "lstm_encoder", *sizes, "--out", out, "--repeats", 2),
-        *("--heuristics", "lru", "--ratios", "1.0,0.8", "--live-ratios", "0.8,0.3"),
+        *("--heuristics", "lru", "--ratios", "1.0,0.8", "--live-ratios", "0.8"),
         *("--placements", "all"),
     )
     assert done.returncode == 0, done.stderr
@@ -66,17 +67,6 @@ def test_live_trials_tell_time_and_bytes(pictured):
     assert results["checkpoint", None]["peak"] < plain["peak"]
 
 
-def test_budgets_that_are_too_small_say_so_and_name_the_floor(pictured):
-    _, done, results = pictured
-    planned, online = results["planned", 0.3], results["dtr", 0.3]
-    assert planned["status"] == "infeasible"
-    assert f"the floor is {planned['floor']} bytes" in planned["message"]
-    assert planned["budget"] < planned["floor"] < planned["unlimited_peak"]
-    assert online["status"] == "over budget"
-    assert online["peak"] > online["budget"]
-    assert f"the floor is {planned['floor']}" in done.stderr
-
-
 def test_one_picture_has_everything(pictured):
     out, done, _ = pictured
     rows = read_table(out / "pareto.csv")
@@ -94,7 +84,6 @@ def test_one_picture_has_everything(pictured):
     ):
         assert f"<!-- {label} -->" in drawing
         assert f"<!-- {label} -->" in page
-    assert "<td>infeasible</td>" in page
     assert (out / "pareto.png").stat().st_size > 10_000
     assert "planned, measured" in done.stdout
     with (out / "trials/summary/lstm_encoder.csv").open(newline="") as file:
@@ -147,6 +136,7 @@ def threads():
 
 
 TINY = plan_of("lstm", length=4, in_dim=4, mem_dim=8)
+WORDS = plan_of("lstm_encoder", **SIZES)
 ASKED = {"heuristic": "dtr-eq", "sample": False, "skip_small": False}
 
 
@@ -159,16 +149,30 @@ def test_online_gives_up_beyond_its_limit():
 
 
 def test_online_may_look_at_a_part_of_the_pool():
-    peak = measure_online(TINY, math.inf, **ASKED, limit=10.0)["peak"]
     asked = {"heuristic": "lru", "sample": True, "skip_small": True}
-    found = measure_online(TINY, 0.9 * peak, **asked, limit=10.0)
-    assert found["status"] == "ok"
-    assert found["peak"] <= 0.9 * peak
+    found = measure_online(WORDS, 0.9 * 1123320, **asked, limit=10.0)
+    assert (found["status"], found["unlimited_peak"]) == ("ok", 1123320)
+    assert found["peak"] <= found["budget"]
     assert found["evictions"] > 0
 
 
+def test_budgets_that_are_too_small_say_so_and_name_the_floor(capsys):
+    planned = measure_planned(WORDS, 3e5)
+    assert planned["status"] == "infeasible"
+    assert f"the floor is {planned['floor']} bytes" in planned["message"]
+    assert planned["budget"] < planned["floor"] < planned["unlimited_peak"]
+    online = measure_online(WORDS, 3e5, **ASKED, limit=10.0)
+    assert online["status"] == "over budget"
+    assert online["peak"] > online["budget"]
+    common = {"model": "words", "ratio": 0.3, "key": "k"}
+    tell_endings([{**common, "type": "planned", **planned}, {**common, "type": "dtr", **online}])
+    told = capsys.readouterr().err
+    assert f"words planned 0.3: infeasible: {planned['message']}" in told
+    assert "words dtr 0.3: over budget" in told
+
+
 def test_planned_without_a_budget_drops_nothing():
-    found = measure_planned(TINY, math.inf)
+    found = measure_planned(WORDS, math.inf)
     assert (found["status"], found["evictions"]) == ("ok", 0)
     assert found["peak"] == found["unlimited_peak"]
 
@@ -185,10 +189,10 @@ def test_checkpoints_go_where_they_are_told_and_away_again():
 
 
 def test_fewer_bytes_with_checkpoints_than_without():
-    small = plan_of("resnet20", batch_size=2, height=16, width=16)
-    found = measure_checkpoints(small, placement="4 segments")
+    wide = plan_of("resnet20", batch_size=8, height=16, width=16)
+    found = measure_checkpoints(wide, placement="4 segments")
     assert found["status"] == "ok"
-    assert found["peak"] < 0.9 * found["unlimited_peak"]
+    assert found["peak"] < 0.8 * found["unlimited_peak"]
 
 
 def test_places_that_a_model_does_not_have_are_no_failure():

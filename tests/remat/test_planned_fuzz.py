@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import random
 
 import pytest
@@ -13,6 +14,8 @@ import gradkeep as gk
 from gradkeep._errors import StepChanged
 
 STEPS = 120
+
+memory_budget = functools.partial(gk.memory_budget, effort=0.05)
 
 
 class Changing(nn.Module):
@@ -101,7 +104,7 @@ def test_random_changes_between_steps_never_give_a_wrong_gradient(form):
     plain = Changing()
     ours = copy.deepcopy(plain)
     expected = [outcome(plain, step(plain, *given)) for given in steps(plain, form)]
-    budget = gk.memory_budget(0.77 if form == "epoch" else 0.75, min_size=1)
+    budget = memory_budget(0.77 if form == "epoch" else 0.75, min_size=1)
     decorated = budget(step)
     refused = 0
     with budget if form == "epoch" else contextlib.nullcontext():

@@ -30,7 +30,7 @@ def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
     recorded(work.step, cloning=False)
     trace = agreed(recorded(work.step, cloning=False), recorded(work.step, cloning=True))
     problem = problem_of(trace, min_size=1)
-    found = search(problem, int(0.8 * trace.peak))
+    found = search(problem, int(0.8 * trace.peak), effort=0.05)
     assert found.fits
     plan = compiled(problem, found.states, found.evaluation)
     state = {key: value.clone() for key, value in work.model.state_dict().items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._bytes import format_bytes
@@ -41,6 +41,8 @@ class Settings:
     min_size: int | None = None
     """Smaller storages are never dropped; None: a two-thousandth of the peak."""
     recordings: int = 3
+    effort: float = 1.0
+    """How long to search for plans."""
 
     def bytes_of(self, peak: int) -> int:
         """The budget in bytes, given the peak."""
@@ -170,9 +172,14 @@ class Book:
         # Undoing a step needs copies, which count too; one that drops nothing is never undone.
         reserve = self._reserve(group)
         target = budget if trace.peak <= budget else max(1, budget - reserve)
-        found = _from_saved(problem, known, target) or search(problem, target, seed=settings.seed)
+        found = _from_saved(problem, known, target) or search(
+            problem, target, seed=settings.seed, effort=settings.effort
+        )
         if not found.fits:
-            floor = floor_of(problem, seed=settings.seed).evaluation.peak + reserve
+            least = floor_of(problem, seed=settings.seed, effort=settings.effort)
+            found = replace(least, fits=least.evaluation.peak <= target)
+        if not found.fits:
+            floor = found.evaluation.peak + reserve
             raise BudgetError(
                 "this training step cannot be done inside the budget",
                 found=f"{budget} bytes ({format_bytes(budget)})",
@@ -222,9 +229,9 @@ class Book:
             self.plans.remove(plan)
 
 
-def floor_of(problem: Problem, *, seed: int = 0) -> Found:
+def floor_of(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Found:
     """The plan with the least peak."""
-    return search(problem, 1, seed=seed)
+    return search(problem, 1, seed=seed, effort=effort)
 
 
 def _from_saved(problem: Problem, known: SavedPlan | None, budget: int) -> Found | None:

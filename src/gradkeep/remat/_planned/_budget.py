@@ -126,7 +126,7 @@ class MemoryBudget:
     def explain(self) -> Explanation:
         """What the latest plan drops and why, its predicted peak and slowdown, and the floor."""
         self._book.make_plans()
-        return _report.explain(self._latest(), seed=self._book.settings.seed)
+        return _report.explain(self._latest(), self._book.settings)
 
     def report(self) -> Report:
         """How the steps so far went: measured peak, recomputation, resident memory."""
@@ -147,7 +147,7 @@ class MemoryBudget:
         plan = self._latest()
         settings = self._book.settings
         asked = [dataclasses.replace(settings, budget=_budget_of(budget)) for budget in budgets]
-        return tuple(_report.point(plan, one.bytes_of(plan.peak), one.seed) for one in asked)
+        return tuple(_report.point(plan, one.bytes_of(plan.peak), one) for one in asked)
 
     def _latest(self) -> Plan:
         if self._book.last is None:
@@ -177,6 +177,7 @@ def memory_budget(
     seed: int = 0,
     recordings: int = 3,
     min_size: int | str | None = None,
+    effort: float = 1.0,
 ) -> MemoryBudget:
     """Train inside a number of bytes: exactly the same numbers, without changing the model.
 
@@ -184,7 +185,8 @@ def memory_budget(
     without a budget. Counted are the live bytes of tensors. The first steps (`recordings`, at least 2)
     run as always and are recorded; from then on activations are dropped and made again by plan. Use it
     as a context manager around one or many training steps, as `with budget.step(inputs=batch):`, or as
-    a decorator of a step function. Cost: seconds of planning, then what `explain` predicts.
+    a decorator of a step function. Cost: seconds of planning (`effort` scales them), then what
+    `explain` predicts.
 
     >>> import torch, gradkeep as gk
     >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
@@ -207,7 +209,9 @@ def memory_budget(
             expected="at least 2, to see what stays the same",
         )
     smallest = None if min_size is None else parse_bytes(min_size)
-    return MemoryBudget(Settings(_budget_of(budget), seed, smallest, recordings))
+    if not effort > 0:
+        raise BudgetError("the effort of planning is positive", found=effort)
+    return MemoryBudget(Settings(_budget_of(budget), seed, smallest, recordings, effort))
 
 
 def _budget_of(budget: float | str) -> int | float:

@@ -15,7 +15,7 @@ from gradkeep.remat._planned._evaluate import State
 from gradkeep.remat._planned._search import search
 
 if TYPE_CHECKING:
-    from gradkeep.remat._planned._book import Book
+    from gradkeep.remat._planned._book import Book, Settings
     from gradkeep.remat._planned._cache import Plan
 
 
@@ -143,15 +143,15 @@ class Point:
         return f"{format_bytes(self.budget)}: time x{self.slowdown:.3f}"
 
 
-def point(plan: Plan, budget: int, seed: int) -> Point:
+def point(plan: Plan, budget: int, settings: Settings) -> Point:
     """Plan a recorded step for a budget."""
     problem = plan.compiled.problem
-    found = search(problem, budget, seed=seed)
+    found = search(problem, budget, seed=settings.seed, effort=settings.effort)
     slowdown = 1 + found.evaluation.seconds / max(problem.trace.seconds, 1e-9)
     return Point(budget, found.fits, found.evaluation.peak, slowdown)
 
 
-def explain(plan: Plan, *, seed: int) -> Explanation:
+def explain(plan: Plan, settings: Settings) -> Explanation:
     """Tell what a plan drops; finding the floor takes as long as planning."""
     problem, trace = plan.compiled.problem, plan.compiled.trace
     evaluation = plan.compiled.evaluation
@@ -173,7 +173,8 @@ def explain(plan: Plan, *, seed: int) -> Explanation:
                 again=state == State.AGAIN,
             )
         )
-    lowest = floor_of(problem, seed=seed).evaluation.peak + plan.reserve
+    least = floor_of(problem, seed=settings.seed, effort=settings.effort)
+    lowest = least.evaluation.peak + plan.reserve
     floor = min(lowest, plan.predicted_peak if plan.drops else plan.peak)
     return Explanation(
         budget=plan.budget,

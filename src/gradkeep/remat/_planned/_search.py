@@ -52,9 +52,9 @@ class Found:
     evaluations: int
 
 
-def search(problem: Problem, budget: int, *, seed: int = 0) -> Found:
+def search(problem: Problem, budget: int, *, seed: int = 0, effort: float = 1.0) -> Found:
     """The cheapest plan with a peak of at most `budget` bytes, or the one with the least peak."""
-    return _Search(problem, budget, seed).run()
+    return _Search(problem, budget, seed, effort).run()
 
 
 def groups_of(problem: Problem) -> list[tuple[int, ...]]:
@@ -70,7 +70,8 @@ def groups_of(problem: Problem) -> list[tuple[int, ...]]:
 
 
 class _Search:
-    def __init__(self, problem: Problem, budget: int, seed: int) -> None:
+    def __init__(self, problem: Problem, budget: int, seed: int, effort: float) -> None:
+        self._effort = effort
         self._problem = problem
         self._candidates = problem.candidates
         self._evaluate = Evaluator(problem)
@@ -102,8 +103,9 @@ class _Search:
         starts = {nothing, *self._segments(), *self._spaced()}
         # By what they cost for the bytes they free, for those that fit at once are seldom the best
         # to begin with; near the floor they are.
-        promising = sorted(starts, key=lambda start: (self._energy(start), start))[:_STARTS]
-        fitting = sorted(starts, key=lambda start: (self._score(start), start))[: _STARTS // 2]
+        count = max(1, round(_STARTS * min(self._effort, 1.0)))
+        promising = sorted(starts, key=lambda start: (self._energy(start), start))[:count]
+        fitting = sorted(starts, key=lambda start: (self._score(start), start))[: count // 2]
         ready = {self._greedy(start) for start in (nothing, *promising, *fitting)}
         polished = sorted(
             {self._polished(self._regrouped(start)) for start in ready},
@@ -111,7 +113,7 @@ class _Search:
         )
         steps = max(_FEWEST, min(_MOST, _EFFORT // len(self._candidates)))
         for start in polished[:_ANNEALED]:
-            self._anneal(start, steps // _ANNEALED)
+            self._anneal(start, int(self._effort * steps) // _ANNEALED)
         self._polished(self._regrouped(self._best[1]))
 
     def _score(self, states: States) -> Score:
@@ -275,7 +277,7 @@ class _Search:
         return states
 
     def _tired(self) -> bool:
-        return self._evaluate.work > _WORK
+        return self._evaluate.work > self._effort * _WORK
 
     def _other(self, state: int) -> int:
         return self._random.choice([int(s) for s in State if s != state])
