@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._bytes import format_bytes
 from gradkeep._errors import BudgetError
 from gradkeep.remat._planned._agree import same_step
 from gradkeep.remat._planned._cache import Kind, Plan, Recorded
 from gradkeep.remat._planned._evaluate import Evaluator
+from gradkeep.remat._planned._evicting import Evicting
 from gradkeep.remat._planned._problem import problem_of
 from gradkeep.remat._planned._programs import compiled
 from gradkeep.remat._planned._saved import digest_of
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from gradkeep.remat._planned._saved import SavedPlan
     from gradkeep.remat._planned._trace import Trace
 
+Mode = Literal["auto", "planned", "online"]
+
 _MOST_RECORDINGS = 9
 """Of one kind of step that never does the same twice."""
 _MOST_MISSES = 2
 """After so many steps in a row that left a plan, it is made anew."""
+_MOST_FORGOTTEN = 4
+"""After so many plans that did not last, the steps are taken to change for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,9 @@ class Settings:
     recordings: int = 3
     effort: float = 1.0
     """How long to search for plans."""
+    mode: Mode = "auto"
+    heuristic: str = "dtr-eq"
+    """What the online runtime evicts."""
 
     def bytes_of(self, peak: int) -> int:
         """The budget in bytes, given the peak."""
@@ -62,6 +70,8 @@ class Tally:
     kept: int = 0
     """Kept everything, because no plan fitted or one was left on the way."""
     undone: int = 0
+    online: int = 0
+    """Left to the online runtime."""
     recomputed: float = 0.0
     """Seconds spent on making values again, in steps that followed a plan."""
     busy: float = 0.0
@@ -81,6 +91,8 @@ class Book:
         self.last: Plan | None = None
         self.repeatable = False
         """Steps can be run again by us, so gradients that are there before may be copied."""
+        self.evicting = Evicting(settings)
+        self._forgotten = 0
         self._hopeless: list[Kind] = []
         self._begun: dict[Any, int] = {}
         """Recordings of each kind, as far as it can be told when the first tensor is saved."""
@@ -117,6 +129,7 @@ class Book:
     def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
         """File a finished recording."""
         trace = recording.finish()
+        self.evicting.peak = max(self.evicting.peak, trace.peak)
         if not trace.slots:
             return
         self.tally.recorded += 1
@@ -145,6 +158,7 @@ class Book:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
                     self.tally.reasons.append("the step does something else each time")
+                    self._turn_online()
                 continue
             known = self.saved.get(digest_of(trace))
             if group.count < self.settings.recordings and known is None:
@@ -223,8 +237,18 @@ class Book:
         if plan.misses >= _MOST_MISSES:
             self.forget(plan)
 
+    def _turn_online(self) -> None:
+        if self.settings.mode == "auto" and not self.evicting.chosen:
+            self.evicting.chosen = True
+            self.tally.reasons.append(
+                "plans did not last: from here on storages are evicted online, which is experimental"
+            )
+
     def forget(self, plan: Plan) -> None:
-        """The step has changed: record it anew."""
+        """The step has changed: record it anew, if that has not happened too often."""
+        self._forgotten += 1
+        if self._forgotten >= _MOST_FORGOTTEN:
+            self._turn_online()
         if plan in self.plans:
             self.plans.remove(plan)
 

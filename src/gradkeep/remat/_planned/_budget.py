@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, get_args
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from gradkeep._bytes import parse_bytes
 from gradkeep._errors import BudgetError, RematError, StepChanged
+from gradkeep.remat._heuristics import heuristic as heuristic_named
 from gradkeep.remat._planned import _report
-from gradkeep.remat._planned._book import Book, Settings
+from gradkeep.remat._planned._book import Book, Mode, Settings
 from gradkeep.remat._planned._saved import read_plans, write_plans
 from gradkeep.remat._planned._session import Session, session_here, stash
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Mode = Literal["auto", "planned"]
 
 
 class MemoryBudget:
@@ -178,6 +177,7 @@ def memory_budget(
     recordings: int = 3,
     min_size: int | str | None = None,
     effort: float = 1.0,
+    heuristic: str = "dtr-eq",
 ) -> MemoryBudget:
     """Train inside a number of bytes: exactly the same numbers, without changing the model.
 
@@ -187,6 +187,10 @@ def memory_budget(
     as a context manager around one or many training steps, as `with budget.step(inputs=batch):`, or as
     a decorator of a step function. Cost: seconds of planning (`effort` scales them), then what
     `explain` predicts.
+
+    `mode="online"`, experimental, evicts storages while the step runs, chosen by a `heuristic`, for
+    models whose steps differ each time: operators take tens of microseconds longer. `"auto"` plans,
+    and turns to it after repeated misses; `report` then says so.
 
     >>> import torch, gradkeep as gk
     >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
@@ -200,8 +204,9 @@ def memory_budget(
     >>> done.recorded, done.planned, done.measured_peak <= done.budget
     (3, 2, True)
     """
-    if mode not in ("auto", "planned"):
-        raise BudgetError("no such mode", found=repr(mode), expected="'auto' or 'planned'")
+    if mode not in get_args(Mode):
+        expected = ", ".join(map(repr, get_args(Mode)))
+        raise BudgetError("no such mode", found=repr(mode), expected=f"one of {expected}")
     if recordings < 2:
         raise BudgetError(
             "too few recordings",
@@ -211,7 +216,10 @@ def memory_budget(
     smallest = None if min_size is None else parse_bytes(min_size)
     if not effort > 0:
         raise BudgetError("the effort of planning is positive", found=effort)
-    return MemoryBudget(Settings(_budget_of(budget), seed, smallest, recordings, effort))
+    heuristic_named(heuristic)  # tells now that there is none, not in the middle of a training
+    return MemoryBudget(
+        Settings(_budget_of(budget), seed, smallest, recordings, effort, mode, heuristic)
+    )
 
 
 def _budget_of(budget: float | str) -> int | float:

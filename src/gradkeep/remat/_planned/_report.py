@@ -90,6 +90,10 @@ class Report:
     """Steps that kept everything, because no plan fitted."""
     undone: int
     """Steps that were undone, because a value made again differed."""
+    online: int
+    """Steps that were left to the online runtime."""
+    evicting: Told | None
+    """What that did in the latest block."""
     budget: int | None
     predicted_peak: int | None
     measured_peak: int | None
@@ -107,9 +111,11 @@ class Report:
         lines = [
             (
                 f"steps: {self.planned} planned, {self.recorded} recorded, {self.kept} kept everything, "
-                f"{self.undone} undone"
+                f"{self.undone} undone" + (f", {self.online} online" if self.online else "")
             )
         ]
+        if self.evicting is not None:
+            lines.append(f"online (experimental): {self.evicting}")
         if self.budget is not None and self.predicted_peak is not None:
             measured = "not measured yet"
             if self.measured_peak is not None:
@@ -198,6 +204,8 @@ def report(book: Book) -> Report:
         recorded=tally.recorded,
         kept=tally.kept,
         undone=tally.undone,
+        online=tally.online,
+        evicting=book.evicting.told,
         budget=None if plan is None else plan.budget,
         predicted_peak=None if plan is None else plan.predicted_peak,
         measured_peak=None if plan is None else plan.measured_peak,

@@ -229,6 +229,8 @@ class Run:
             self._versions[slot.value] = tensor._version
         for value in slot.releases:
             self._values[value] = None
+            # What is made in its place later has a version of its own.
+            self._versions.pop(value, None)
         if slot.drop:
             return Dropped(self, number)
         return Kept(self, number, tensor.detach(), tensor._version)
@@ -313,6 +315,9 @@ class Run:
                 operations.add(maker)
                 stack += [(read, read in operation.overwrites) for read in operation.reads]
         held = {value: values[value] for value in fresh}
+        for value, before in held.items():
+            if before is None:
+                self._versions.pop(value, None)
         random_slots = self._plan.problem.random_state
         instructions = [
             instruction(trace, number, {}, random_slot=random_slots.get(number, -1))

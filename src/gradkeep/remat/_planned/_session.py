@@ -18,6 +18,7 @@ from gradkeep.remat._planned._watch import new_watch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gradkeep.remat._online import Online
     from gradkeep.remat._planned._book import Book
     from gradkeep.remat._planned._cache import Plan
 
@@ -56,6 +57,7 @@ class Session:
         self._meter: Recording | None = None
         self._snapshot: Snapshot | None = None
         self._running: tuple[torch.nn.Module, ...] = ()
+        self._online: Online | None = None
 
     # The block
 
@@ -85,7 +87,9 @@ class Session:
             self._optimizer_hook.remove()
         if error is None:
             self._end()
+            self._stop_evicting(None)
             return
+        self._stop_evicting(error)
         for recording in (self._recording, self._meter):
             if recording is not None:
                 recording.abandon()
@@ -107,6 +111,10 @@ class Session:
         if self._keep_all:
             return
         self._book.make_plans()
+        if self._book.evicting.chosen:
+            if self._online is None:
+                self._online = self._book.evicting.enter()
+            return
         self._snapshot = Snapshot()
         if self._book.curious:
             self._record()
@@ -134,6 +142,9 @@ class Session:
                 self._plan.measured_peak = peak
         if isinstance(run, Run) and self._plan is not None:
             self._book.finished(self._plan, run)
+        elif isinstance(run, Plain) and self._online is not None:
+            self._book.tally.online += 1
+            self._book.evicting.step_is_over()
         elif isinstance(run, Plain):
             self._book.tally.kept += 1
 
@@ -150,7 +161,7 @@ class Session:
     def _first(self, tensor: Tensor) -> Run | Plain | Deciding | Recording:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         book = self._book
-        if self._keep_all:
+        if self._keep_all or self._online is not None:
             self._run = Plain()
             return self._run
         plans = book.plans_for(tensor, self._inputs)
@@ -200,6 +211,13 @@ class Session:
         """Never drop this tensor; counts in steps that are recorded."""
         if self._recording is not None:
             self._recording.pin(tensor)
+        if self._online is not None:
+            self._online.pin(tensor)
+
+    def _stop_evicting(self, error: BaseException | None) -> None:
+        if self._online is not None:
+            self._online = None
+            self._book.evicting.leave(error)
 
 
 class Stashed:
