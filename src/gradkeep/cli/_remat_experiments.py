@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradkeep._progress import progress
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
+from gradkeep.remat._experiment_trial import FAILED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def experiments(
@@ -65,14 +69,21 @@ def experiments(
             print(line)
         for path in report.files:
             print(f"wrote {path}")
+    tell_endings(report.results)
     if report.failed:
-        for result in report.results:
-            if result["status"] in ("error", "timeout"):
-                told_by = str(result.get("message", "")).splitlines() or [""]
-                print(
-                    f"{result['model']} {result['type']} {result['key']}: {result['status']}: "
-                    f"{told_by[-1]}",
-                    file=sys.stderr,
-                )
         print(f"{report.failed} failed; --retry-failed runs them again", file=sys.stderr)
         raise typer.Exit(3)
+
+
+def tell_endings(results: Iterable[dict[str, Any]]) -> None:
+    """Say why trials have no result, and why live ones did not stay within their budget."""
+    for result in results:
+        status = result["status"]
+        failed = status in FAILED
+        # A placement that a model does not have is no news; that a budget is too small is.
+        if failed or (result["type"] in ("dtr", "planned") and status != "ok"):
+            said = str(result.get("message", "")).splitlines() or [""]
+            room = result.get("ratio") or result.get("budget") or ""
+            name = " ".join(filter(None, [result["model"], result["type"], f"{room}"]))
+            key = f" {result['key']}" if failed else ""
+            print(f"{name}{key}: {status}: {said[-1]}", file=sys.stderr)

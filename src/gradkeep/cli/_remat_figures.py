@@ -12,6 +12,7 @@ from gradkeep._errors import RematError
 from gradkeep._progress import progress
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
+from gradkeep.cli._remat_experiments import tell_endings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,6 +63,12 @@ def pareto(
     live_ratios: Annotated[
         str, typer.Option("--live-ratios", help="Budgets to train the live model in.")
     ] = _LIVE_RATIOS,
+    placements: Annotated[
+        str | None,
+        typer.Option(
+            "--placements", help="Of checkpoints, with commas: 4 segments, all, even, ..."
+        ),
+    ] = None,
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="Timed steps per measurement.")
     ] = 5,
@@ -76,12 +83,13 @@ def pareto(
     and a self-contained pareto.html.
     """
     from gradkeep.remat._experiment_pareto import pareto_experiment
+    from gradkeep.remat._experiment_placements import PLACEMENTS
     from gradkeep.remat._picture import Look
     from gradkeep.remat._sweep import MAIN, optimum_cases
 
     if not logs and not model:
         raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
-    names = MAIN if heuristics is None else tuple(heuristics.split(","))
+    names = MAIN if heuristics is None else _names(heuristics)
     budgets = _numbers(ratios)
     measured: list[Row] = []
     if model:
@@ -90,8 +98,9 @@ def pareto(
             sizes=_sizes(size or []),
             heuristics=names,
             ratios=budgets,
-            live_heuristics=live_heuristics.split(","),
+            live_heuristics=_names(live_heuristics),
             live_ratios=_numbers(live_ratios),
+            placements=_names(placements) if placements else PLACEMENTS,
             limit=limit,
             repeats=repeats,
         )
@@ -188,6 +197,8 @@ def _figure(
     with progress(name, "simulations") as report:
         rows = sweep(wanted, table, workers=workers, progress=report)
     rows += measured
+    if not rows:
+        raise RematError("no trial gave anything that could be drawn")
     write_table(table, rows)
     pictures = draw(rows, out, name, look)
     if json:
@@ -209,13 +220,7 @@ def _trained(experiment: Experiment, folder: Path, workers: int | None) -> list[
         print(f"note: {note}", file=sys.stderr)
     with progress("models", "trials") as told:
         report = run_experiment(experiment, folder, workers=workers, progress=told)
-    for result in report.results:
-        if result["status"] in ("error", "timeout"):
-            said = str(result.get("message", "")).splitlines() or [""]
-            print(
-                f"{result['model']} {result['type']}: {result['status']}: {said[-1]}",
-                file=sys.stderr,
-            )
+    tell_endings(report.results)
     too_large = {r["model"]: r for r in report.results if r["status"] == "too large"}
     for name, result in too_large.items():
         print(f"note: {name} has no optimum: {result['message']}", file=sys.stderr)
@@ -230,6 +235,10 @@ def _sizes(texts: Sequence[str]) -> dict[str, str]:
     if wrong:
         raise RematError("a size is NAME=NUMBER", found=wrong[0], expected="--size batch_size=16")
     return {name.strip(): value for name, _, value in pairs}
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
 
 
 def _numbers(text: str) -> list[float]:

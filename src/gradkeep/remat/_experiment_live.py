@@ -138,13 +138,18 @@ def measure_planned(work: Workplan, budget: float) -> dict[str, Any]:
     for _ in range(_RECORDINGS):
         with base.step():
             step()
-    about = base.explain()
-    known = {"budget": _whole(budget), "unlimited_peak": about.peak, "floor": about.floor}
     try:
         chosen = base if math.isinf(budget) else base.anew(int(budget))
     except BudgetError as error:
+        about = base.explain()
         floor = f"the floor is {about.floor} bytes ({about.floor / max(about.peak, 1):.3f})"
-        return {**known, "status": "infeasible", "message": f"{error.what}: {floor}"}
+        return {
+            "status": "infeasible",
+            "message": f"{error.what}: {floor}",
+            "budget": _whole(budget),
+            "unlimited_peak": about.peak,
+            "floor": about.floor,
+        }
 
     def within() -> None:
         with chosen.step():
@@ -161,7 +166,6 @@ def measure_planned(work: Workplan, budget: float) -> dict[str, Any]:
         status = "over budget"
     base_time = statistics.median(one.cpu for one in plain)
     return {
-        **known,
         "status": status,
         "message": message,
         **_times(plain, spent),
@@ -169,7 +173,10 @@ def measure_planned(work: Workplan, budget: float) -> dict[str, Any]:
         "remat_time": base_time * (done.recompute_share or 0.0),
         "search_time": 0.0,
         "copy_time": 0.0,
+        "budget": _whole(budget),
         "peak": done.measured_peak,
+        "unlimited_peak": told.peak,
+        "floor": told.floor,
         "predicted_peak": told.predicted_peak,
         "predicted_overhead": told.predicted_slowdown,
         "planning_seconds": told.planning_seconds,

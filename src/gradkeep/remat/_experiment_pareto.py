@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.remat._experiment_config import Experiment, parse_experiment
+from gradkeep.remat._experiment_placements import PLACEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ def pareto_experiment(
     ratios: Sequence[float],
     live_heuristics: Sequence[str] = ("dtr-eq",),
     live_ratios: Sequence[float] = LIVE_RATIOS,
+    placements: Sequence[str] = PLACEMENTS,
     limit: float = 2.0,
     repeats: int = 5,
 ) -> Experiment:
@@ -35,7 +37,7 @@ def pareto_experiment(
         {"type": "optimal", "ratio": list(ratios)},
         {"type": "dtr", "ratio": list(live_ratios), "heuristic": list(live_heuristics)},
         {"type": "planned", "ratio": list(live_ratios)},
-        {"type": "checkpoint"},
+        {"type": "checkpoint", "placement": list(placements)},
     ]
     return parse_experiment(
         {
