@@ -65,6 +65,10 @@ class Live(Core):
         self.gave_up = False
         self.search_time = self.copy_time = 0
 
+    def limit_to(self, budget: float) -> None:
+        """Another budget from the next operator on."""
+        self.budget = self._allowed = budget
+
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The value that a tensor shows; one never seen before is a constant."""
         storage = tensor.untyped_storage()

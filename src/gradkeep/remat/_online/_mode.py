@@ -119,6 +119,11 @@ class Online(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _guards.lower_guards(self)
 
+    def limit_to(self, budget: float) -> None:
+        """Another budget from now on."""
+        self.budget = budget
+        self.live.limit_to(budget)
+
     def told(self) -> Told:
         """What happened since it was last entered."""
         live = self.live

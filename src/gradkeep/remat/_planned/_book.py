@@ -32,6 +32,8 @@ _MOST_RECORDINGS = 9
 """Of one kind of step that never does the same twice."""
 _MOST_MISSES = 2
 """After so many steps in a row that left a plan, it is made anew."""
+_PATIENCE = 40
+"""After so many recordings most steps should follow plans, however many kinds there are."""
 _MOST_FORGOTTEN = 4
 """After so many plans that did not last, the steps are taken to change for ever."""
 
@@ -128,6 +130,8 @@ class Book:
 
     def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
         """File a finished recording."""
+        if self.tally.recorded >= _PATIENCE and self.tally.planned < self.tally.recorded // 2:
+            self._turn_online()
         trace = recording.finish()
         self.evicting.peak = max(self.evicting.peak, trace.peak)
         if not trace.slots:
@@ -240,6 +244,7 @@ class Book:
     def _turn_online(self) -> None:
         if self.settings.mode == "auto" and not self.evicting.chosen:
             self.evicting.chosen = True
+            self.recorded.clear()
             self.tally.reasons.append(
                 "plans did not last: from here on storages are evicted online, which is experimental"
             )

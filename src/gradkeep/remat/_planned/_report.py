@@ -15,6 +15,7 @@ from gradkeep.remat._planned._evaluate import State
 from gradkeep.remat._planned._search import search
 
 if TYPE_CHECKING:
+    from gradkeep.remat._online import Told
     from gradkeep.remat._planned._book import Book, Settings
     from gradkeep.remat._planned._cache import Plan
 
