@@ -1,7 +1,7 @@
 """Convolutions as linear layers on patches whose channels lie side by side.
 
-`query` lays patches out as the weight is, one value at a time; for moments and rotations the order
-of the columns is free, and runs of channels are copied several times faster.
+`query` lays patches out as the weight is, one value at a time; for moments the order of the columns
+is free, and runs of channels are copied several times faster.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.query._factors import ConvRows, OuterRows
 from gradkeep.query._patches import padded, patch_values
 from gradkeep.query._tiles import CACHED, tiles
 
@@ -22,23 +21,15 @@ if TYPE_CHECKING:
     from gradkeep.query._forms import Conv
 
 
-def by_channels(form: Conv, rows: ConvRows) -> Iterator[tuple[int, int, list[OuterRows]]]:
-    """Some rows at a time, of each group the patches `[B T, width]`.
+def by_channels(form: Conv, wide: Tensor) -> Iterator[list[Tensor]]:
+    """Some rows of `[B, C, *size]` at a time, of each group the patches `[b T, width]`.
 
     Their columns are taps x channels, ones for the bias, and zeros up to a multiple of 16, without
     which matrix products take up to twice as long.
     """
-    values, item = 2 * patch_values(form), rows.wide.element_size()
-    for start, stop in tiles(len(rows), values, item, 4 * CACHED):
-        wide = padded(form, rows.wide[start:stop]).movedim(1, -1).contiguous()
-        g = rows.narrow[start:stop].flatten(2).transpose(1, 2).reshape(-1, form.filters)
-        high = form.filters // form.groups
-        offsets = torch.arange(stop - start + 1) * form.positions
-        groups = [
-            OuterRows(_patches(form, wide, group), g[:, group * high : (group + 1) * high], offsets)
-            for group in range(form.groups)
-        ]
-        yield start, stop, groups
+    for start, stop in tiles(len(wide), 2 * patch_values(form), wide.element_size(), 4 * CACHED):
+        pixels = padded(form, wide[start:stop]).movedim(1, -1).contiguous()
+        yield [_patches(form, pixels, group) for group in range(form.groups)]
 
 
 def width(form: Conv) -> int:

@@ -57,6 +57,8 @@ class LayerFisher:
 
     bases: tuple[Basis, ...]
     """One for each piece of its gradient."""
+    rows: Tensor | None = None
+    """Coordinates `[N, P]` of the rows that it was made of, where there was room to keep them."""
 
     @property
     def size(self) -> int:
@@ -70,8 +72,9 @@ class LayerFisher:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of eigenvectors and eigenvalues."""
-        return sum(basis.nbytes for basis in self.bases)
+        """Bytes of eigenvectors, eigenvalues and kept coordinates."""
+        kept = 0 if self.rows is None else self.rows.numel() * self.rows.element_size()
+        return kept + sum(basis.nbytes for basis in self.bases)
 
     def solved(self, dense: Tensor, damping: Damping) -> Tensor:
         """(F + damping)^-1 g `[B, P]` of dense gradients g `[B, P]`.

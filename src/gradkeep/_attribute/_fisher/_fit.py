@@ -10,10 +10,13 @@ import torch
 from gradkeep._attribute._fisher import _corrected
 from gradkeep._attribute._fisher._basis import MatrixBasis, VectorBasis, eigen
 from gradkeep._attribute._fisher._curvature import Fisher, LayerFisher
-from gradkeep._attribute._fisher._layout import Matrix, layout
+from gradkeep._attribute._fisher._held import room_for_rows, worth_holding
+from gradkeep._attribute._fisher._layout import Matrix, layout, size_kept
 from gradkeep._attribute._fisher._stream import parts
 from gradkeep._attribute._fisher._sums import MatrixSums, VectorSums
+from gradkeep._bytes import parse_bytes
 from gradkeep._errors import AttributionError
+from gradkeep.query._memory import DEFAULT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +28,11 @@ if TYPE_CHECKING:
 
 
 def fisher(
-    gradients: Gradients, *, corrected: bool, memory_budget: int | str | None = None
+    gradients: Gradients,
+    *,
+    corrected: bool,
+    memory_budget: int | str | None = None,
+    keep_rows: bool = False,
 ) -> Fisher:
     """The mean of g g^T over all rows, as Kronecker products layer by layer.
 
@@ -33,13 +40,16 @@ def fisher(
     and suffixes are not kept, those of the gradient matrices; `corrected` measures the eigenvalues
     anew in their eigenbasis (EK-FAC). Small blocks and norm layers of up to 512 values have their
     whole matrix, longer vectors its diagonal. Cost: one pass over the rows, S (R^2 + C^2)
-    products and an eigendecomposition of each side; the correction is a second pass.
+    products and an eigendecomposition of each side; the correction is a second pass, of which
+    `keep_rows` keeps the rows' coordinates where they are dear and there is room.
     """
     layers: dict[str, LayerFisher] = {}
-    held = 0
+    held, room = 0, room_for_rows(memory_budget) if keep_rows else 0
     for name in gradients.forms:
-        layers[name] = _layer(gradients, name, memory_budget, corrected=corrected, held=held)
-        held += layers[name].nbytes
+        one = _layer(gradients, name, memory_budget, corrected=corrected, held=held, room=room)
+        layers[name] = one
+        held += one.nbytes
+        room -= 0 if one.rows is None else one.rows.nbytes
     if not any(layer.mean > 0 for layer in layers.values()):
         raise AttributionError(
             f"all gradients of {gradients.key.split} at {gradients.key.checkpoint} are zero",
@@ -55,30 +65,44 @@ def _layer(
     *,
     corrected: bool,
     held: int,
+    room: int,
 ) -> LayerFisher:
     form = gradients.forms[name]
-    sums = [_sums(piece, form) for piece in layout(form)]
+    sums = [_sums(piece, form, memory_budget) for piece in layout(form)]
     held += 3 * sum(one.nbytes for one in sums)
     for part in parts(gradients, name, memory_budget, held=held):
         for one in sums:
             one.add(part.factors, part.slopes)
     bases = [_basis(one, name) for one in sums]
     del sums
-    if corrected:
-        squared = [torch.zeros_like(basis.values) for basis in bases]
-        for part in parts(gradients, name, memory_budget, held=held):
-            for basis, into in zip(bases, squared, strict=True):
-                into += _corrected.squares(basis, form, part.factors, part.slopes)
-        count = max(1, len(gradients))
-        bases = [
-            dataclasses.replace(basis, values=into / count)
-            for basis, into in zip(bases, squared, strict=True)
-        ]
-    return LayerFisher(tuple(bases))
+    if not corrected:
+        return LayerFisher(tuple(bases))
+    kept = None
+    bytes_kept = 4 * len(gradients) * size_kept(form)
+    if bytes_kept <= room and worth_holding(gradients, name):
+        kept = torch.empty(len(gradients), size_kept(form))
+        held += bytes_kept
+    squared = [torch.zeros_like(basis.values) for basis in bases]
+    for part in parts(gradients, name, memory_budget, held=held):
+        at = 0
+        for basis, into in zip(bases, squared, strict=True):
+            end = at + basis.piece.size
+            keep = None if kept is None else kept[part.start : part.stop, at:end]
+            into += _corrected.squares(basis, form, part.factors, part.slopes, keep=keep)
+            at = end
+    count = max(1, len(gradients))
+    bases = [
+        dataclasses.replace(basis, values=into / count)
+        for basis, into in zip(bases, squared, strict=True)
+    ]
+    return LayerFisher(tuple(bases), kept)
 
 
-def _sums(piece: Piece, form: Form) -> MatrixSums | VectorSums:
-    return MatrixSums(piece, form) if isinstance(piece, Matrix) else VectorSums(piece, form)
+def _sums(piece: Piece, form: Form, memory_budget: int | str | None) -> MatrixSums | VectorSums:
+    if not isinstance(piece, Matrix):
+        return VectorSums(piece, form)
+    limit = DEFAULT if memory_budget is None else parse_bytes(memory_budget)
+    return MatrixSums(piece, form, room=limit // 32)
 
 
 def _basis(sums: MatrixSums | VectorSums, layer: str) -> Basis:

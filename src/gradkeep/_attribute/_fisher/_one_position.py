@@ -148,7 +148,7 @@ def one_position(
     added = damping.of(fisher.mean)
     if len(fisher.bases) > 1 or not isinstance(basis, MatrixBasis) or added <= 0:
         return None
-    if not all(_has_one(side, layer) for side in sides):
+    if not all(has_one_position(side, layer) for side in sides):
         return None
     values = basis.values[0]
     if basis.left is not None:
@@ -159,7 +159,8 @@ def one_position(
     return OnePosition(layer, basis, added, weights, _blocks(values > NEGLIGIBLE * added))
 
 
-def _has_one(gradients: Gradients, layer: str) -> bool:
+def has_one_position(gradients: Gradients, layer: str) -> bool:
+    """Whether a linear layer's prefixes and suffixes are kept, one of each a row."""
     form = gradients.forms[layer]
     if not isinstance(form, Outer) or form.ones:
         return False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep import query
+from gradkeep._attribute._fisher._held import held
 from gradkeep._attribute._fisher._one_position import one_position
 from gradkeep._attribute._fisher._stream import dense_rows, only
 from gradkeep._attribute._method import Scorer
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | None) -> Scorer:
-    """g_q^T (F + damping)^-1 g_n for all pairs, layer by layer the cheaper of two ways.
+    """g_q^T (F + damping)^-1 g_n for all pairs, layer by layer the cheapest of three ways.
 
-    Linear layers with one position a row are multiplied in eigencoordinates; of others the queries
-    are solved.
+    Layers whose training rows are held as coordinates, and linear layers with one position a row,
+    are multiplied in eigencoordinates; of others the queries are solved.
     """
     sides = (at.queries(), at.train())
     direct = {
@@ -42,17 +43,26 @@ def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | No
     def solve(layer: str, dense: Tensor) -> Tensor:
         return fisher.layers[layer].solved(dense, damping)
 
+    kept = {
+        name: rows
+        for name, layer in fisher.layers.items()
+        if (rows := held(name, layer, damping)) is not None
+    }
     left = _left(at, fisher.nbytes)
     otherwise = _Solved(at, solve, left)
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
-        if name not in direct:
+        if name not in direct and name not in kept:
             return otherwise.scores(name, positions)
+        size = kept[name].rows.shape[1] if name in kept else direct[name].kept // 2
         out = torch.empty(len(positions), len(sides[1]))
-        step = _queries_at_once(left, direct[name].kept // 2, len(sides[1]))
+        step = _queries_at_once(left, size, len(sides[1]))
         for start in range(0, len(positions), step):
             some = positions[start : start + step]
-            out[start : start + step] = direct[name].scores(*sides, some, left)
+            if name in kept:
+                out[start : start + step] = kept[name].scores(sides[0], some)
+            else:
+                out[start : start + step] = direct[name].scores(*sides, some, left)
         return out
 
     return layer_by_layer(at, layer_scores, approximate)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._attribute._fisher._conv import by_channels, even, order, width
 from gradkeep._attribute._fisher._layout import FULL, SCRATCH, Matrix, Vector, layout
+from gradkeep._attribute._fisher._moment import moment, whole, zeros
+from gradkeep._attribute._fisher._patch_sums import PatchSums
+from gradkeep._attribute._fisher._pixel_sums import PixelSums
 from gradkeep.query import _operators
 from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
 from gradkeep.query._forms import Conv, Lookup, Outer
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 
     from gradkeep.query._factors import Factors
     from gradkeep.query._forms import Form
-
-WIDE = 4096
-"""A side longer than this keeps its own coordinates: only the diagonal of its moments is made."""
-
-
-_BAND = 64
-"""Rows of a moment that are made at a time, at least."""
 
 
 def by_positions(form: Form) -> bool:
@@ -50,12 +44,15 @@ class MatrixSums:
     right = mean G^T G, divided by the trace of one of them.
     """
 
-    def __init__(self, piece: Matrix, form: Form) -> None:
+    def __init__(self, piece: Matrix, form: Form, *, room: int = 0) -> None:
         self.piece, self.form = piece, form
         self.factored = by_positions(form)
-        self.left = _zeros(piece.groups, piece.rows)
-        cols = width(form) if isinstance(form, Conv) else piece.cols
-        self.right = _zeros(piece.groups, cols)
+        self.left = zeros(piece.groups, piece.rows)
+        self.patches: PixelSums | PatchSums | None = None
+        if isinstance(form, Conv):
+            self.patches = _patches(piece, form, room)
+        else:
+            self.right = zeros(piece.groups, piece.cols)
         if isinstance(form, Lookup):
             self.left = torch.zeros(1, piece.rows, dtype=torch.float64)
         self.rows = self.positions = 0
@@ -63,7 +60,8 @@ class MatrixSums:
     @property
     def nbytes(self) -> int:
         """Bytes of both sides."""
-        return 8 * (self.left.numel() + self.right.numel()) + 8 * self.piece.size
+        right = 8 * self.right.numel() if self.patches is None else self.patches.nbytes
+        return 8 * self.left.numel() + right + 8 * self.piece.size
 
     def add(self, rows: Factors, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
@@ -74,22 +72,14 @@ class MatrixSums:
         match self.form, rows:
             case Outer(), OuterRows():
                 x = with_ones(self.form, rows.x)
-                self._add(0, x, scaled(rows.g, rows.offsets, slopes))
+                self.left[0] += moment(scaled(rows.g, rows.offsets, slopes), self.left[0])
+                self.right[0] += moment(x, self.right[0])
                 self.positions += len(rows.x)
             case Conv(), ConvRows():
-                for start, stop, groups in by_channels(self.form, rows):
-                    part = None if slopes is None else slopes[start:stop]
-                    for group, one in enumerate(groups):
-                        x, g = one.x, one.g
-                        if turned(self.form):
-                            x = scaled(x, one.offsets, part)
-                        else:
-                            g = scaled(g, one.offsets, part)
-                        self._add(group, x, g)
-                    self.positions += (stop - start) * self.form.positions
+                self._add_pixels(self.form, rows, slopes)
             case Lookup(), LookupRows():
                 self.left[0] += torch.bincount(rows.ids, minlength=self.form.rows)
-                self.right[0] += _moment(scaled(rows.g, rows.offsets, slopes), self.right[0])
+                self.right[0] += moment(scaled(rows.g, rows.offsets, slopes), self.right[0])
                 self.positions += len(rows.ids)
             case _:
                 raise AssertionError(self.form)
@@ -110,14 +100,23 @@ class MatrixSums:
 
     def _right(self) -> Tensor:
         """The moments of prefixes, columns in the order of the weight."""
-        if not isinstance(self.form, Conv):
-            return self.right
-        at = order(self.form)
-        return self.right[:, at] if self.right.dim() == 2 else self.right[:, at][:, :, at]
+        return self.right if self.patches is None else self.patches.moments()
 
-    def _add(self, group: int, x: Tensor, g: Tensor) -> None:
-        self.left[group] += _moment(g, self.left[group])
-        self.right[group] += _moment(x, self.right[group])
+    def _add_pixels(self, form: Conv, rows: ConvRows, slopes: Tensor | None) -> None:
+        assert self.patches is not None
+        wide, narrow = rows.wide, rows.narrow
+        if slopes is not None:
+            each = slopes.view(-1, *[1] * (wide.dim() - 1)).to(wide.dtype)
+            if turned(form):
+                wide = wide * each
+            else:
+                narrow = narrow * each
+        self.patches.add(wide)
+        # By filters, not by positions: runs of positions are copied faster.
+        filters = narrow.transpose(0, 1).reshape(form.groups, self.piece.rows, -1)
+        for into, one in zip(self.left, filters, strict=True):
+            into += moment(one.t(), into)
+        self.positions += len(rows) * form.positions
 
     def _add_gradients(self, rows: Factors, slopes: Tensor | None) -> None:
         for start, stop in tiles(len(rows), self.piece.size, 8, SCRATCH):
@@ -129,8 +128,16 @@ class MatrixSums:
             for group in range(self.piece.groups):
                 one = found[:, group]
                 high = one.transpose(1, 2).reshape(-1, self.piece.rows)
-                self.left[group] += _moment(high, self.left[group])
-                self.right[group] += _moment(one.reshape(-1, self.piece.cols), self.right[group])
+                self.left[group] += moment(high, self.left[group])
+                self.right[group] += moment(one.reshape(-1, self.piece.cols), self.right[group])
+
+
+def _patches(piece: Matrix, form: Conv, room: int) -> PixelSums | PatchSums:
+    """Pixel by pixel where that is less work, and there is room for it."""
+    fits = whole(piece.cols) and PixelSums.bytes_of(form) <= room
+    if fits and PixelSums.operations(form) < PatchSums.operations(form):
+        return PixelSums(form)
+    return PatchSums(form)
 
 
 class VectorSums:
@@ -155,7 +162,7 @@ class VectorSums:
             found = self.piece.taken(_operators.restore(self.form, part))
             if slopes is not None:
                 found = found * slopes[start:stop, None].to(found.dtype)
-            self.moment += _moment(found, self.moment)
+            self.moment += moment(found, self.moment)
 
     def mean(self) -> Tensor:
         """`[size, size]` or `[size]`"""
@@ -173,28 +180,3 @@ def scaled(g: Tensor, offsets: Tensor | None, slopes: Tensor | None) -> Tensor:
         return g
     where = slopes if offsets is None else slopes[row_of(spans(offsets, len(g)), slopes.device)]
     return g * where[:, None].to(g.dtype)
-
-
-def _zeros(groups: int, size: int) -> Tensor:
-    shape = (groups, size) if size > WIDE else (groups, size, size)
-    return torch.zeros(shape, dtype=torch.float64)
-
-
-def _moment(values: Tensor, like: Tensor) -> Tensor:
-    """Sum of v v^T over `[S, d]`, or its diagonal.
-
-    The matrix is symmetric: a band of rows is multiplied from the diagonal on, and mirrored.
-    """
-    if like.dim() == 1:
-        return values.square().sum(0)
-    size = values.shape[1]
-    step = max(_BAND, even(math.ceil(size / 4)))
-    if size <= step:
-        return values.t() @ values
-    out = values.new_empty(size, size)
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        band = values[:, start:stop].t() @ values[:, start:]
-        out[start:stop, start:] = band
-        out[stop:, start:stop] = band[:, stop - start :].t()
-    return out

@@ -42,7 +42,12 @@ def _ekfac(at: At, options: Options) -> Scorer:
 def _prepare(at: At, options: Options, *, corrected: bool) -> Scorer:
     damping = Damping.told(options.damping, options.absolute_damping)
     rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
-    found = fisher(rows, corrected=corrected, memory_budget=at.question.memory_budget)
+    found = fisher(
+        rows,
+        corrected=corrected,
+        memory_budget=at.question.memory_budget,
+        keep_rows=options.fisher == "empirical",
+    )
     return influence(at, found, damping, approximate=_APPROXIMATE)
 
 

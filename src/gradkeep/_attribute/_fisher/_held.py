@@ -1,0 +1,68 @@
+"""Influence in eigencoordinates that were kept when the eigenvalues were corrected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradkeep._attribute._fisher._coordinates import coordinates
+from gradkeep._attribute._fisher._one_position import has_one_position
+from gradkeep._attribute._fisher._stream import only
+from gradkeep._attribute._projections._rows import widened
+from gradkeep._bytes import parse_bytes
+from gradkeep.query._forms import Lookup
+from gradkeep.query._inner import pairwise
+from gradkeep.query._memory import DEFAULT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep._attribute._fisher._curvature import Damping, LayerFisher
+    from gradkeep.query import Gradients
+
+
+def room_for_rows(memory_budget: int | str | None) -> int:
+    """Bytes of coordinates that may be kept of all layers together: a quarter of the budget."""
+    return (DEFAULT if memory_budget is None else parse_bytes(memory_budget)) // 4
+
+
+def worth_holding(gradients: Gradients, layer: str) -> bool:
+    """Whether a row's coordinates are dear to make: not where they are products of two vectors."""
+    form = gradients.forms[layer]
+    return not isinstance(form, Lookup) and not has_one_position(gradients, layer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A layer whose training rows are held as coordinates `[N, P]`."""
+
+    layer: str
+    fisher: LayerFisher
+    rows: Tensor
+    added: float
+    """The damping."""
+
+    def scores(self, asked: Gradients, positions: list[int]) -> Tensor:
+        """Products `[b, N]` of some queries with all training rows; 2 P operations a pair."""
+        factors = widened(only(asked, self.layer).rows(positions).factors[self.layer])
+        slopes = asked.slopes()
+        some = None if slopes is None else slopes[positions]
+        weighed = torch.empty(len(positions), self.rows.shape[1])
+        at = 0
+        for basis in self.fisher.bases:
+            into = weighed[:, at : at + basis.piece.size]
+            weights = (1 / (basis.values + self.added)).float()
+            for start, stop, found in coordinates(basis, asked.forms[self.layer], factors, some):
+                into[start:stop] = (found * weights).flatten(1)
+            at += basis.piece.size
+        return pairwise(weighed, self.rows)
+
+
+def held(layer: str, fisher: LayerFisher, damping: Damping) -> Held | None:
+    """The layer in the coordinates that were kept, if they were and mean something."""
+    added = damping.of(fisher.mean)
+    if fisher.rows is None or added <= 0:
+        return None
+    return Held(layer, fisher, fisher.rows, added)

@@ -1,0 +1,126 @@
+"""Second moments of a convolution's patches, from products of pixels that are not far apart."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.query._forms import Conv
+
+
+class PixelSums:
+    """Sums over rows of x x^T of pixels as far apart as two taps of one patch.
+
+    The first axis is cut into its lines of K = C / groups * other sizes values: of each, products
+    with itself and the next D - 1. The moments of patches are sums of blocks of them. Takes H D K^2
+    products a row, and no patch is ever laid out.
+    """
+
+    def __init__(self, form: Conv) -> None:
+        self.form = form
+        lines, depth, line = _shape(form)
+        self.bands = torch.zeros(form.groups, lines, depth, line, line, dtype=torch.float64)
+        self.sums = torch.zeros(form.groups, lines, line, dtype=torch.float64)
+        self.rows = 0
+
+    @staticmethod
+    def operations(form: Conv) -> int:
+        """Products a row and group."""
+        lines, depth, line = _shape(form)
+        return lines * depth * line * line
+
+    @staticmethod
+    def bytes_of(form: Conv) -> int:
+        """Bytes of the sums."""
+        return 8 * form.groups * PixelSums.operations(form)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return 8 * (self.bands.numel() + self.sums.numel())
+
+    def add(self, wide: Tensor) -> None:
+        """Add rows `[B, C, *size]`."""
+        self.rows += len(wide)
+        groups, lines, depth, line, _ = self.bands.shape
+        x = wide.reshape(len(wide), groups, -1, lines, line * groups // self.form.channels)
+        for group in range(groups):
+            flat = x[:, group].permute(0, 2, 3, 1).reshape(len(wide), -1)
+            self.sums[group] += flat.sum(0).view(lines, line)
+            for at in range(lines):
+                near = min(depth, lines - at)
+                first = flat[:, at * line : (at + 1) * line]
+                found = first.t() @ flat[:, at * line : (at + near) * line]
+                self.bands[group, at, :near] += found.view(line, near, line).transpose(0, 1)
+
+    def moments(self) -> Tensor:
+        """Sums over rows and positions of v v^T `[groups, d, d]`, columns as the weight's."""
+        form = self.form
+        inner, high = form.channels // form.groups, form.kernel[0]
+        rest = _reads(form)
+        size = (form.groups, inner, high, len(rest))
+        whole = torch.zeros(*size, *size[1:], dtype=torch.float64)
+        ones = torch.zeros(size, dtype=torch.float64)
+        for a in range(high):
+            for b in range(a, high):
+                apart = (b - a) * form.dilation[0]
+                lines = _lines(form, a, b)
+                if apart >= self.bands.shape[2] or not len(lines):
+                    continue
+                summed = self.bands[:, lines, apart].sum(1)
+                summed = summed.view(form.groups, -1, inner, summed.shape[1] // inner, inner)
+                for i, one in enumerate(rest):
+                    for j, other in enumerate(rest):
+                        both = (one >= 0) & (other >= 0)
+                        block = summed[:, one[both], :, other[both]].sum(0)
+                        whole[:, :, a, i, :, b, j] = block
+                        whole[:, :, b, j, :, a, i] = block.mT
+            near = self.sums[:, _lines(form, a, a)].sum(1).view(form.groups, -1, inner)
+            for i, one in enumerate(rest):
+                ones[:, :, a, i] = near[:, one[one >= 0]].sum(1)
+        columns = inner * form.taps
+        whole = whole.view(form.groups, columns, columns)
+        if form.bias != "narrow":
+            return whole
+        out = torch.zeros(form.groups, columns + 1, columns + 1, dtype=torch.float64)
+        out[:, :columns, :columns] = whole
+        out[:, :columns, columns] = out[:, columns, :columns] = ones.view(form.groups, columns)
+        out[:, columns, columns] = self.rows * form.positions
+        return out
+
+
+def _shape(form: Conv) -> tuple[int, int, int]:
+    """Lines H, how many of them a patch reaches over D, and values of a line K."""
+    lines = form.size[0]
+    depth = min(lines, (form.kernel[0] - 1) * form.dilation[0] + 1)
+    return lines, depth, form.channels // form.groups * math.prod(form.size[1:])
+
+
+def _places(form: Conv, axis: int) -> Tensor:
+    """Which place `[taps, out]` along an axis each tap reads at each position; -1: outside."""
+    taps = torch.arange(form.kernel[axis]).unsqueeze(1) * form.dilation[axis]
+    found = torch.arange(form.out[axis]) * form.stride[axis] - form.padding[axis] + taps
+    return torch.where((found >= 0) & (found < form.size[axis]), found, -1)
+
+
+def _lines(form: Conv, a: int, b: int) -> Tensor:
+    """The lines that tap a of the first axis reads where tap b reads one too."""
+    places = _places(form, 0)
+    return places[a][(places[a] >= 0) & (places[b] >= 0)]
+
+
+def _reads(form: Conv) -> Tensor:
+    """Which pixel of a line `[taps, positions]` each tap of the other axes reads; -1: outside."""
+    found = torch.zeros(1, 1, dtype=torch.int64)
+    for axis in range(1, len(form.size)):
+        next_ = _places(form, axis)
+        joined = found[:, None, :, None] * form.size[axis] + next_[None, :, None, :]
+        outside = (found < 0)[:, None, :, None] | (next_ < 0)[None, :, None, :]
+        shape = (len(found) * len(next_), found.shape[1] * next_.shape[1])
+        found = torch.where(outside, -1, joined).reshape(shape)
+    return found
