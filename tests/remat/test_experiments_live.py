@@ -170,6 +170,9 @@ def test_budgets_that_are_too_small_say_so_and_name_the_floor(capsys):
     told = capsys.readouterr().err
     assert f"words planned 0.3: infeasible: {planned['message']}" in told
     assert "words dtr 0.3: over budget" in told
+    large = {**common, "type": "optimal", "status": "too large", "message": "so many"}
+    tell_endings([large, {**large, "ratio": 0.5}, {**common, "type": "simrd", "status": "oom"}])
+    assert capsys.readouterr().err == "words optimal: too large: so many\n"
 
 
 def test_checkpoints_go_where_they_are_told_and_away_again():

@@ -77,13 +77,20 @@ def experiments(
 
 def tell_endings(results: Iterable[dict[str, Any]]) -> None:
     """Say why trials have no result, and why live ones did not stay within their budget."""
-    for result in results:
-        status = result["status"]
-        failed = status in FAILED
-        # A placement that a model does not have is no news; that a budget is too small is.
-        if failed or (result["type"] in ("dtr", "planned") and status != "ok"):
-            said = str(result.get("message", "")).splitlines() or [""]
-            room = result.get("ratio") or result.get("budget") or ""
-            name = " ".join(filter(None, [result["model"], result["type"], f"{room}"]))
-            key = f" {result['key']}" if failed else ""
-            print(f"{name}{key}: {status}: {said[-1]}", file=sys.stderr)
+    lines = dict.fromkeys(line for result in results if (line := _ending(result)) is not None)
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _ending(result: dict[str, Any]) -> str | None:
+    kind, status = result["type"], result["status"]
+    said = (str(result.get("message", "")).splitlines() or [""])[-1]
+    told = f"{status}: {said}"
+    if status in FAILED:
+        return f"{result['model']} {kind} {result['key']}: {told}"
+    if status == "too large":
+        return f"{result['model']} {kind}: {told}"
+    # A placement that a model does not have is no news; that a budget is too small is.
+    if kind in ("dtr", "planned") and status != "ok":
+        return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
+    return None

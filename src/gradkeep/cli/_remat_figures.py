@@ -221,9 +221,6 @@ def _trained(experiment: Experiment, folder: Path, workers: int | None) -> list[
     with progress("models", "trials") as told:
         report = run_experiment(experiment, folder, workers=workers, progress=told)
     tell_endings(report.results)
-    too_large = {r["model"]: r for r in report.results if r["status"] == "too large"}
-    for name, result in too_large.items():
-        print(f"note: {name} has no optimum: {result['message']}", file=sys.stderr)
     return report.points
 
 

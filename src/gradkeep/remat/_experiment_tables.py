@@ -40,6 +40,9 @@ _COLUMNS = (
     "key",
 )
 
+# Endings that say nothing about a budget.
+_NOTHING = (*FAILED, "too large")
+
 
 def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """A CSV table per model; times are seconds, sizes bytes."""
@@ -86,7 +89,7 @@ def points(results: Sequence[dict[str, Any]]) -> list[Row]:
         _point(row, rows)
         for _, rows in _per_model(results)
         for row in rows
-        if row["type"] in _SOURCES and _at(row) is not None and row["status"] not in FAILED
+        if row["type"] in _SOURCES and row["status"] not in _NOTHING and _at(row) is not None
     ]
 
 
