@@ -25,7 +25,7 @@ _COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"),
     *("#8c510a", "#5e3c99", "#1b7837", "#b2182b", "#2166ac", "#bf812d", "#762a83", "#35978f"),
 )
-MARKERS = "o^sDvPX<>hd8p1"
+MARKERS = "o^svPX<>hd8p1"  # the diamond is for plans
 _STYLES: dict[Source, dict[str, Any]] = {
     "simulated": {"linewidth": 1.2, "markersize": 4},
     "online": {"linewidth": 2.4, "linestyle": "--", "markersize": 8, "markerfacecolor": "white"},
