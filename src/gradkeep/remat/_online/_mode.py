@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradkeep.remat._geometry import Geometry
 from gradkeep.remat._heuristics import heuristic as heuristic_named
 from gradkeep.remat._online import _guards
 from gradkeep.remat._online._live import Live
-from gradkeep.remat._online._operator import Argument, Geometry, Operator, mapped, tensors_in
+from gradkeep.remat._online._operator import Argument, Operator, mapped, tensors_in
 from gradkeep.remat._online._told import Told
 from gradkeep.remat._operators import signature_of
 from gradkeep.remat._planned._recipes import Apart, Recipe, recipe_of

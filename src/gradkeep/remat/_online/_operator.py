@@ -6,31 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from gradkeep.remat._geometry import Geometry
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradkeep.remat._core import Tensor as Node
-
-
-class Geometry(NamedTuple):
-    """Which part of its storage a tensor shows, and how."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """The geometry of a tensor."""
-        return cls(
-            tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
-        )
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this geometry that shows a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 class Argument(NamedTuple):

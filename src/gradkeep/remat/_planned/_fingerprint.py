@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.remat._planned._trace import Geometry
+    from gradkeep.remat._geometry import Geometry
 
 _COUNT = 32
 _MARKED = 4096

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradkeep.remat._geometry import Geometry
     from gradkeep.remat._planned._evaluate import Evaluation, Rebuild
     from gradkeep.remat._planned._modules import Source
     from gradkeep.remat._planned._nodes import Expected
     from gradkeep.remat._planned._problem import Problem
     from gradkeep.remat._planned._search import States
-    from gradkeep.remat._planned._trace import Geometry, Operation, Trace
+    from gradkeep.remat._planned._trace import Operation, Trace
 
 
 class View(NamedTuple):

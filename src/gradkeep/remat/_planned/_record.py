@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradkeep.remat._followed import Watch
+from gradkeep.remat._geometry import Geometry
 from gradkeep.remat._operators import SEQUENCES, Signature, collect, signature_of, written
 from gradkeep.remat._planned import _recipes
 from gradkeep.remat._planned._fingerprint import marks
@@ -27,7 +28,6 @@ from gradkeep.remat._planned._trace import (
     NOTHING,
     Core,
     Event,
-    Geometry,
     Made,
     Operation,
     Ref,
@@ -179,7 +179,7 @@ class Recording:
         reads = [self._alive[id(t.untyped_storage())].value for t in given]
         compared = _recipes.compared(func, len(made))
         makes = [
-            Made(at, self._new(tensor, number), _geometry(tensor), exact=at < compared)
+            Made(at, self._new(tensor, number), Geometry.of(tensor), exact=at < compared)
             for at, tensor in fresh
         ]
         overwrites = []
@@ -189,7 +189,7 @@ class Recording:
             whole = next(t for t in given if t.untyped_storage() is storage)
             before, alive.value = alive.value, len(self._values)
             self._values.append(Value(alive.number, number))
-            makes.append(Made(-1, alive.value, _geometry(whole)))
+            makes.append(Made(-1, alive.value, Geometry.of(whole)))
             size = storage.nbytes()
             if size != self._storages[alive.number].size:
                 self._resized(alive, size, before)
@@ -331,7 +331,7 @@ class Recording:
             self._slots.append(
                 Slot(
                     value=value,
-                    geometry=_geometry(tensor),
+                    geometry=Geometry.of(tensor),
                     device=tensor.device,
                     seen=self.walk.below(tensor),
                     event=event,
@@ -472,16 +472,10 @@ def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(found[event] for event in asked)
 
 
-def _geometry(tensor: Tensor) -> Geometry:
-    return Geometry(
-        tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-    )
-
-
 def _encoded(value: Any, numbers: dict[int, int]) -> Any:
     """Arguments without their tensors, which become references."""
     if isinstance(value, Tensor):
-        return Ref(numbers[id(value)], _geometry(value))
+        return Ref(numbers[id(value)], Geometry.of(value))
     if type(value) in SEQUENCES:
         return tuple(_encoded(item, numbers) for item in value)
     return value

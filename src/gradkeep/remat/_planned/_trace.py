@@ -10,21 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from gradkeep.remat._geometry import Geometry
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
     from gradkeep.remat._planned._nodes import Seen
-
-
-class Geometry(NamedTuple):
-    """Which part of its storage a tensor shows, and how."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 class Ref(NamedTuple):
