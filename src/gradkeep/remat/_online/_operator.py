@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gradkeep.remat._geometry import Geometry
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradkeep.remat._core import Tensor as Node
+    from gradkeep.remat._geometry import Geometry
 
 
 class Argument(NamedTuple):

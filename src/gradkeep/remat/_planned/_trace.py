@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from gradkeep.remat._geometry import Geometry
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from gradkeep.remat._geometry import Geometry
     from gradkeep.remat._planned._nodes import Seen
 
 
