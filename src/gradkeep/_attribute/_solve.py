@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradkeep._attribute._symmetric import squared
 from gradkeep._errors import AttributionError
+from gradkeep.query._inner import squared_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +49,7 @@ def primal(
     """
     gram = torch.zeros(features.shape[1], features.shape[1])
     for rows, some in zip(torch.split(features, _ROWS), torch.split(weight, _ROWS), strict=True):
-        gram.addmm_(rows.T * some, rows)
+        gram += squared(rows * some.sqrt().unsqueeze(1))
     gram.diagonal().add_(damping)
     factor = _cholesky(gram, damping)
 
@@ -64,13 +66,13 @@ def by_features(
     """`primal`, or for fewer rows than numbers `dual`: the smaller of the two matrices."""
     if features.shape[1] <= len(features):
         return primal(features, weight=weight, pull=pull, damping=damping)
-    solve = dual(features @ features.T, weight=weight, pull=pull, damping=damping)
+    solve = dual(squared(features.T), weight=weight, pull=pull, damping=damping)
     return lambda asked: solve(asked @ features.T)
 
 
 def mean_square(features: Tensor, weight: Tensor) -> float:
     """The mean diagonal of the weighted kernel of features `[N, k]`: mean of weight x |x|^2."""
-    return float((features.double().square().sum(1) * weight).mean())
+    return float((squared_lengths(features).double() * weight).mean())
 
 
 def relative(damping: float | str, diagonal: float, *, what: str) -> float:

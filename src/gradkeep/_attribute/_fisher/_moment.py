@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._attribute._fisher._conv import even
+from gradkeep._attribute._symmetric import squared
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 WIDE = 4096
 """A side longer than this keeps its own coordinates: only the diagonal of its moments is made."""
-_BAND = 64
-"""Rows of a moment that are made at a time, at least."""
 
 
 def whole(size: int) -> bool:
@@ -30,20 +27,5 @@ def zeros(groups: int, size: int) -> Tensor:
 
 
 def moment(values: Tensor, like: Tensor) -> Tensor:
-    """Sum of v v^T over `[S, d]`, or its diagonal.
-
-    The matrix is symmetric: a band of rows is multiplied from the diagonal on, and mirrored.
-    """
-    if like.dim() == 1:
-        return values.square().sum(0)
-    size = values.shape[1]
-    step = max(_BAND, even(math.ceil(size / 4)))
-    if size <= step:
-        return values.t() @ values
-    out = values.new_empty(size, size)
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        band = values[:, start:stop].t() @ values[:, start:]
-        out[start:stop, start:] = band
-        out[stop:, start:stop] = band[:, stop - start :].t()
-    return out
+    """Sum of v v^T over `[S, d]`, or its diagonal."""
+    return values.square().sum(0) if like.dim() == 1 else squared(values)
