@@ -240,6 +240,7 @@ def test_steep_pictures_are_logarithmic_and_tables_keep_everything(tmp_path):
     said = sentences(rows)
     assert "At 50% of its memory m.log takes 1.10x the time (planned, measured)." in said
     assert any("torch.utils.checkpoint, measured, 2 segments" in line for line in said)
+    assert sentences([row("planned", "planned", 1.3, 1.0)]) == []
     table = tmp_path / "table.csv"
     write_table(table, rows)
     assert [repr(one) for one in read_table(table)] == [repr(one) for one in rows]

@@ -182,7 +182,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     """What the table says, in words: per log the cheapest at half of the memory, and the least."""
     found = []
     for log, source in dict.fromkeys((row.log, row.source) for row in rows):
-        good = [r for r in rows if (r.log, r.source) == (log, source) and r.status == "ok"]
+        mine = [row for row in rows if (row.log, row.source) == (log, source)]
+        # A budget above the peak says nothing.
+        good = [row for row in mine if row.status == "ok" and row.ratio <= 1]
         name = Path(log).name.split("-")[0]
         at_half = [row for row in good if row.ratio == 0.5]
         if at_half:
