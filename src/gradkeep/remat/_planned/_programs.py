@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,6 +120,15 @@ class SlotPlan:
     """How to show this slot, given any tensor on its storage."""
 
 
+class Quick(NamedTuple):
+    """All that is looked at in a saved tensor that stays and that nothing is made from."""
+
+    nbytes: int
+    size: tuple[int, ...] | None
+    """None in a plan that drops nothing: no gradient hangs on it, only the bytes count."""
+    leaf: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """Everything that a run needs, by slot and by request."""
@@ -135,6 +145,10 @@ class Compiled:
     first_slots: dict[int, int]
     """For saved values: the slot that shows them first."""
     devices: tuple[str, ...]
+    quick: dict[int, Quick]
+    """Slots that are kept and need nothing else."""
+    quiet: dict[int, int]
+    """Requests at which nothing happens but that a kept slot is handed out, and which."""
 
 
 def compiled(problem: Problem, states: States, evaluation: Evaluation) -> Compiled:
@@ -194,7 +208,28 @@ class _Compiler:
             constants=tuple((value, trace.sources[value]) for value in constants),
             first_slots=self.first_slots,
             devices=tuple(sorted({o.device for o in trace.operations if o.random})),
+            quick=self._quick(slots),
+            quiet={
+                at: number
+                for at, number in enumerate(trace.order)
+                # The first and the last request are where a run looks at more.
+                if 0 < at < len(trace.order) - 1
+                and work[at] is None
+                and not releases[at]
+                and not slots[number].drop
+            },
         )
+
+    def _quick(self, slots: tuple[SlotPlan, ...]) -> dict[int, Quick]:
+        return {
+            number: Quick(
+                math.prod(slot.size) * slot.dtype.itemsize,
+                slot.size if self.dropped else None,
+                leaf=seen.seen.node < 0,
+            )
+            for number, (slot, seen) in enumerate(zip(slots, self.trace.slots, strict=True))
+            if slot.plain
+        }
 
     def _slots(self, sources: set[int]) -> tuple[SlotPlan, ...]:
         trace = self.trace

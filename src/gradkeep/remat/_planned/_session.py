@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradkeep._errors import BudgetError, RematError
 from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._run import Deciding, Kept, Plain, Run
+from gradkeep.remat._planned._run import Deciding, Kept, Plain, Run, unpack
 from gradkeep.remat._planned._snapshot import Snapshot
 from gradkeep.remat._planned._watch import new_watch
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from gradkeep.remat._planned._cache import Plan
 
 _task = torch._C._current_graph_task_id
-_unpack = methodcaller("unpack")
 _active = threading.local()
 
 
@@ -49,7 +47,7 @@ class Session:
         self._keep_all = keep_all
         self._repeatable = repeatable
         self._watch = new_watch()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._optimizer_hook: Any = None
         self._recording: Recording | None = None
         self._run: Run | Plain | Deciding | None = None
@@ -197,6 +195,21 @@ class Session:
         self._watch.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:
+        # Most tensors just stay: everything that they need is here, in one frame.
+        run: Any = self._run
+        if run is not None and _task() == -1:
+            number = run.at
+            expected = run.quick.get(number)
+            if expected is not None and not (self._automatic and run.asks):
+                nbytes, size, leaf = expected
+                if tensor.nbytes == nbytes and (size is None or tensor.shape == size):
+                    run.at = number + 1
+                    # A leaf can be held as it is; anything else may hold its node, and that us.
+                    held = tensor if leaf and tensor.grad_fn is None else tensor.detach()
+                    return held, tensor._version, number, run
+        return self._pack_slowly(tensor)
+
+    def _pack_slowly(self, tensor: Tensor) -> Any:
         recording = self._recording
         current: Any = self._run if recording is None else recording
         if current is None:
@@ -234,8 +247,7 @@ class Stashed:
         handle, self._handle = self._handle, None
         if handle is None:
             raise RematError("a stashed tensor can be had once", fix="stash it twice")
-        found: Tensor = handle.unpack()
-        return found
+        return unpack(handle)
 
 
 def stash(tensor: Tensor) -> Stashed:
