@@ -41,16 +41,23 @@ def coordinates(basis: Basis, form: Form, rows: Factors, slopes: Tensor | None) 
     return _of_restored(basis, form, rows, slopes)
 
 
-def _of_outer(
+def turned_factors(
     basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
-) -> Iterator[Tile]:
+) -> OuterRows:
+    """Suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, the ones of the bias among them."""
     g, x = scaled(rows.g, rows.offsets, slopes), with_ones(form, rows.x)
     g = g if basis.left is None else g @ basis.left[0].to(g.dtype)
     x = x if basis.right is None else x @ basis.right[0].to(x.dtype)
-    high, cols = g.shape[1], x.shape[1]
+    return OuterRows(x, g, rows.offsets)
+
+
+def _of_outer(
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
+) -> Iterator[Tile]:
+    turned = turned_factors(basis, form, rows, slopes)
+    high, cols = turned.g.shape[1], turned.x.shape[1]
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
-    turned = OuterRows(x, g, rows.offsets)
-    for start, stop in tiles(len(rows), high * cols, x.element_size(), 2 * CACHED):
+    for start, stop in tiles(len(rows), high * cols, turned.x.element_size(), 2 * CACHED):
         some = _operators.restore(plain, _operators.take(plain, turned, start, stop))
         yield start, stop, some.view(-1, 1, high, cols)
 

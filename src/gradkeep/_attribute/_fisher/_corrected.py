@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._attribute._fisher._basis import MatrixBasis
-from gradkeep._attribute._fisher._coordinates import coordinates
-from gradkeep._attribute._fisher._sums import by_positions, scaled, with_ones
+from gradkeep._attribute._fisher._coordinates import coordinates, turned_factors
+from gradkeep._attribute._fisher._sums import by_positions, scaled
 from gradkeep.query import _operators
 from gradkeep.query._factors import LookupRows, OuterRows
 from gradkeep.query._forms import Lookup, Outer
@@ -17,39 +17,41 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep._attribute._fisher._basis import Basis
+    from gradkeep._attribute._fisher._curvature import Kept
     from gradkeep.query._factors import Factors
     from gradkeep.query._forms import Form
 
 
 def squares(
-    basis: Basis, form: Form, rows: Factors, slopes: Tensor | None, *, keep: Tensor | None = None
+    basis: Basis, form: Form, rows: Factors, slopes: Tensor | None, *, keep: Kept | None = None
 ) -> Tensor:
     """Sums over rows of squared coordinates, in the shape of the basis' values.
 
     With one position a row, (L^T g)^2 (R^T x)^2 summed by one product; else the coordinates of
-    every row are made, and written into `keep` `[B, size]` if they are wanted again.
+    every row are made. Where they are wanted again, they are written into `keep` `[B, size]`, or
+    both factors of them.
     """
-    if keep is None and isinstance(basis, MatrixBasis) and by_positions(form):
+    if not isinstance(keep, torch.Tensor) and isinstance(basis, MatrixBasis) and by_positions(form):
         match form, rows:
             case Outer(), OuterRows(offsets=None):
-                return _one_position(basis, form, rows, slopes)
+                return _one_position(basis, form, rows, slopes, keep)
             case Lookup(), LookupRows():
                 return _lookup(basis, form, rows, slopes)
     out = torch.zeros_like(basis.values)
     for start, stop, found in coordinates(basis, form, rows, slopes):
-        if keep is not None:
+        if isinstance(keep, torch.Tensor):
             keep[start:stop] = found.flatten(1)
         out += found.square().sum(0)
     return out
 
 
 def _one_position(
-    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None, keep: Kept | None
 ) -> Tensor:
-    g, x = scaled(rows.g, None, slopes), with_ones(form, rows.x)
-    g = g if basis.left is None else g @ basis.left[0].to(g.dtype)
-    x = x if basis.right is None else x @ basis.right[0].to(x.dtype)
-    return (g.square().t() @ x.square()).unsqueeze(0)
+    turned = turned_factors(basis, form, rows, slopes)
+    if isinstance(keep, OuterRows):
+        keep.g[:], keep.x[:] = turned.g, turned.x
+    return (turned.g.square().t() @ turned.x.square()).unsqueeze(0)
 
 
 def _lookup(basis: MatrixBasis, form: Lookup, rows: LookupRows, slopes: Tensor | None) -> Tensor:

@@ -6,19 +6,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from gradkeep._errors import AttributionError
+from gradkeep.query._factors import OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
     from gradkeep._attribute._fisher._basis import Basis
 
 
+Kept = Tensor | OuterRows
+"""Coordinates `[N, P]`, or of one position a row their factors `[N, R]` and `[N, C]`."""
+
 DECADES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Relative dampings to choose from: no single one is right for all models."""
+
+
+def bytes_kept(rows: Kept | None) -> int:
+    """Bytes of coordinates."""
+    if rows is None:
+        return 0
+    return rows.nbytes if isinstance(rows, Tensor) else rows.x.nbytes + rows.g.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,8 @@ class LayerFisher:
 
     bases: tuple[Basis, ...]
     """One for each piece of its gradient."""
-    rows: Tensor | None = None
-    """Coordinates `[N, P]` of the rows that it was made of, where there was room to keep them."""
+    rows: Kept | None = None
+    """Coordinates of the rows that it was made of, where there was room to keep them."""
 
     @property
     def size(self) -> int:
@@ -73,8 +83,7 @@ class LayerFisher:
     @property
     def nbytes(self) -> int:
         """Bytes of eigenvectors, eigenvalues and kept coordinates."""
-        kept = 0 if self.rows is None else self.rows.numel() * self.rows.element_size()
-        return kept + sum(basis.nbytes for basis in self.bases)
+        return bytes_kept(self.rows) + sum(basis.nbytes for basis in self.bases)
 
     def solved(self, dense: Tensor, damping: Damping) -> Tensor:
         """(F + damping)^-1 g `[B, P]` of dense gradients g `[B, P]`.

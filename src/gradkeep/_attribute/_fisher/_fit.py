@@ -9,19 +9,21 @@ import torch
 
 from gradkeep._attribute._fisher import _corrected
 from gradkeep._attribute._fisher._basis import MatrixBasis, VectorBasis, eigen
-from gradkeep._attribute._fisher._curvature import Fisher, LayerFisher
-from gradkeep._attribute._fisher._held import room_for_rows, worth_holding
-from gradkeep._attribute._fisher._layout import Matrix, layout, size_kept
+from gradkeep._attribute._fisher._curvature import Fisher, LayerFisher, bytes_kept
+from gradkeep._attribute._fisher._held import empty_rows, room_for_rows
+from gradkeep._attribute._fisher._layout import Matrix, layout
 from gradkeep._attribute._fisher._stream import parts
 from gradkeep._attribute._fisher._sums import MatrixSums, VectorSums
 from gradkeep._bytes import parse_bytes
 from gradkeep._errors import AttributionError
+from gradkeep.query._factors import OuterRows
 from gradkeep.query._memory import DEFAULT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep._attribute._fisher._basis import Basis
+    from gradkeep._attribute._fisher._curvature import Kept
     from gradkeep._attribute._fisher._layout import Piece
     from gradkeep.query import Gradients
     from gradkeep.query._forms import Form
@@ -49,7 +51,7 @@ def fisher(
         one = _layer(gradients, name, memory_budget, corrected=corrected, held=held, room=room)
         layers[name] = one
         held += one.nbytes
-        room -= 0 if one.rows is None else one.rows.nbytes
+        room -= bytes_kept(one.rows)
     if not any(layer.mean > 0 for layer in layers.values()):
         raise AttributionError(
             f"all gradients of {gradients.key.split} at {gradients.key.checkpoint} are zero",
@@ -77,17 +79,14 @@ def _layer(
     del sums
     if not corrected:
         return LayerFisher(tuple(bases))
-    kept = None
-    bytes_kept = 4 * len(gradients) * size_kept(form)
-    if bytes_kept <= room and worth_holding(gradients, name):
-        kept = torch.empty(len(gradients), size_kept(form))
-        held += bytes_kept
+    kept = empty_rows(gradients, name, room)
+    held += bytes_kept(kept)
     squared = [torch.zeros_like(basis.values) for basis in bases]
     for part in parts(gradients, name, memory_budget, held=held):
         at = 0
         for basis, into in zip(bases, squared, strict=True):
             end = at + basis.piece.size
-            keep = None if kept is None else kept[part.start : part.stop, at:end]
+            keep = _some(kept, slice(part.start, part.stop), slice(at, end))
             into += _corrected.squares(basis, form, part.factors, part.slopes, keep=keep)
             at = end
     count = max(1, len(gradients))
@@ -96,6 +95,13 @@ def _layer(
         for basis, into in zip(bases, squared, strict=True)
     ]
     return LayerFisher(tuple(bases), kept)
+
+
+def _some(kept: Kept | None, rows: slice, columns: slice) -> Kept | None:
+    """Where to write the coordinates of some rows and of one piece of the gradient."""
+    if isinstance(kept, OuterRows):
+        return OuterRows(kept.x[rows], kept.g[rows])
+    return None if kept is None else kept[rows, columns]
 
 
 def _sums(piece: Piece, form: Form, memory_budget: int | str | None) -> MatrixSums | VectorSums:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._attribute._fisher._coordinates import coordinates
+from gradkeep._attribute._fisher._layout import Matrix, layout, size_kept
 from gradkeep._attribute._fisher._one_position import has_one_position
 from gradkeep._attribute._fisher._stream import only
 from gradkeep._attribute._projections._rows import widened
 from gradkeep._bytes import parse_bytes
+from gradkeep.query._factors import OuterRows
 from gradkeep.query._forms import Lookup
 from gradkeep.query._inner import pairwise
 from gradkeep.query._memory import DEFAULT
@@ -19,7 +21,7 @@ from gradkeep.query._memory import DEFAULT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep._attribute._fisher._curvature import Damping, LayerFisher
+    from gradkeep._attribute._fisher._curvature import Damping, Kept, LayerFisher
     from gradkeep.query import Gradients
 
 
@@ -28,10 +30,22 @@ def room_for_rows(memory_budget: int | str | None) -> int:
     return (DEFAULT if memory_budget is None else parse_bytes(memory_budget)) // 4
 
 
-def worth_holding(gradients: Gradients, layer: str) -> bool:
-    """Whether a row's coordinates are dear to make: not where they are products of two vectors."""
-    form = gradients.forms[layer]
-    return not isinstance(form, Lookup) and not has_one_position(gradients, layer)
+def empty_rows(gradients: Gradients, layer: str, room: int) -> Kept | None:
+    """Where to keep the coordinates of a layer's rows; None where they do not fit into the room.
+
+    Those of an embedding are as many as its table has values, most of them zero: never kept.
+    """
+    form, count = gradients.forms[layer], len(gradients)
+    if has_one_position(gradients, layer):
+        (piece,) = layout(form)
+        assert isinstance(piece, Matrix)
+        if 4 * count * (piece.rows + piece.cols) > room:
+            return None
+        return OuterRows(torch.empty(count, piece.cols), torch.empty(count, piece.rows))
+    size = size_kept(form)
+    if isinstance(form, Lookup) or 4 * count * size > room:
+        return None
+    return torch.empty(count, size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +77,6 @@ class Held:
 def held(layer: str, fisher: LayerFisher, damping: Damping) -> Held | None:
     """The layer in the coordinates that were kept, if they were and mean something."""
     added = damping.of(fisher.mean)
-    if fisher.rows is None or added <= 0:
+    if not isinstance(fisher.rows, torch.Tensor) or added <= 0:
         return None
     return Held(layer, fisher, fisher.rows, added)

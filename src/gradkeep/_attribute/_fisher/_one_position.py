@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._attribute._fisher._basis import MatrixBasis
+from gradkeep._attribute._fisher._coordinates import turned_factors
 from gradkeep._attribute._fisher._stream import only, parts
-from gradkeep._attribute._fisher._sums import scaled, with_ones
 from gradkeep._attribute._projections._rows import widened
 from gradkeep.query._factors import OuterRows
 from gradkeep.query._forms import Outer
 from gradkeep.query._memory import DEFAULT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from gradkeep._attribute._fisher._curvature import Damping, LayerFisher
@@ -68,6 +70,8 @@ class OnePosition:
     """1 / (eigenvalue + damping) `[R, C]`"""
     blocks: tuple[Block, ...]
     """All rows, with ever fewer columns."""
+    rows: OuterRows | None = None
+    """The turned factors of all training rows, if they were kept."""
 
     @property
     def kept(self) -> int:
@@ -91,14 +95,22 @@ class OnePosition:
         room = DEFAULT if memory_budget is None else memory_budget
         rows = max(1, min(_ROWS, room // 16 // (4 * widest)))
         held = 4 * (len(g) * self.kept + 2 * out.numel() + rows * widest)
-        for part in parts(train, self.layer, memory_budget, held=held):
-            ours, theirs = self._turned(train, part.factors, part.slopes)
+        for first, ours, theirs in self._train(train, memory_budget, held):
             for start in range(0, len(ours), rows):
                 high, wide = ours[start : start + rows], theirs[start : start + rows]
-                first = part.start + start
-                into = out[:, first : first + len(high)]
+                into = out[:, first + start : first + start + len(high)]
                 into.copy_(self._tile(g, x, high, wide, weighed))
         return out
+
+    def _train(
+        self, train: Gradients, memory_budget: int | None, held: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The number of the first row, and turned suffixes and prefixes from it on."""
+        if self.rows is not None:
+            yield 0, *self._falling(self.rows)
+            return
+        for part in parts(train, self.layer, memory_budget, held=held):
+            yield part.start, *self._turned(train, part.factors, part.slopes)
 
     def _tile(
         self, g: Tensor, x: Tensor, high: Tensor, wide: Tensor, weighed: list[Tensor]
@@ -127,12 +139,14 @@ class OnePosition:
         assert isinstance(form, Outer)
         wide = widened(rows)
         assert isinstance(wide, OuterRows)
-        g, x = scaled(wide.g, None, slopes), with_ones(form, wide.x)
-        if self.basis.left is not None:
-            g = g @ self.basis.left[0].flip(1).to(g.dtype)
-        if self.basis.right is not None:
-            x = x @ self.basis.right[0].flip(1).to(x.dtype)
-        return g.float(), x.float()
+        return self._falling(turned_factors(self.basis, form, wide, slopes))
+
+    def _falling(self, turned: OuterRows) -> tuple[Tensor, Tensor]:
+        g, x = turned.g.float(), turned.x.float()
+        return (
+            g if self.basis.left is None else g.flip(1),
+            x if self.basis.right is None else x.flip(1),
+        )
 
 
 def _outer(g: Tensor, x: Tensor, block: Block) -> Tensor:
@@ -156,7 +170,8 @@ def one_position(
     if basis.right is not None:
         values = values.flip(1)
     weights = (1 / (values + added)).float()
-    return OnePosition(layer, basis, added, weights, _blocks(values > NEGLIGIBLE * added))
+    rows = fisher.rows if isinstance(fisher.rows, OuterRows) else None
+    return OnePosition(layer, basis, added, weights, _blocks(values > NEGLIGIBLE * added), rows)
 
 
 def has_one_position(gradients: Gradients, layer: str) -> bool:
