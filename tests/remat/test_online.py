@@ -321,7 +321,8 @@ def test_random_programs_give_the_same_numbers(seed, ratio):
                         new[1:4].mul_(0.5)
                         alive.append(new)
                     case 4:
-                        alive.append(one.t().contiguous().t() + other)
+                        turned = one.t().contiguous().t()
+                        alive.append(turned.unsqueeze(0).squeeze(0) + other.chunk(1)[0])
                     case 5:
                         del alive[rng.integers(len(alive))]
                         alive.append(other.clone().add_(one))

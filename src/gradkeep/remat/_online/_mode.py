@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from gradkeep.remat._heuristics import Heuristic
     from gradkeep.remat._operators import Signature
 
-_FREE = frozenset(
-    f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view", "unsqueeze", "squeeze")
-)
+_FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
 """Views that look at no byte and at no bound of their argument's storage."""
 
 
