@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BANDS, _LEAST, _MOST = 4, 64, 256
+_BANDS, _LEAST, _MOST = 4, 64, 192
 """How many bands a product is cut into, and rows of a band: many bands leave more of the mirrored
 half out, but a product of few rows is slow."""
 

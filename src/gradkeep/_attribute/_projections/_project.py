@@ -9,12 +9,12 @@ import torch
 from gradkeep._attribute._projections._finite import require_finite
 from gradkeep._attribute._projections._room import require_room
 from gradkeep._attribute._projections._rows import add_rows, widened
-from gradkeep._attribute._projections._sketch import Sketch
+from gradkeep._attribute._projections._sketch import sketch_of
 from gradkeep._attribute._projections._sum import Sum
 from gradkeep.query import _operators
 from gradkeep.query._factors import dtype_of
 from gradkeep.query._memory import shares
-from gradkeep.query._tiles import CACHED
+from gradkeep.query._tiles import CACHED, tiles
 
 if TYPE_CHECKING:
     from gradkeep._attribute._projections._projection import Projection
@@ -48,20 +48,22 @@ def project(
     """
     count, dim = len(gradients), projection.dim
     batch_rows, scratch = tiling(gradients, dim, memory_budget)
-    sketch = Sketch(projection, model)
+    sketch = sketch_of(projection, model)
     slopes = gradients.slopes()
     out = torch.empty(count, dim)
     for some in gradients.stream(batch_rows):
         factors = {name: widened(rows) for name, rows in some.factors.items()}
         kinds = {dtype_of(rows) for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
-        into = Sum(some.stop - some.start, dim, dtype=dtype, device=torch.device("cpu"))
-        for name, form in gradients.forms.items():
-            add_rows(sketch, into, form, factors[name], scratch=scratch)
-        values = into.values()
+        # Sums that stay in the cache while all layers are added to them.
+        for start, stop in tiles(some.stop - some.start, 4 * dim, dtype.itemsize, 2 * CACHED):
+            into = Sum(stop - start, dim, dtype=dtype, device=torch.device("cpu"))
+            for name, form in gradients.forms.items():
+                taken = _operators.take(form, factors[name], start, stop)
+                add_rows(sketch, into, form, taken, scratch=scratch)
+            out[some.start + start : some.start + stop] = into.values()
         if slopes is not None:
-            values *= slopes[some.start : some.stop].unsqueeze(1).to(values.dtype)
-        out[some.start : some.stop] = values
+            out[some.start : some.stop] *= slopes[some.start : some.stop].unsqueeze(1)
     return require_finite(out, gradients.ids)
 
 
