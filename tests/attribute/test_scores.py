@@ -59,6 +59,10 @@ def test_saving_again_is_free_and_other_scores_are_refused(store):
     made.save("kept")
     with pytest.raises(SchemaMismatch, match="digest"):
         gk.attribute(store, damping=3.0, save="kept")
+    with pytest.raises(AttributionError, match="other scores are saved as 'kept'"):
+        gk.attribute(store, method="trak", save="kept")
+    with pytest.raises(AttributionError, match="other scores are saved as 'kept'"):
+        gk.attribute(store, checkpoints="a", save="kept")
     same(made, gk.Scores.load(store, "kept"))
 
 

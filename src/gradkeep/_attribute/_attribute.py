@@ -12,7 +12,7 @@ from gradkeep._attribute._method import Method, options_for
 from gradkeep._attribute._named import method_named
 from gradkeep._attribute._places import places
 from gradkeep._attribute._question import Question, asked
-from gradkeep._attribute._saved import save_scores
+from gradkeep._attribute._saved import check_free, save_scores
 from gradkeep._attribute._scores import Scores
 from gradkeep._attribute._tally import Tally
 from gradkeep._attribute._tuning import choose, wants_choice
@@ -85,6 +85,9 @@ def attribute(
         memory_budget=memory_budget,
         per_layer=per_layer,
     )
+    if save is not None:
+        at_names = tuple(str(place) for place in at)
+        check_free(store, save, method=chosen.name, checkpoints=at_names)
     with shown(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if wants_choice(chosen, told):

@@ -56,6 +56,23 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
                 writer.skip(scores.query_ids[rows])
 
 
+def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, ...]) -> None:
+    """Raise if scores of another method or other checkpoints have that name, before any work."""
+    key = ScoresKey(name)
+    if not store.has(key):
+        return
+    told = store.read(key, live=True).schema.fingerprints
+    asked = {"method": method, "checkpoints": json.dumps(checkpoints)}
+    other = [f"{part}: {told.get(part)!r}" for part in asked if told.get(part) != asked[part]]
+    if other:
+        raise AttributionError(
+            f"other scores are saved as {name!r}",
+            path=store.location,
+            found=", ".join(other),
+            fix="use another name, or delete them first",
+        )
+
+
 def load_scores(store: Store, name: str, kind: type[Scores]) -> Scores:
     """Read scores back."""
     known = sorted(k.name for k in store.scores() if not k.name.endswith(_TRAIN))
