@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep._attribute._fisher import Damping, _moment, fisher
+from gradkeep._attribute._fisher import Damping, _fit, _moment, fisher
 from gradkeep._errors import AttributionError, BudgetError, QueryError
 from gradkeep.testing._autograd import per_sample_gradients
 
@@ -321,6 +321,16 @@ def test_the_byte_budget_changes_nothing(name):
     assert np.allclose(free, tight, rtol=1e-4, atol=1e-5 * np.abs(free).max())
     with pytest.raises(BudgetError):
         gk.attribute(store, method="ekfac", memory_budget="1MiB")
+
+
+@pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
+def test_rows_that_find_no_room_are_turned_again(name, monkeypatch):
+    store, _, _ = world(name, plan="factors")
+    wanted = gk.attribute(store, method="ekfac", per_layer=True)
+    monkeypatch.setattr(_fit, "room_for_rows", lambda budget: 0)
+    found = gk.attribute(store, method="ekfac", per_layer=True)
+    for one, other in zip(found.per_layer, wanted.per_layer, strict=True):
+        close(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "words"])

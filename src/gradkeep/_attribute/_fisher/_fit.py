@@ -79,7 +79,10 @@ def _layer(
     del sums
     if not corrected:
         return LayerFisher(tuple(bases))
-    kept = empty_rows(gradients, name, room)
+    # A budget that is enough without kept rows must stay enough: half of it is left alone.
+    limit = DEFAULT if memory_budget is None else parse_bytes(memory_budget)
+    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+    kept = empty_rows(gradients, name, min(room, limit // 2 - held - mapped))
     held += bytes_kept(kept)
     squared = [torch.zeros_like(basis.values) for basis in bases]
     for part in parts(gradients, name, memory_budget, held=held):

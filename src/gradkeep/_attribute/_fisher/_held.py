@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def room_for_rows(memory_budget: int | str | None) -> int:
-    """Bytes of coordinates that may be kept of all layers together: a quarter of the budget."""
-    return (DEFAULT if memory_budget is None else parse_bytes(memory_budget)) // 4
+    """Bytes of coordinates that may be kept of all layers together: an eighth of the budget."""
+    return (DEFAULT if memory_budget is None else parse_bytes(memory_budget)) // 8
 
 
 def empty_rows(gradients: Gradients, layer: str, room: int) -> Kept | None:
