@@ -8,7 +8,7 @@ from gradkeep.remat._planned._agree import agreed
 from gradkeep.remat._planned._problem import problem_of
 from gradkeep.remat._planned._programs import compiled
 from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._run import Run
+from gradkeep.remat._planned._run import Run, unpack
 from gradkeep.remat._planned._search import search
 from gradkeep.remat._planned._watch import new_watch
 
@@ -17,7 +17,7 @@ hooks = torch.autograd.graph.saved_tensors_hooks
 
 def recorded(step, *, cloning, hooked=None):
     recording, watch = Recording(cloning=cloning), new_watch()
-    with hooks((hooked or recording).pack, lambda packed: packed.unpack()):
+    with hooks((hooked or recording).pack, unpack):
         watch.show(recording)
         step()
         watch.rest()
@@ -45,7 +45,7 @@ def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
 
     def planned():
         run = Run(plan)
-        with hooks(run.pack, lambda packed: packed.unpack()):
+        with hooks(run.pack, unpack):
             work.step()
         assert run.changed is None
 

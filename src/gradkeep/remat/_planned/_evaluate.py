@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradkeep.remat._planned._problem import REPLAY_SECONDS
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -99,7 +97,7 @@ class Evaluator:
             sum(problem.sizes[m.value] for m in operation.makes if m.position >= 0)
             for operation in trace.operations
         ]
-        self._cost = [operation.cost + REPLAY_SECONDS for operation in trace.operations]
+        self._cost = problem.costs
         self._asks = sorted(
             (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
         )

@@ -6,14 +6,20 @@ saved values, or values that can be made again themselves.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gradkeep.remat._planned._trace import Trace
+from gradkeep.remat._planned._trace import Ref
 
-REPLAY_SECONDS = 10e-6
-"""What running one operator again costs beside the operator."""
+if TYPE_CHECKING:
+    from gradkeep.remat._planned._trace import Operation, Trace
+
+_REPLAY_SECONDS = 15e-6
+"""What running one operator again costs beside the operator: its arguments are put together."""
+_BYTE_SECONDS = 4e-11
+"""What every byte that it reads or makes costs more than in the recorded step: there it was fresh in
+the cache. The time of small element-wise operators doubles by that."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Problem:
     levels: list[int] = field(default_factory=list)
     sizes: tuple[int, ...] = ()
     """Bytes of the storage of each value."""
+    costs: tuple[float, ...] = ()
+    """Seconds to run each operator again."""
 
     @property
     def peak(self) -> int:
@@ -71,6 +79,7 @@ def problem_of(trace: Trace, *, min_size: int) -> Problem:
     random_state = _random_states(trace)
     makeable = _Makeable(trace, saved, random_state)
     sizes = tuple(trace.storages[value.storage].size for value in trace.values)
+    costs = tuple(map(_again_seconds, trace.operations))
     found = []
     known = {}
     for value, pack in saved.items():
@@ -88,9 +97,17 @@ def problem_of(trace: Trace, *, min_size: int) -> Problem:
         if gone >= min(first, stored.death):
             continue  # whoever holds it holds it until it is asked for: nothing to gain
         recipe = makeable.recipe(value)
-        cost = sum(trace.operations[number].cost + REPLAY_SECONDS for number in recipe)
+        cost = sum(costs[number] for number in recipe)
         found.append(Candidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
-    return Problem(trace, tuple(found), saved, random_state, known, trace.levels(), sizes)
+    return Problem(trace, tuple(found), saved, random_state, known, trace.levels(), sizes, costs)
+
+
+def _again_seconds(operation: Operation) -> float:
+    """What it costs to run an operator once more, long after it ran first."""
+    shown = [arg.geometry for arg in operation.args if isinstance(arg, Ref)]
+    shown += [made.geometry for made in operation.makes]
+    touched = sum(math.prod(geometry.size) * geometry.dtype.itemsize for geometry in shown)
+    return operation.cost + _REPLAY_SECONDS + _BYTE_SECONDS * touched
 
 
 def _random_states(trace: Trace) -> dict[int, int]:

@@ -125,7 +125,7 @@ class Deciding:
         self._tensors: list[Tensor] = []
         self._handles: list[Kept] = []
 
-    def pack(self, tensor: Tensor) -> Kept | Dropped:
+    def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor, or go on with the plan that is left."""
         if _task() != -1:
             return Kept(None, -1, tensor.detach(), tensor._version)
@@ -143,7 +143,7 @@ class Deciding:
         self._handles.append(handle)
         return handle
 
-    def decide(self, tensor: Tensor) -> Kept | Dropped:
+    def decide(self, tensor: Tensor) -> Any:
         """Let one plan see what was saved so far, and then this tensor."""
         run = self._adopt(self._plans[0])
         for before, handle in zip(self._tensors, self._handles, strict=True):
@@ -223,8 +223,8 @@ class Run:
 
     # Saving
 
-    def pack(self, tensor: Tensor) -> Kept | Dropped:
-        """Keep a saved tensor or let it go."""
+    def pack(self, tensor: Tensor) -> Any:
+        """Keep a saved tensor or let it go; `unpack` understands what is given back."""
         if _task() != -1:
             return Kept(None, -1, tensor.detach(), tensor._version)
         number = self.at
@@ -257,8 +257,9 @@ class Run:
                 self.leave(f"saved tensor {number} is another mask than the recorded one")
                 return Kept(self, number, tensor.detach(), tensor._version)
             self._samples[slot.value] = sample
+        held = None if slot.drop and not slot.hold else tensor.detach()
         if slot.hold:
-            self._values[slot.value] = tensor.detach()
+            self._values[slot.value] = held
             self._versions[slot.value] = tensor._version
         for value in slot.releases:
             self._values[value] = None
@@ -266,7 +267,7 @@ class Run:
             self._versions.pop(value, None)
         if slot.drop:
             return Dropped(self, number)
-        return Kept(self, number, tensor.detach(), tensor._version)
+        return held, tensor._version, number, self
 
     @property
     def asked(self) -> bool:

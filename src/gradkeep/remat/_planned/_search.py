@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from gradkeep.remat._planned._cuts import crossings, evenly
 from gradkeep.remat._planned._evaluate import Evaluation, Evaluator, State
-from gradkeep.remat._planned._problem import REPLAY_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +78,7 @@ class _Search:
         self._random = random.Random(seed)
         self._known: dict[States, tuple[Score, Evaluation]] = {}
         self._peak = max(problem.peak, 1)
-        self._costs = [operation.cost + REPLAY_SECONDS for operation in problem.trace.operations]
+        self._costs = problem.costs
         self._groups = groups_of(problem)
         self._together = [group for group in self._groups if len(group) > 1]
         self._unit = max(problem.trace.seconds, 1e-9)
