@@ -90,14 +90,19 @@ def positions_of(rows: Factors) -> float:
             return float(len(rows))
 
 
-def dtype_of(rows: Factors) -> torch.dtype:
-    """The dtype of the factors."""
+def example_of(rows: Factors) -> torch.Tensor:
+    """An array of the rows that has their dtype and device."""
     match rows:
         case OuterRows() | LookupRows():
-            return rows.g.dtype
+            return rows.g
         case ConvRows():
-            return rows.wide.dtype
-        case TiedRows():
-            return rows.outer.g.dtype
+            return rows.wide
         case DenseRows():
-            return rows.values.dtype
+            return rows.values
+        case TiedRows():
+            return rows.outer.g
+
+
+def dtype_of(rows: Factors) -> torch.dtype:
+    """The dtype of the factors."""
+    return example_of(rows).dtype

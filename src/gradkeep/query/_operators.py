@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._errors import QueryError
 from gradkeep.query import _conv, _dense, _lookup, _outer, _tied
-from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
+from gradkeep.query._factors import (
+    ConvRows,
+    DenseRows,
+    LookupRows,
+    OuterRows,
+    TiedRows,
+    example_of,
+)
 from gradkeep.query._forms import size_of
 from gradkeep.query._inner import pairwise
 from gradkeep.query._restored import restored
@@ -98,7 +105,7 @@ def dot(form: Form, queries: Factors, train: Factors, *, how: How, scratch: int)
     if how not in ("half", "restore"):
         products: Tensor = getattr(algebra, how)(form, queries, train, scratch=scratch)
         return products
-    like = _values(train)
+    like = example_of(train)
     out = like.new_empty(len(queries), len(train))
     size = size_of(form)
     parts = list(tiles(len(queries), size, like.element_size(), scratch // 2))
@@ -186,23 +193,10 @@ def _tiles_of(form: Form, rows: Factors, scratch: int) -> Iterator[tuple[int, in
     return restored(
         len(rows),
         values,
-        _values(rows).element_size(),
+        example_of(rows).element_size(),
         scratch,
         lambda start, stop: restore(form, take(form, rows, start, stop)),
     )
-
-
-def _values(rows: Factors) -> Tensor:
-    """An array of the rows that has their dtype and device."""
-    match rows:
-        case OuterRows() | LookupRows():
-            return rows.g
-        case ConvRows():
-            return rows.wide
-        case DenseRows():
-            return rows.values
-        case TiedRows():
-            return rows.outer.g
 
 
 def _half_is_less(rows: Factors, kinds: int) -> bool:

@@ -9,7 +9,14 @@ from gradkeep._attribute._projections._bias import conv_bias, outer_bias
 from gradkeep._attribute._projections._sketch import Sketch, sketch_of, wide
 from gradkeep._attribute._projections._sum import Sum
 from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
+from gradkeep.query._factors import (
+    ConvRows,
+    DenseRows,
+    LookupRows,
+    OuterRows,
+    TiedRows,
+    example_of,
+)
 from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied, size_of
 from gradkeep.query._patches import patch_values, unfolded
 from gradkeep.query._segments import Spans, row_of, spans
@@ -51,7 +58,7 @@ def project_rows(
     tensor(9.)
     """
     rows = widened(rows)
-    like = _like(rows)
+    like = example_of(rows)
     into = Sum(len(rows), projection.dim, dtype=like.dtype, device=like.device)
     add_rows(sketch_of(projection, model), into, form, rows, way=way, scratch=scratch)
     return into.values()
@@ -165,7 +172,7 @@ def _add_bias(sketch: Sketch, into: Sum, form: Outer | Conv, sums: Tensor | None
 
 def _add_restored(sketch: Sketch, into: Sum, form: Form, rows: Factors, scratch: int) -> None:
     """Restore the gradients, some rows at a time, and add each parameter's."""
-    item = _like(rows).element_size()
+    item = example_of(rows).element_size()
     for start, stop in tiles(len(rows), size_of(form), item, scratch):
         dense = _operators.restore(form, _operators.take(form, rows, start, stop))
         at = 0
@@ -198,15 +205,3 @@ def widened(rows: Factors) -> Factors:
                 LookupRows(lookup.ids, wide(lookup.g), lookup.offsets),
                 OuterRows(wide(outer.x), wide(outer.g), outer.offsets),
             )
-
-
-def _like(rows: Factors) -> Tensor:
-    match rows:
-        case OuterRows() | LookupRows():
-            return rows.g
-        case ConvRows():
-            return rows.wide
-        case DenseRows():
-            return rows.values
-        case TiedRows():
-            return rows.outer.g
