@@ -1,10 +1,10 @@
 """Which attribution is true: every method's linear datamodeling score, with intervals and cost.
 
-`./x bench lds [SETTING ...]`: models are trained on 100 random halves of the data with 5 seeds each
-(MNIST: 60 and 3); a method is scored by how well the sums of its scores over each half rank what
-those models say of each test example, averaged over the test examples. Settings: digits, digits64
-(larger batches and steps), mnist-logistic, mnist-mlp; all of them by default, MNIST where its files
-are there.
+`./x bench lds [SETTING ...]`: models are trained on 100 random halves of the data with 5 seeds
+each (MNIST: 60 and 3); a method is scored by how well the sums of its scores over each half rank
+what those models say of each test example, averaged over the test examples. Settings: digits,
+digits64 (larger batches and steps; most methods score lower there, and the bars are missed),
+mnist-logistic, mnist-mlp; all of them by default, MNIST where its files are there.
 """
 
 from __future__ import annotations
