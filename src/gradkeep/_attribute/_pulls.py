@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from gradkeep._attribute._columns import column
 from gradkeep._errors import AttributionError
 
 if TYPE_CHECKING:
@@ -52,10 +53,14 @@ def pulls(question: Question, weight: Weight, *, q: Any = None) -> Pulls:
         return Pulls("loss", torch.ones(rows), torch.ones(rows))
     if not all(_is_margin(at.train_block) for at in places):
         _refuse(q)
-        mean = _mean([-_column(at.train_block, "slope") for at in places])
+        mean = _mean([-column(at.train_block, "slope", method="kernel") for at in places])
         return Pulls("output", mean, torch.ones(rows))
     # Probabilities are averaged, not their logarithms.
-    pooled = _mean([-_column(at.train_block, "slope") for at in places]) if q is None else _given(q)
+    pooled = (
+        _mean([-column(at.train_block, "slope", method="kernel") for at in places])
+        if q is None
+        else _given(q)
+    )
     if pooled.shape != (rows,):
         raise AttributionError(
             "q needs one value per training row",
@@ -68,13 +73,11 @@ def pulls(question: Question, weight: Weight, *, q: Any = None) -> Pulls:
 
 def _is_margin(block: Block) -> bool:
     """Whether the loss is that of a margin: log(1 + exp(-output))."""
-    outputs = _column(block, "output").double()
+    outputs = column(block, "output", method="kernel").double()
     expected = torch.nn.functional.softplus(-outputs)
-    return torch.allclose(_column(block, "loss").double(), expected, rtol=1e-3, atol=1e-5)
-
-
-def _column(block: Block, name: str) -> Tensor:
-    return torch.from_numpy(np.array(block.column(name), np.float32))
+    return torch.allclose(
+        column(block, "loss", method="kernel").double(), expected, rtol=1e-3, atol=1e-5
+    )
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

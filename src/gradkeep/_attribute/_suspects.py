@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep._attribute._columns import column
 from gradkeep._attribute._places import places
 from gradkeep._attribute._question import asked
 from gradkeep._errors import AttributionError
@@ -100,13 +101,7 @@ def suspects(
 def _measure(at: At, by: By) -> AnyArray:
     if by == "self":
         return np.asarray(at.train().norms().double().square())
-    block = at.train_block
-    if "loss" not in block.names:
-        raise AttributionError(
-            f"the capture at {at.place} keeps no losses", fix="capture it with gk.capture"
-        )
-    found: AnyArray = block.column("loss")
-    return found
+    return column(at.train_block, "loss", method="suspects").numpy()
 
 
 def _most_often(said: AnyArray) -> AnyArray:
