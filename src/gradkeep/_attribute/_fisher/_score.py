@@ -68,17 +68,6 @@ def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | No
     return layer_by_layer(at, layer_scores, approximate)
 
 
-def preconditioned(
-    at: At, solve: Solve, *, held: int = 0, approximate: str | None = None
-) -> Scorer:
-    """Products `[b, N]`, or `[L, b, N]` layer by layer, of solved queries with training rows.
-
-    `solve(layer, dense [B, P])` gives what is multiplied in place of the queries' gradients;
-    `held` bytes are taken by what it needs.
-    """
-    return layer_by_layer(at, _Solved(at, solve, _left(at, held)).scores, approximate)
-
-
 class _Solved:
     """Layer after layer some queries are restored and solved, and the training rows pass by."""
 
