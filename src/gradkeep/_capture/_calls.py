@@ -11,13 +11,12 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from gradkeep.remat._planned._session import stash
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-_SAVERS = frozenset(
-    {"ConvolutionBackward0", "NativeBatchNormBackward0", "NativeLayerNormBackward0"}
-)
-"""Nodes that save the input of their layer as it came."""
+    from gradkeep.remat._planned._session import Stashed
 
 
 @dataclass(slots=True, eq=False)
@@ -34,28 +33,26 @@ class Call:
     suffixes: list[torch.Tensor | None] = field(default_factory=list)
     original: torch.Tensor | None = None
     """The first input as it came, which tells whether two layers share one."""
-    saver: Any = None
-    """The autograd node that has saved the input, where it is not kept here."""
+    stashed: Stashed | None = None
+    """The input, where a memory budget may drop it meanwhile."""
 
     @property
     def input(self) -> torch.Tensor:
         """The first tensor that the module was given."""
-        if self.saver is not None:
-            saved: torch.Tensor = self.saver._saved_input
-            return saved.detach()
+        self.keep_input()
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, torch.Tensor):
                 return value
         raise TypeError(f"{type(self.module).__name__} was called without a tensor")
 
     def keep_input(self) -> None:
-        """Take the input from autograd, which is about to give it back."""
-        if self.saver is not None:
-            self.args, self.saver = (self.input,), None
+        """Take the input back, if it was left to the budget."""
+        if self.stashed is not None:
+            self.args, self.stashed = (self.stashed.get(),), None
 
     def let_go(self) -> None:
         """Give back what the call holds; nothing asks for it any more."""
-        self.args, self.kwargs, self.original, self.saver = (), {}, None, None
+        self.args, self.kwargs, self.original, self.stashed = (), {}, None, None
         self.suffixes = [None] * len(self.suffixes)
 
     def suffix(self, index: int = 0) -> torch.Tensor:
@@ -75,9 +72,8 @@ def watching(
     """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
 
     Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
-    gradient needs. Of `light` modules the input is not kept at all but asked of autograd, which has
-    saved it, when the module's turn comes in the backward pass: so that it can be dropped and made
-    again meanwhile. With `by_hooks` the suffixes are filled by whatever backward pass the caller
+    gradient needs. The single input of `light` modules is stashed, so that a memory budget can drop
+    it and make it again when the module's turn comes in the backward pass. With `by_hooks` the suffixes are filled by whatever backward pass the caller
     runs; else by `fill`.
     """
     calls: list[Call] = []
@@ -101,9 +97,9 @@ def watching(
             call.suffixes = [None] * len(outputs)
             for index, tensor in enumerate(outputs):
                 tensor.register_hook(_into(call, index))  # type: ignore[no-untyped-call]
-        if module in light and len(outputs) == 1 and call.edges[0].node.name() in _SAVERS:
-            call.args, call.kwargs, call.original = (), {}, None
-            call.saver = call.edges[0].node
+        if module in light and len(inputs) == len(args) == 1 and not kwargs:
+            call.stashed = stash(inputs[0])
+            call.args, call.original = (), None
         calls.append(call)
 
     with contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._capture import _select, _storing
 from gradkeep._capture._settle import settle
+from gradkeep._capture._soon import LATER
 from gradkeep._capture._tracer import Tracer
 from gradkeep._capture._units import units_of
 
@@ -64,16 +65,11 @@ class Prepared:
 
     @property
     def light(self) -> frozenset[nn.Module]:
-        """Modules whose inputs only dense layers need, and that autograd saves as they came."""
-        others = [k.unit for k in self.kept if k.storage != "dense"]
+        """Modules whose inputs are needed only until their dense gradients are made."""
+        soon = {unit for unit in self.dense if unit.way not in LATER}
+        others = [k.unit for k in self.kept if k.unit not in soon]
         needed = {module for unit in others for module in unit.modules}
-        chosen = {module for unit in self.dense for module in unit.modules}
-        return frozenset(module for module in chosen - needed if _saves_its_input(module))
-
-
-def _saves_its_input(module: nn.Module) -> bool:
-    padding = getattr(module, "padding", None)
-    return getattr(module, "padding_mode", "zeros") == "zeros" and padding != "same"
+        return frozenset({module for unit in soon for module in unit.modules} - needed)
 
 
 def prepare(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradkeep._capture._calls import Call
     from gradkeep._capture._units import Unit
 
-_LATER = ("module", "one by one", "whole")
+LATER = ("module", "one by one", "whole")
 """Ways that run the layer once more, some layers at a time."""
 
 
@@ -40,7 +40,7 @@ class Soon:
         self._waiting: dict[nn.Module, set[Unit]] = {}
         self._missing: dict[Unit, int] = {}
         for unit in units:
-            if unit.way in _LATER:
+            if unit.way in LATER:
                 continue
             modules = list(dict.fromkeys(unit.modules))
             self._missing[unit] = sum(len(calls.get(module, ())) for module in modules)
