@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradkeep._attribute._curvature._fisher import fisher_product
 from gradkeep._attribute._curvature._replayed import Replayed
 from gradkeep._attribute._curvature._space import Space
+from gradkeep._attribute._fisher import Damping
 from gradkeep._capture import Classification
 from gradkeep._errors import AttributionError
 
@@ -16,12 +17,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep._attribute._fisher import Damping
     from gradkeep._attribute._question import At
     from gradkeep._capture import Task
     from gradkeep._capture._mode import Mode
 
 Kind = Literal["hessian", "ggn", "fisher"]
+
+
+@dataclass(frozen=True, slots=True)
+class CurvatureOptions:
+    """Which curvature, of what, and what is added to it: what its methods can all be told."""
+
+    curvature: Kind = "ggn"
+    """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
+    empirical Fisher matrix."""
+    model: nn.Module | None = None
+    """With the weights of the checkpoint; not for the Fisher matrix."""
+    data: Iterable[Any] | None = None
+    """The training batches; not for the Fisher matrix."""
+    task: Task | None = None
+    """By default `gk.Classification()`."""
+    damping: float = 0.3
+    """Times the mean eigenvalue of the empirical Fisher matrix."""
+    absolute_damping: float | None = None
+    """As it is, in place of the relative damping."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,22 +57,16 @@ class Curved:
         return self.product(vectors) + self.damping * vectors
 
 
-def curvature(
-    at: At,
-    kind: Kind,
-    *,
-    model: nn.Module | None,
-    data: Iterable[Any] | None,
-    task: Task | None,
-    damping: Damping,
-) -> Curved:
+def curvature(at: At, told: CurvatureOptions) -> Curved:
     """That of the mean loss in the parameters of the chosen layers, at one checkpoint.
 
     A relative damping is times the mean eigenvalue of the empirical Fisher matrix, which the kept
     norms tell.
     """
+    kind, model, data = told.curvature, told.model, told.data
     train = at.train()
     space = Space.of(train)
+    damping = Damping(told.damping, told.absolute_damping)
     added = damping.of(float(train.norms().double().square().mean()) / max(1, space.size))
     if not added > 0:
         raise AttributionError(
@@ -77,5 +90,5 @@ def curvature(
             "or curvature='fisher'",
         )
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
-    replayed = Replayed(space, model, data, task or Classification(), mode)
+    replayed = Replayed(space, model, data, told.task or Classification(), mode)
     return Curved(space, replayed.hessian if kind == "hessian" else replayed.gauss_newton, added)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradkeep import query
-from gradkeep._attribute._curvature import curvature, lanczos
-from gradkeep._attribute._fisher import Damping
+from gradkeep._attribute._curvature import CurvatureOptions, curvature, lanczos
 from gradkeep._attribute._method import Method, Scorer
 from gradkeep._attribute._projections import _random
 from gradkeep._bytes import format_bytes, parse_bytes
 from gradkeep._errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from torch import Tensor
 
-    from torch import Tensor, nn
-
-    from gradkeep._attribute._curvature._chosen import Kind
     from gradkeep._attribute._question import At
-    from gradkeep._capture import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(CurvatureOptions):
     """What `arnoldi` can be told."""
 
     rank: int = 50
@@ -33,19 +28,6 @@ class Options:
     """Products with the curvature, from which the eigenvectors are found."""
     seed: int = 0
     """Of the first vector."""
-    curvature: Kind = "ggn"
-    """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
-    empirical Fisher matrix."""
-    model: nn.Module | None = None
-    """With the weights of the checkpoint; not for the Fisher matrix."""
-    data: Iterable[Any] | None = None
-    """The training batches; not for the Fisher matrix."""
-    task: Task | None = None
-    """By default `gk.Classification()`."""
-    damping: float = 0.3
-    """Times the mean eigenvalue of the empirical Fisher matrix."""
-    absolute_damping: float | None = None
-    """As it is, in place of the relative damping."""
 
 
 def _prepare(at: At, options: Options) -> Scorer:
@@ -55,14 +37,7 @@ def _prepare(at: At, options: Options) -> Scorer:
             found=f"rank={options.rank}, iterations={options.iterations}",
             fix="twice as many iterations as eigenvectors are usual",
         )
-    curved = curvature(
-        at,
-        options.curvature,
-        model=options.model,
-        data=options.data,
-        task=options.task,
-        damping=Damping(options.damping, options.absolute_damping),
-    )
+    curved = curvature(at, options)
     question, size = at.question, curved.space.size
     need = 8 * size * (min(options.iterations, size) + options.rank)
     if question.memory_budget is not None and need > parse_bytes(question.memory_budget):

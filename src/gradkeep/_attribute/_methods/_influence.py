@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradkeep import query
-from gradkeep._attribute._curvature import conjugate_gradients, curvature
-from gradkeep._attribute._fisher import Damping
+from gradkeep._attribute._curvature import CurvatureOptions, conjugate_gradients, curvature
 from gradkeep._attribute._fisher._stream import only
 from gradkeep._attribute._method import Method, Scorer
 from gradkeep._attribute._products import products
@@ -20,35 +19,18 @@ from gradkeep.query import Directions
 from gradkeep.query._memory import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from torch import Tensor
 
-    from torch import Tensor, nn
-
-    from gradkeep._attribute._curvature._chosen import Kind
     from gradkeep._attribute._question import At
-    from gradkeep._capture import Task
 
 _VECTORS = 10
 """Vectors of float64 that a query has while it is solved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(CurvatureOptions):
     """What `influence` can be told."""
 
-    curvature: Kind = "ggn"
-    """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
-    empirical Fisher matrix."""
-    model: nn.Module | None = None
-    """With the weights of the checkpoint; not for the Fisher matrix."""
-    data: Iterable[Any] | None = None
-    """The training batches; not for the Fisher matrix."""
-    task: Task | None = None
-    """By default `gk.Classification()`."""
-    damping: float = 0.3
-    """Times the mean eigenvalue of the empirical Fisher matrix."""
-    absolute_damping: float | None = None
-    """As it is, in place of the relative damping."""
     tolerance: float = 1e-4
     """The relative residual that each query is solved to."""
     max_steps: int = 1000
@@ -61,14 +43,7 @@ def _prepare(at: At, options: Options) -> Scorer:
             "conjugate gradients need a tolerance between 0 and 1, and some steps",
             found=f"tolerance={options.tolerance}, max_steps={options.max_steps}",
         )
-    curved = curvature(
-        at,
-        options.curvature,
-        model=options.model,
-        data=options.data,
-        task=options.task,
-        damping=Damping(options.damping, options.absolute_damping),
-    )
+    curved = curvature(at, options)
     question, asked, train = at.question, at.queries(), at.train()
     budget = question.memory_budget
     limit = DEFAULT if budget is None else parse_bytes(budget)
