@@ -22,7 +22,7 @@ import torch
 
 import gradkeep as gk
 from bench import _lds_truth as truths
-from gradkeep._errors import GradkeepError
+from gradkeep.errors import GradkeepError
 
 RUNS = (1, 5, 10)
 MIDDLE = (3, 4, 5, 6, 7)

@@ -19,7 +19,7 @@ import torch
 
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
-from gradkeep._errors import BudgetError
+from gradkeep.errors import BudgetError
 from gradkeep.remat._planned._record import Recording
 from gradkeep.remat._planned._watch import new_watch
 

@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradkeep import data, datamodels, farm, query, remat, store
-    from gradkeep._attribute import (
+    from gradkeep.attribution import (
         Projection,
         Scores,
         attribute,
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
         project,
         suspects,
     )
-    from gradkeep._capture import (
+    from gradkeep.capturing import (
         Captured,
         CaptureWarning,
         Classification,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
         plan,
         recording,
     )
-    from gradkeep._errors import GradkeepError
+    from gradkeep.errors import GradkeepError
     from gradkeep.query import gradients
     from gradkeep.remat import memory_budget
     from gradkeep.store import (
@@ -100,9 +99,9 @@ _CAPTURE = (
 _ATTRIBUTE = ("Projection", "Scores", "attribute", "combine", "methods", "project", "suspects")
 _HOMES = {
     **dict.fromkeys(__all__, "gradkeep.store"),
-    **dict.fromkeys(_CAPTURE, "gradkeep._capture"),
-    **dict.fromkeys(_ATTRIBUTE, "gradkeep._attribute"),
-    "GradkeepError": "gradkeep._errors",
+    **dict.fromkeys(_CAPTURE, "gradkeep.capturing"),
+    **dict.fromkeys(_ATTRIBUTE, "gradkeep.attribution"),
+    "GradkeepError": "gradkeep.errors",
     "gradients": "gradkeep.query",
     "memory_budget": "gradkeep.remat",
 }

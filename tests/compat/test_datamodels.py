@@ -230,8 +230,8 @@ def test_initializing_a_store_again_is_refused_and_changes_nothing(place):
     ],
 )
 def test_a_bad_spec_is_refused_by_the_name_of_its_field(tmp_path, spec, field):
-    from gradkeep._errors import StudyError
     from gradkeep.datamodels import Spec
+    from gradkeep.errors import StudyError
 
     file = tmp_path / "spec.json"
     file.write_text(spec if isinstance(spec, str) else json.dumps(spec))
@@ -272,7 +272,7 @@ def test_a_kill_while_a_row_is_redone_leaves_it_not_done(place):
 def test_a_full_disk_is_told_and_the_row_is_not_done(place, monkeypatch):
     import errno
 
-    from gradkeep._errors import WriteFailed
+    from gradkeep.errors import WriteFailed
 
     folder = begin(place)
 

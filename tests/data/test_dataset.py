@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradkeep._errors import DataError
 from gradkeep.data import dataset, load_digits
+from gradkeep.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("GRADKEEP_DATA") or ROOT.parent / "shared" / "data")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch.utils.data import DataLoader
 
-from gradkeep._errors import DataError, MissingExtra
 from gradkeep.data import (
     Examples,
     dataset,
@@ -24,6 +23,7 @@ from gradkeep.data import (
     load_npz,
     read_idx,
 )
+from gradkeep.errors import DataError, MissingExtra
 
 CODES = {"u1": 8, "i1": 9, "i2": 11, "i4": 12, "f4": 13, "f8": 14}
 BATCHES = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]

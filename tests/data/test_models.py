@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import gradkeep.data
-from gradkeep._errors import DataError
 from gradkeep.data import dataset, model, models
+from gradkeep.errors import DataError
 
 # What is known of the published models, at their published sizes.
 BASE = {"vocabulary": 30522, "length": 512, "dim": 768, "heads": 12, "layers": 12, "inner": 3072}

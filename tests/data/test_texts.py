@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from gradkeep._errors import DataError
 from gradkeep.data import Vocabulary, dataset, load_agnews, load_characters
+from gradkeep.errors import DataError
 
 CSV = (
     '"3","Fears for ""T N"" pension","Unions say, they are \'disappointed\'."\n'

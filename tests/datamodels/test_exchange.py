@@ -6,7 +6,7 @@ import torch
 
 import gradkeep as gk
 from gradkeep import datamodels
-from gradkeep._errors import SchemaMismatch, StudyError
+from gradkeep.errors import SchemaMismatch, StudyError
 
 SPEC = datamodels.Spec.from_fields(
     {

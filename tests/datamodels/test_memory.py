@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradkeep._errors import BudgetError
 from gradkeep.datamodels import fit, planted
 from gradkeep.datamodels._memory import plan
+from gradkeep.errors import BudgetError
 
 
 def least(**sizes):

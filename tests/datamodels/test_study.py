@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gradkeep as gk
-from gradkeep._errors import SchemaMismatch, StudyError
 from gradkeep.datamodels import (
     Masks,
     Study,
@@ -22,6 +21,7 @@ from gradkeep.datamodels import (
 from gradkeep.datamodels._draw import training_seed
 from gradkeep.datamodels._stacked import stacks_well, train_many
 from gradkeep.datamodels._training import TOLERANCE
+from gradkeep.errors import SchemaMismatch, StudyError
 from gradkeep.testing._autograd import per_sample_gradients
 
 GENERATOR = torch.Generator().manual_seed(3)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep._errors import BudgetError, StudyError
 from gradkeep.datamodels import Study, Training, margins
+from gradkeep.errors import BudgetError, StudyError
 
 
 def deep():

@@ -7,7 +7,7 @@ import pytest
 
 import gradkeep.store as stores
 from gradkeep import farm
-from gradkeep._errors import FarmError, WriteFailed
+from gradkeep.errors import FarmError, WriteFailed
 
 ROWS = 60
 

@@ -15,7 +15,7 @@ import pytest
 
 import gradkeep as gk
 from gradkeep import farm
-from gradkeep._errors import FarmError
+from gradkeep.errors import FarmError
 
 HERE = Path(__file__).parent
 
@@ -199,7 +199,7 @@ def test_a_full_disk_stops_the_farm_and_leaves_the_row_open(rows_of, monkeypatch
 
     import farm_jobs
 
-    from gradkeep._errors import WriteFailed
+    from gradkeep.errors import WriteFailed
     from gradkeep.store import Rows
 
     store = rows_of(5)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from gradkeep._errors import CaptureError
+from gradkeep.errors import CaptureError
 from gradkeep.integrations import GradkeepLightningCallback
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")

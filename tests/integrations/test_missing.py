@@ -6,7 +6,7 @@ import pytest
 
 import gradkeep as gk
 from gradkeep import integrations
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 
 CALLBACKS = {
     "transformers": "GradkeepTrainerCallback",

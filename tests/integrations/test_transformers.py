@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import gradkeep as gk
-from gradkeep._errors import CaptureError
+from gradkeep.errors import CaptureError
 from gradkeep.integrations import GradkeepTrainerCallback
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query import _operators as ops
 from gradkeep.query._choose import choose, forced
 from gradkeep.query._cost import Load, cost

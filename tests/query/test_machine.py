@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query import _calibrate, _machine
 from gradkeep.query._machine import Machine, machine
 

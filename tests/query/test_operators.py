@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gradkeep import _errors
+from gradkeep import errors
 from gradkeep.query import _operators as ops
 from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
 from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied
@@ -240,9 +240,9 @@ def test_frequent_and_rare_ids_meet():
 def test_an_unknown_way_and_rows_of_another_form_are_refused():
     form = Dense((Parameter("w", (2, 3)),), "d", 6)
     rows = DenseRows(random(1, 6))
-    with pytest.raises(_errors.QueryError, match="one of dense"):
+    with pytest.raises(errors.QueryError, match="one of dense"):
         ops.dot(form, rows, rows, how="gram", scratch=1)
-    with pytest.raises(_errors.QueryError, match="expected: DenseRows"):
+    with pytest.raises(errors.QueryError, match="expected: DenseRows"):
         ops.restore(form, ConvRows(random(1, 1, 1), random(1, 1, 1)))
 
 

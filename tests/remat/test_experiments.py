@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
 from gradkeep.remat._experiment_config import parse_experiment, read_experiment
 from gradkeep.remat._experiment_sweeps import sweep_lines

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from gradkeep._errors import RematError
 from gradkeep.cli._remat_experiments import tell_endings
 from gradkeep.data import build
+from gradkeep.errors import RematError
 from gradkeep.remat import chain
 from gradkeep.remat._experiment_config import parse_experiment
 from gradkeep.remat._experiment_live import measure_checkpoints, measure_online, measure_planned

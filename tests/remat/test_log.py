@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradkeep._errors import LogError
+from gradkeep.errors import LogError
 from gradkeep.remat import Kind, read_log, simulate, unlimited_peak
 
 

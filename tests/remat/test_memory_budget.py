@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradkeep as gk
-from gradkeep._errors import BudgetError, RematError, StepChanged
+from gradkeep.errors import BudgetError, RematError, StepChanged
 
 memory_budget = functools.partial(gk.memory_budget, effort=0.05)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep._errors import BudgetError, RematError
+from gradkeep.errors import BudgetError, RematError
 
 
 class Changing(nn.Module):

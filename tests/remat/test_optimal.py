@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat import (
     Action,
     Graph,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradkeep as gk
-from gradkeep._errors import StepChanged
+from gradkeep.errors import StepChanged
 
 STEPS = 120
 

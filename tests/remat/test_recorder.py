@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from gradkeep._errors import RematError
 from gradkeep.data import build
+from gradkeep.errors import RematError
 from gradkeep.remat import read_log, record, unlimited_peak
 from gradkeep.remat._recorded import Call, Notes
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradkeep._bytes import parse_bytes
-from gradkeep._errors import BudgetError, RematError
+from gradkeep._budgets import parse_bytes
+from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import _sweep
 from gradkeep.remat._picture import Look, draw, sentences
 from gradkeep.remat._sweep import Case, cases, read_table, run_case, sweep

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from gradkeep._errors import RematError
 from gradkeep.data import build, default_sizes, published_sizes, zoo
+from gradkeep.errors import RematError
 
 QUICK = [
     *("resnet20", "unet", "lstm", "lstm_encoder", "gru_encoder", "treelstm"),

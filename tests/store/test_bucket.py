@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import gradkeep as gk
-from gradkeep._errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
 from gradkeep.store import Bucket, _bucket, verify
 from gradkeep.testing import StoreTests
 
@@ -303,7 +303,7 @@ def test_small_values_cost_one_request(line, url):
 
 COMPETE = """
 import json, sys
-from gradkeep._errors import Conflict
+from gradkeep.errors import Conflict
 from gradkeep.store import Bucket
 url, options, worker = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 bucket = Bucket(url, **options)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 import gradkeep as gk
-from gradkeep._errors import Damaged, FormatTooNew, NotAStore
+from gradkeep.errors import Damaged, FormatTooNew, NotAStore
 from gradkeep.store import LocalDisk, _document
 
 

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 import gradkeep as gk
-from gradkeep._errors import Damaged
+from gradkeep.errors import Damaged
 from gradkeep.store import Memory, Segment
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep._errors import Damaged, MissingExtra, MissingRows, SqlError
+from gradkeep.errors import Damaged, MissingExtra, MissingRows, SqlError
 from gradkeep.store import LocalDisk, Memory, Store, Syscalls
 
 pytest.importorskip("duckdb")

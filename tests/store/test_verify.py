@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep._errors import MissingRows, NotAStore
+from gradkeep.errors import MissingRows, NotAStore
 from gradkeep.store import LocalDisk, gc, verify
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep._errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
+from gradkeep.errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
 from gradkeep.store import LocalDisk, Memory, Share, Syscalls
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")

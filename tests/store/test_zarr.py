@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep._errors import Damaged, MissingExtra, MissingRows, NotExpressible, NotSealed
+from gradkeep.errors import Damaged, MissingExtra, MissingRows, NotExpressible, NotSealed
 from gradkeep.store import Bucket, LocalDisk, Memory, zarr_references, zarr_view
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep import __version__
-from gradkeep._errors import GradkeepError
 from gradkeep.cli import _output
 from gradkeep.cli._commands import COMMANDS, GROUPS
+from gradkeep.errors import GradkeepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typ
 from gradkeep.cli._output import print_json
 
 if TYPE_CHECKING:
-    from gradkeep._attribute import Scores
+    from gradkeep.attribution import Scores
     from gradkeep.store import Store
 
 MethodOption = Annotated[str, typer.Option("--method", help="`gradkeep methods` lists them.")]

@@ -12,7 +12,7 @@ from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
 
 if TYPE_CHECKING:
-    from gradkeep._capture import Captured
+    from gradkeep.capturing import Captured
 
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file: store, model, checkpoints, data, ...")
@@ -78,8 +78,8 @@ def plan(
 ) -> None:
     """Show what capturing and asking will take, per layer, before anything runs."""
     import gradkeep as gk
-    from gradkeep._errors import CaptureError
     from gradkeep.cli._capture_config import first_batch, read_config
+    from gradkeep.errors import CaptureError
 
     given = read_config(config)
     for split in (train, queries):

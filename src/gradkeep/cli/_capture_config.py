@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import CaptureError
+from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from gradkeep._capture import Task
+    from gradkeep.capturing import Task
 
 _TASKS = {
     "classification": "Classification",

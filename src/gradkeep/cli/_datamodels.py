@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._errors import StudyError
 from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
 from gradkeep.cli._output import print_json
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels import Status

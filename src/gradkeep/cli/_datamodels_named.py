@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import StudyError
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels import Study

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._errors import FarmError
 from gradkeep.cli._datamodels import AttemptsOption, NameOption  # noqa: TC001 - typer reads them
 from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
 from gradkeep.cli._output import print_json
+from gradkeep.errors import FarmError
 
 if TYPE_CHECKING:
     from gradkeep.farm import Outcome, Progress

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradkeep._errors import StoreError
 from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
 from gradkeep.cli._output import print_json
+from gradkeep.errors import StoreError
 
 if TYPE_CHECKING:
     from gradkeep.store import BlockKey

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradkeep._errors import GradkeepError
+    from gradkeep.errors import GradkeepError
 
 
 def print_json(fields: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep._errors import RematError
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
+from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
 RatioOption = Annotated[
@@ -53,7 +53,7 @@ def simulate(
 
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
     """
-    from gradkeep._bytes import format_bytes
+    from gradkeep._budgets import format_bytes
     from gradkeep.remat import Timeline, read_log, unlimited_peak
     from gradkeep.remat import simulate as run
 
@@ -120,7 +120,7 @@ def optimal(
     and its inputs and parameters are always in memory.
     """
     import gradkeep.remat as remat
-    from gradkeep._bytes import format_bytes
+    from gradkeep._budgets import format_bytes
 
     program = remat.simplify(remat.read_log(log))
     graph = remat.Graph.of(remat.read_log(log))
@@ -175,7 +175,7 @@ def optimal(
 
 def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> float:
     """The budget in bytes from one of the two ways to say it."""
-    from gradkeep._bytes import parse_bytes
+    from gradkeep._budgets import parse_bytes
 
     if (ratio is None) == (budget is None):
         raise RematError(

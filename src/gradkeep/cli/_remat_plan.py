@@ -35,7 +35,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Show budget against slowdown, and the floor, for the function `step()` of a script."""
-    from gradkeep._bytes import format_bytes
+    from gradkeep._budgets import format_bytes
     from gradkeep.remat._script import step_of
 
     step = step_of(script, function)

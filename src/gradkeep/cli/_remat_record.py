@@ -29,7 +29,7 @@ def record(
 
     It is run once before, so that first-time work is not counted.
     """
-    from gradkeep._bytes import format_bytes
+    from gradkeep._budgets import format_bytes
     from gradkeep.remat import read_log, unlimited_peak
     from gradkeep.remat._script import step_of
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep._errors import DataError
 from gradkeep.data._examples import check_labels, whole_labels
 from gradkeep.data._words import Vocabulary
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep._errors import DataError
 from gradkeep.data._examples import Examples
 from gradkeep.data._names import known_name
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import DataError
 from gradkeep.data._agnews import load_agnews
 from gradkeep.data._characters import load_characters
 from gradkeep.data._cifar10 import load_cifar10
@@ -14,6 +13,7 @@ from gradkeep.data._idx import load_idx
 from gradkeep.data._image_folder import load_image_folder
 from gradkeep.data._names import known_name
 from gradkeep.data._npz import load_npz
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 
 _TRAIN = 1437
 

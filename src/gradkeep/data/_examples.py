@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import DataError
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

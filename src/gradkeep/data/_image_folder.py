@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep._errors import DataError, MissingExtra
 from gradkeep.data._examples import Scaling
+from gradkeep.errors import DataError, MissingExtra
 
 if TYPE_CHECKING:
     import torch

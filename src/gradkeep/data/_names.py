@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import DataError
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

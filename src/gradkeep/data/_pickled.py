@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DataError
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._errors import DataError
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os

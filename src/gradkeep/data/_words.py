@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from gradkeep._errors import DataError
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

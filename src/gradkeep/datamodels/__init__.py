@@ -1,6 +1,5 @@
 """Datamodels: linear maps from training subsets to a model's outputs, and what they tell."""
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._compared import Comparison, compare
 from gradkeep.datamodels._components import Clusters, Components, clusters, components
 from gradkeep.datamodels._contract import MODELS, Status, initialize, models_of, status, work
@@ -50,6 +49,7 @@ from gradkeep.datamodels._study import Study
 from gradkeep.datamodels._top import Top, top
 from gradkeep.datamodels._training import Training
 from gradkeep.datamodels._values import Values, values
+from gradkeep.errors import DatamodelsError
 
 __all__ = [
     "COMPLETED",

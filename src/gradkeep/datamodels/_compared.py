@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._components import Components, principal
 from gradkeep.datamodels._near import unit_rows
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import gradkeep.store as stores
 from gradkeep import farm
-from gradkeep._errors import SchemaMismatch, StudyError
 from gradkeep.datamodels._main_job import MainJob, load_main
 from gradkeep.datamodels._spec import Spec
+from gradkeep.errors import SchemaMismatch, StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

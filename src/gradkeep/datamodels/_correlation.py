@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep._ranks import ranks
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._gram import add_pairs, pair_dtype
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._fit import fit
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._request import checked_outputs, split
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._errors import StudyError
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

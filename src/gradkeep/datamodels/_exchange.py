@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._contract import MODELS, initialize, models_of
 from gradkeep.datamodels._npy_folder import NpyFolder
 from gradkeep.datamodels._spec import Field, Spec
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     import os

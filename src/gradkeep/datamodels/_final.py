@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._correlation import correlation
 from gradkeep.datamodels._memory import Plan, plan
 from gradkeep.datamodels._result import Datamodels
 from gradkeep.datamodels._standard import Standard, after_prior, standardise
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._choice import Choice, choose_on_rows, predict, predict_path
 from gradkeep.datamodels._correlation import correlation
 from gradkeep.datamodels._counts import Counts, zeros
@@ -23,6 +22,7 @@ from gradkeep.datamodels._request import (
     recipe,
     split,
 )
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray

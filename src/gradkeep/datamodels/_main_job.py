@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._returned import checked
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._request import checked_outputs
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradkeep._bytes import format_bytes
-from gradkeep._errors import BudgetError
+from gradkeep._budgets import format_bytes
 from gradkeep.datamodels._gram import pair_dtype
+from gradkeep.errors import BudgetError
 
 _STATE = 16
 """Arrays `[targets, examples]` that a solver holds at its peak, temporary ones included."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import StudyError, WriteFailed
 from gradkeep.datamodels._returned import checked
 from gradkeep.datamodels._spec import COMPLETED, Field, Spec
+from gradkeep.errors import StudyError, WriteFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

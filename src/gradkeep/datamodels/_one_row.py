@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._main_job import logdir_of
 from gradkeep.datamodels._returned import checked
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

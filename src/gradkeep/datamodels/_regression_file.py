@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._exchange import save_weights
 from gradkeep.datamodels._fit import fit
 from gradkeep.datamodels._masks import Masks
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     import os

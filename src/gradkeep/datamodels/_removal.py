@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._ids import checked_base, checked_ids
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from gradkeep._bytes import parse_bytes
-from gradkeep._errors import DatamodelsError
+from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels._path import Kind, Solver
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._masks import AnyArray, Masks

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._choice import predict
 from gradkeep.datamodels._correlation import Correlation, correlation
 from gradkeep.datamodels._masks import AnyArray, Masks
 from gradkeep.datamodels._request import checked_outputs
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from typing import Literal

@@ -10,12 +10,12 @@ import numpy as np
 import xxhash
 
 from gradkeep import farm
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._draw import training_seed
 from gradkeep.datamodels._ids import checked_base, checked_ids
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._removal import Verified, verify_removals
 from gradkeep.datamodels._study_job import MASKS, StudyJob
+from gradkeep.errors import StudyError
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:

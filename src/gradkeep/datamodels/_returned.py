@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import StudyError
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels._spec import Field, Spec

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import DatamodelsError
 from gradkeep.datamodels._correlation import Correlation
 from gradkeep.datamodels._counts import Counts
 from gradkeep.datamodels._request import Recipe
 from gradkeep.datamodels._result import Datamodels
+from gradkeep.errors import DatamodelsError
 from gradkeep.store import Array, Schema, ScoresKey
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import StoreError, StudyError
+from gradkeep.errors import StoreError, StudyError
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import numpy as np
 
 import gradkeep.store as stores
 from gradkeep import farm
-from gradkeep._errors import SchemaMismatch, StudyError
 from gradkeep.datamodels._draw import Subsets, check_alpha, draw_masks
 from gradkeep.datamodels._masks import Masks
 from gradkeep.datamodels._outputs import Output, tensors
@@ -26,12 +25,13 @@ from gradkeep.datamodels._study_job import (
     restore_weights,
 )
 from gradkeep.datamodels._training import Training
+from gradkeep.errors import SchemaMismatch, StudyError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from gradkeep._capture import Captured, Task
+    from gradkeep.capturing import Captured, Task
     from gradkeep.datamodels._removal import Verified
     from gradkeep.datamodels._result import Datamodels
     from gradkeep.store import Rows, Store

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._outputs import tensors
 from gradkeep.datamodels._study_facts import is_pair
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradkeep._capture import Captured, Task
+    from gradkeep.capturing import Captured, Task
     from gradkeep.datamodels._study import Study
 
 _RESERVED = ("checkpoint", "run", "split")
@@ -27,7 +27,7 @@ def capture_models(
     **options: Any,
 ) -> list[Captured]:
     """Capture every split at every model, each model read back from the store once."""
-    from gradkeep._capture import Captured, Classification, capture
+    from gradkeep.capturing import Captured, Classification, capture
 
     taken = [name for name in _RESERVED if name in options]
     if taken:

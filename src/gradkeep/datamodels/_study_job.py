@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._draw import Subsets, draw_masks, training_seed
 from gradkeep.datamodels._outputs import tensors
 from gradkeep.datamodels._stacked import train_many
 from gradkeep.datamodels._study_budget import Budgeted
 from gradkeep.datamodels._training import Training
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

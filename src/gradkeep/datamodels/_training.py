@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import StudyError
 from gradkeep.datamodels._outputs import tensors
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

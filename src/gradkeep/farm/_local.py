@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import FarmError
+from gradkeep.errors import FarmError
 from gradkeep.farm._signals import Stop, stop_on_signals
 from gradkeep.farm._threads import cores, environment
 from gradkeep.farm._worker import BROKEN, STOPPED, TIMED_OUT, Message, work_in_process

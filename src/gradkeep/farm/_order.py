@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import FarmError
+from gradkeep.errors import FarmError
 
 if TYPE_CHECKING:
     from gradkeep.store import Durability, Rows

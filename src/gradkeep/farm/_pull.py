@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import FarmError, WriteFailed
+from gradkeep.errors import FarmError, WriteFailed
 from gradkeep.farm._watch import Watch, describe_rows
 
 if TYPE_CHECKING:

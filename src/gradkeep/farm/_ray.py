@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import FarmError, MissingExtra
+from gradkeep.errors import FarmError, MissingExtra
 from gradkeep.farm._pull import Puller
 from gradkeep.farm._signals import stop_on_signals
 from gradkeep.farm._threads import pin

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gradkeep._errors import Conflict, FarmError
+from gradkeep.errors import Conflict, FarmError
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._order import Job, Order, packed_job
 from gradkeep.farm._progress import Pace, Progress, progress_of

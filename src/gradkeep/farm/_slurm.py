@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import FarmError, MissingExtra
+from gradkeep.errors import FarmError, MissingExtra
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._signals import stop_on_signals
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Self
 
-from gradkeep._errors import LeaseLost, StoreError
+from gradkeep.errors import LeaseLost, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gradkeep._errors import CaptureError
+from gradkeep.errors import CaptureError
 from gradkeep.integrations._optional import base, need
 from gradkeep.integrations._replays import learning_rate, replays
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
-    from gradkeep._capture import Captured, Task
+    from gradkeep.capturing import Captured, Task
     from gradkeep.store import Store
 
     Base = object

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 
 
 def base(module: str, name: str) -> type:

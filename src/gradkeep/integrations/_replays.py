@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gradkeep.store as gs
-from gradkeep._capture import capture
-from gradkeep._errors import CaptureError
+from gradkeep.capturing import capture
+from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
     import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep._capture import Captured, Task
+    from gradkeep.capturing import Captured, Task
     from gradkeep.store import Store
 
 _OWN = ("checkpoint", "ids", "lr", "model", "progress", "resume", "split", "step")

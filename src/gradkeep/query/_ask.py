@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query._engine import Engine, Pair, Wanted
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._products import Products, Top

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query._cost import cost
 from gradkeep.query._ways import hows
 

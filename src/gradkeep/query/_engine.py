@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query import _operators
 from gradkeep.query._choose import choose
 from gradkeep.query._factors import OuterRows, positions_of

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from gradkeep._errors import MissingRows, NotSealed, QueryError, StoreError
+from gradkeep.errors import MissingRows, NotSealed, QueryError, StoreError
 from gradkeep.query import _operators
 from gradkeep.query._forms import from_fields, size_of
 from gradkeep.query._read import factors_of

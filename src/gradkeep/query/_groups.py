@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query import _operators
 from gradkeep.query._factors import dtype_of
 from gradkeep.query._forms import size_of

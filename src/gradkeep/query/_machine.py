@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 
 VARIABLE = "GRADKEEP_MACHINE"
 

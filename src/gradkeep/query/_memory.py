@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradkeep._bytes import format_bytes, parse_bytes
-from gradkeep._errors import BudgetError
+from gradkeep._budgets import format_bytes, parse_bytes
+from gradkeep.errors import BudgetError
 
 DEFAULT = 1 << 30
 _MOST_TRAIN = 64 << 20

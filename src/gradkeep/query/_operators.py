@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import QueryError
+from gradkeep.errors import QueryError
 from gradkeep.query import _conv, _dense, _lookup, _outer, _tied
 from gradkeep.query._factors import (
     ConvRows,

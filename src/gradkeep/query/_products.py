@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._bytes import format_bytes
+from gradkeep._budgets import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np

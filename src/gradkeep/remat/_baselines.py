@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._schedule import Action, Graph, Schedule, checked
 
 if TYPE_CHECKING:

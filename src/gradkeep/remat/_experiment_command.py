@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._bytes import parse_bytes
-from gradkeep._errors import BudgetError, RematError
+from gradkeep._budgets import parse_bytes
 from gradkeep.data import checked_sizes, default_sizes, published_sizes
+from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._experiment_names import zoo_name, zoo_sizes
 from gradkeep.remat._experiment_placements import PLACEMENTS, known_placement
 from gradkeep.remat._experiment_trial import TYPES, Trial, Workplan

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import MissingExtra, RematError
+from gradkeep.errors import MissingExtra, RematError
 from gradkeep.remat._experiment_command import Defaults, trials_of
 
 if TYPE_CHECKING:

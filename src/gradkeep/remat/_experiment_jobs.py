@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._experiment_trial import FAILED, read_result, write_result
 
 if TYPE_CHECKING:

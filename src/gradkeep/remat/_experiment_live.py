@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep._errors import BudgetError, RematError
 from gradkeep.data import build
+from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._candidates import Candidates
 from gradkeep.remat._experiment_placements import placed
 from gradkeep.remat._heuristics import heuristic as heuristic_named

@@ -12,7 +12,7 @@ import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

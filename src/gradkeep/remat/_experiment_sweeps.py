@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._bytes import format_bytes
-from gradkeep._errors import MissingExtra
+from gradkeep._budgets import format_bytes
+from gradkeep.errors import MissingExtra
 from gradkeep.remat._picture import MARKERS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 from gradkeep.remat._experiment_sweeps import draw_sweep
 from gradkeep.remat._experiment_trial import FAILED
 from gradkeep.remat._picture import Look, draw

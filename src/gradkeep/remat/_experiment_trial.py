@@ -139,7 +139,7 @@ def _end_with(parent: int) -> None:
 
 def main(text: str) -> int:
     """Do one job: record a step, or run a trial of some type."""
-    from gradkeep._errors import GradkeepError
+    from gradkeep.errors import GradkeepError
 
     job = json.loads(text)
     threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()

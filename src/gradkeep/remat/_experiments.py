@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._experiment_jobs import Job, Processes
 from gradkeep.remat._experiment_tables import points, write_graphs, write_summaries
 from gradkeep.remat._experiment_trial import FAILED, LIVE, SIMULATED, read_result

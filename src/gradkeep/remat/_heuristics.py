@@ -22,7 +22,7 @@ import math
 import random
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep._errors import LogError
+from gradkeep.errors import LogError
 from gradkeep.remat._program import CONSTANT, Kind, Op, Program, Step
 
 if TYPE_CHECKING:

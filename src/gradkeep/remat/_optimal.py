@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._errors import MissingExtra, RematError
+from gradkeep.errors import MissingExtra, RematError
 from gradkeep.remat._baselines import keep_all
 from gradkeep.remat._schedule import Action, Schedule, checked
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
     import os

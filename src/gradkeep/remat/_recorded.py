@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

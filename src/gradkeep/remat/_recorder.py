@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._followed import Followed, Watch
 from gradkeep.remat._operators import SEQUENCES, Signature, collect, geometry, signature_of, written
 from gradkeep.remat._recorded import BACKWARD, Call, Constant, Mutation, Notes

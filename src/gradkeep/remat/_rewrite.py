@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._program import Kind, Op, Program, Step
 
 if TYPE_CHECKING:

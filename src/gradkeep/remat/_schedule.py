@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._program import Kind
 from gradkeep.remat._rewrite import simplify
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     import os

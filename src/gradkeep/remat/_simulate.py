@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._candidates import Candidates
 from gradkeep.remat._core import Core, OutOfMemory, Policy, Thrashing, run_program
 from gradkeep.remat._heuristics import Heuristic

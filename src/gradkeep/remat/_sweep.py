@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._heuristics import heuristic
 from gradkeep.remat._log import read_log
 from gradkeep.remat._optimum_point import SMALL_ENOUGH, optimum_point

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
+from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
 from gradkeep.store import _document, _manifest
 from gradkeep.store._batch import Batch, Column
 from gradkeep.store._fill import check_fill, filled

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from gradkeep._errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
 from gradkeep.store._backend import Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
 from gradkeep.store._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
 from gradkeep.store._syscalls import Syscalls
 

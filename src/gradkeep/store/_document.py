@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gradkeep._errors import Damaged
+from gradkeep.errors import Damaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

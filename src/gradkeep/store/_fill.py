@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep._errors import InvalidRows
+from gradkeep.errors import InvalidRows
 from gradkeep.store._batch import Column
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep._errors import Damaged
+from gradkeep.errors import Damaged
 from gradkeep.store._zstd import decompress
 
 if TYPE_CHECKING:

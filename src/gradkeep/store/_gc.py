@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import StoreError
+from gradkeep.errors import StoreError
 from gradkeep.store import _lease, _manifest, _samples
 from gradkeep.store._block import SEGMENTS
 from gradkeep.store._layout import SUFFIX

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import InvalidRows, MissingRows
+from gradkeep.errors import InvalidRows, MissingRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import InvalidRows
+from gradkeep.errors import InvalidRows
 from gradkeep.store._batch import Ragged
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import GradkeepError
+from gradkeep.errors import GradkeepError
 from gradkeep.store import _refresh
 from gradkeep.store._display import format_ratio, format_size, format_time, html_table, text_table
 from gradkeep.store._rows import Rows

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import Conflict, Damaged, LeaseLost
+from gradkeep.errors import Conflict, Damaged, LeaseLost
 from gradkeep.store import _document
 
 if TYPE_CHECKING:

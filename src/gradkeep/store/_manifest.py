@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import Damaged, MissingRows
+from gradkeep.errors import Damaged, MissingRows
 from gradkeep.store import _document
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import Conflict
+from gradkeep.errors import Conflict
 from gradkeep.store._backend import Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._errors import Conflict, Damaged, InvalidRows, MissingRows
+from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows
 from gradkeep.store import _document, _manifest
 from gradkeep.store._batch import Batch, Column, Ragged
 from gradkeep.store._block import Block, load_schema

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep._errors import Damaged, MissingExtra, ReadOnly
+from gradkeep.errors import Damaged, MissingExtra, ReadOnly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

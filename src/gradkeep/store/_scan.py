@@ -11,7 +11,7 @@ import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradkeep._errors import Damaged, GradkeepError
+from gradkeep.errors import Damaged, GradkeepError
 from gradkeep.store import _document, _manifest
 from gradkeep.store._block import SEGMENTS, load_schema, schema_key
 from gradkeep.store._facts import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from gradkeep._errors import SchemaMismatch, StoreError
+from gradkeep.errors import SchemaMismatch, StoreError
 from gradkeep.store._document import digest
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import Conflict, InvalidRows, MissingRows
+from gradkeep.errors import Conflict, InvalidRows, MissingRows
 from gradkeep.store import _manifest
 from gradkeep.store._block import (
     LEFT_OUT,

@@ -25,7 +25,7 @@ from gradkeep.store._layout import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep._errors import Damaged
+    from gradkeep.errors import Damaged
     from gradkeep.store._backend import Backend, Readable
     from gradkeep.store._encoding import AnyArray
     from gradkeep.store._gather import Pick

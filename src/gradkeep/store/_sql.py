@@ -17,7 +17,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import MissingExtra, SqlError
+from gradkeep.errors import MissingExtra, SqlError
 from gradkeep.store import _refresh, _views
 from gradkeep.store._result import Result
 

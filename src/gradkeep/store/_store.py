@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
+from gradkeep.errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document, _info, _manifest, _refresh, _samples, _sql
 from gradkeep.store._block import SEGMENTS, Block, schema_key, segment_file
 from gradkeep.store._disk import LocalDisk

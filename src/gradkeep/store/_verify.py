@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import Damaged, StoreError
+from gradkeep.errors import Damaged, StoreError
 from gradkeep.store import _document, _lease, _manifest, _samples
 from gradkeep.store._backend import QUARANTINE
 from gradkeep.store._block import SEGMENTS, load_schema, schema_key

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from gradkeep._errors import Damaged
+from gradkeep.errors import Damaged
 from gradkeep.store import _samples
 from gradkeep.store._names import CaptureKey
 

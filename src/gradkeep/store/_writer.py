@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from gradkeep._errors import Conflict, InvalidRows, MissingRows, StoreError
+from gradkeep.errors import Conflict, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document, _manifest
 from gradkeep.store._block import (
     Block,

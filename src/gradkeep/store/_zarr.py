@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import MissingExtra, NotExpressible, NotSealed
+from gradkeep.errors import MissingExtra, NotExpressible, NotSealed
 from gradkeep.store._block import open_segment
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
     from gradkeep.store._encoding import AnyArray

@@ -8,7 +8,7 @@ class TestMyPlace(StoreTests):
 
 from __future__ import annotations
 
-from gradkeep._errors import MissingExtra
+from gradkeep.errors import MissingExtra
 
 try:
     import hypothesis  # noqa: F401

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep._capture._batches import rows_of, size_of
+from gradkeep.capturing._batches import rows_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from gradkeep._errors import Conflict
+from gradkeep.errors import Conflict
 
 if TYPE_CHECKING:
     from gradkeep.store import Backend

@@ -12,7 +12,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import gradkeep.store as gs
-from gradkeep._errors import InvalidRows, MissingRows, NotSealed, StoreError
+from gradkeep.errors import InvalidRows, MissingRows, NotSealed, StoreError
 from gradkeep.testing._examples import Row, batch_of, check, ids_of, schema
 from gradkeep.testing._whole_store_tests import KEY, append, holds
 

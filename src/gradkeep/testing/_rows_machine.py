@@ -9,7 +9,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import gradkeep.store as gs
-from gradkeep._errors import Conflict, InvalidRows, LeaseLost, MissingRows
+from gradkeep.errors import Conflict, InvalidRows, LeaseLost, MissingRows
 from gradkeep.testing._examples import Row, check, ids_of, schema
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradkeep.store as gs
-from gradkeep._errors import (
+from gradkeep.errors import (
     Conflict,
     Damaged,
     InvalidRows,

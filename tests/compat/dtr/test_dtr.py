@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep._errors import BudgetError, RematError
 from gradkeep.compat import dtr
+from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import read_log, simulate
 
 

@@ -14,7 +14,6 @@ import quickstart
 import torch
 from torch import nn
 
-from gradkeep._errors import AttributionError, Damaged, GradkeepError
 from gradkeep.compat import trak
 from gradkeep.compat.trak import TRAKer, _solved, utils
 from gradkeep.compat.trak import test_install as smoke
@@ -28,6 +27,7 @@ from gradkeep.compat.trak.projectors import (
     SketchProjector,
 )
 from gradkeep.compat.trak.savers import ModelIDException
+from gradkeep.errors import AttributionError, Damaged, GradkeepError
 
 N, M, D, C = 40, 6, 5, 3
 

@@ -8,8 +8,8 @@ from numpy.lib.format import open_memmap
 
 import gradkeep as gk
 import gradkeep.store as gs
-from gradkeep._errors import AttributionError
 from gradkeep.compat.trak import import_save_dir
+from gradkeep.errors import AttributionError
 
 N, M, K = 12, 4, 5
 

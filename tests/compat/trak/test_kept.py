@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep.store as gs
-from gradkeep._errors import MissingRows, SchemaMismatch
 from gradkeep.compat.trak._kept import Kept, delete_rows
+from gradkeep.errors import MissingRows, SchemaMismatch
 
 N, K = 12, 3
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep._attribute._projections import Projection, signs_or_normals
-from gradkeep._errors import AttributionError
+from gradkeep.attribution._projections import Projection, signs_or_normals
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.gradient_computers import (
     FunctionalGradientComputer,
@@ -21,6 +20,7 @@ from gradkeep.compat.trak.score_computers import (
     BasicScoreComputer,
     BasicSingleBlockScoreComputer,
 )
+from gradkeep.errors import AttributionError
 
 N, M, D, C = 50, 7, 6, 3
 made = torch.Generator().manual_seed(0)

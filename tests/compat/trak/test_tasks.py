@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep._attribute._projections import Projection, project_parameters
-from gradkeep._errors import AttributionError
+from gradkeep.attribution._projections import Projection, project_parameters
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.modelout_functions import (
     TASK_TO_MODELOUT,
@@ -19,6 +18,7 @@ from gradkeep.compat.trak.modelout_functions import (
     LanguageModelingModelOutput,
     TextClassificationModelOutput,
 )
+from gradkeep.errors import AttributionError
 
 B, T, V = 9, 6, 11
 

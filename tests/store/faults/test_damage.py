@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gradkeep import store as gs
-from gradkeep._errors import Damaged, MissingRows, StoreError
+from gradkeep.errors import Damaged, MissingRows, StoreError
 from gradkeep.store import _samples
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gradkeep import store as gs
-from gradkeep._errors import Conflict
+from gradkeep.errors import Conflict
 from gradkeep.store import _manifest
 
 pytestmark = pytest.mark.slow

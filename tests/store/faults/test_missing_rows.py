@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep import store as gs
-from gradkeep._errors import InvalidRows, MissingRows
+from gradkeep.errors import InvalidRows, MissingRows
 
 FLOATS = ("loss", "wide", "bf16", "scaled")
 SCHEMA = gs.Schema(

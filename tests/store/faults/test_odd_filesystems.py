@@ -8,7 +8,7 @@ import faultkit as kit
 import pytest
 
 from gradkeep import store as gs
-from gradkeep._errors import Conflict, ReadOnly, WriteFailed
+from gradkeep.errors import Conflict, ReadOnly, WriteFailed
 
 
 @pytest.mark.parametrize("kind", ["size", "nr_inodes"])

@@ -7,7 +7,7 @@ import pytest
 from powerloss import Disk, Keep, Recorder, lay_out
 
 from gradkeep import store as gs
-from gradkeep._errors import StoreError
+from gradkeep.errors import StoreError
 
 SCENES = {
     "capture": [],

@@ -8,7 +8,7 @@ import faultkit as kit
 import pytest
 
 from gradkeep import store as gs
-from gradkeep._errors import WriteFailed
+from gradkeep.errors import WriteFailed
 
 pytestmark = pytest.mark.slow
 SCENES = {

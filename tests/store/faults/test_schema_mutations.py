@@ -6,7 +6,7 @@ import faultkit as kit
 import pytest
 
 from gradkeep import store as gs
-from gradkeep._errors import SchemaMismatch
+from gradkeep.errors import SchemaMismatch
 
 STORED = gs.Schema(
     (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import GradkeepError, MissingExtra, StudyError
+from gradkeep.errors import GradkeepError, MissingExtra, StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

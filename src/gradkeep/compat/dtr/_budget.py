@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 from typing import TYPE_CHECKING
 
-from gradkeep._bytes import parse_bytes
-from gradkeep._errors import BudgetError
+from gradkeep._budgets import parse_bytes
 from gradkeep.compat.dtr._state import STATE
 from gradkeep.compat.dtr._times import remember
+from gradkeep.errors import BudgetError
 from gradkeep.remat import heuristic
 from gradkeep.remat._candidates import Candidates
 from gradkeep.remat._online import Online

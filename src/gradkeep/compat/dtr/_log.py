@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import RematError
 from gradkeep.compat.dtr._state import STATE
+from gradkeep.errors import RematError
 from gradkeep.remat import record
 
 if TYPE_CHECKING:

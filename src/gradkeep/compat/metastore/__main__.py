@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from gradkeep._errors import GradkeepError
+from gradkeep.errors import GradkeepError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradkeep._errors import CaptureError
+from gradkeep.errors import CaptureError
 
 METHODS = ("naive", "ted", "half", "recon")
 _ENCODINGS = {

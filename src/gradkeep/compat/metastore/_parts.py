@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import CaptureError
 from gradkeep.data import dataset, model
+from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
     from torch import nn

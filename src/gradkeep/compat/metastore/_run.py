@@ -116,7 +116,7 @@ def _first(data: Any, rows: int, split: str) -> Any:
 
 
 def _load_weights(experiment: Experiment, network: Any) -> None:
-    from gradkeep._capture._weights import load, put_into
+    from gradkeep.capturing._weights import load, put_into
 
     path = experiment.checkpoint
     if path is not None and path.exists():

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as gs
-from gradkeep._attribute import Scores
-from gradkeep._errors import AttributionError
+from gradkeep.attribution import Scores
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     import os

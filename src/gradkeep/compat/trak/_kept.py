@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep._errors import MissingRows
+from gradkeep.errors import MissingRows
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import operator
 import re
 from typing import Any
 
-from gradkeep._errors import AttributionError
+from gradkeep.errors import AttributionError
 
 _EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,59}")
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from gradkeep._attribute import _solve
-from gradkeep._attribute._projections._room import require_room
-from gradkeep._errors import AttributionError
+from gradkeep.attribution import _solve
+from gradkeep.attribution._projections._room import require_room
 from gradkeep.compat.trak.score_computers import scaled_inverse
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as gs
-from gradkeep._errors import AttributionError, Damaged, SchemaMismatch
 from gradkeep.compat.trak import _files
 from gradkeep.compat.trak._abstract_saver import AbstractSaver
 from gradkeep.compat.trak._current import Current
 from gradkeep.compat.trak._kept import Kept, delete_rows
 from gradkeep.compat.trak._refusals import MissingTargets, ModelIDException, checked_experiment
 from gradkeep.compat.trak._solved import Ridge
+from gradkeep.errors import AttributionError, Damaged, SchemaMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep._attribute._projections._rows import add_rows, widened
-from gradkeep._attribute._projections._sketch import sketch_of
-from gradkeep._attribute._projections._sum import Sum
-from gradkeep._capture._footprint import rows_at_once
-from gradkeep._capture._prepare import Wishes, prepare
-from gradkeep._capture._task import Measured, Task
-from gradkeep._errors import CaptureError
+from gradkeep.attribution._projections._rows import add_rows, widened
+from gradkeep.attribution._projections._sketch import sketch_of
+from gradkeep.attribution._projections._sum import Sum
+from gradkeep.capturing._footprint import rows_at_once
+from gradkeep.capturing._prepare import Wishes, prepare
+from gradkeep.capturing._task import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
+from gradkeep.errors import CaptureError
 from gradkeep.query import _operators
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep._capture._piece import Piece
-    from gradkeep._capture._prepare import Prepared
+    from gradkeep.capturing._piece import Piece
+    from gradkeep.capturing._prepare import Prepared
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.func import functional_call
 
-from gradkeep._errors import AttributionError
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._errors import AttributionError
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep._capture._weights import fingerprint
+from gradkeep.capturing._weights import fingerprint
 from gradkeep.compat.trak import _solved
 from gradkeep.compat.trak._given import (
     chosen_parameters,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep._attribute import Scores
+    from gradkeep.attribution import Scores
     from gradkeep.compat.trak.gradient_computers import AbstractGradientComputer
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradkeep._errors import DataError
+from gradkeep.errors import DataError
 
 
 class SelfAttention(nn.Module):

@@ -6,8 +6,8 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import DataError
 from gradkeep.data._names import known_name
+from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import torch

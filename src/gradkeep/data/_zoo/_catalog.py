@@ -7,8 +7,8 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep._errors import RematError
 from gradkeep.data._zoo._workload import Workload
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

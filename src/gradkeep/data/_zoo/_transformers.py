@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gradkeep._errors import RematError
 from gradkeep.data._zoo._recurrent import next_word
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

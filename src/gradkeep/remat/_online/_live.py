@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 from gradkeep.remat._core import Core, Storage
 from gradkeep.remat._followed import Watch
 from gradkeep.remat._online._operator import Argument, Operator, mapped, tensors_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradkeep._bytes import format_bytes
+from gradkeep._budgets import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep._bytes import format_bytes
-from gradkeep._errors import BudgetError
+from gradkeep._budgets import format_bytes
+from gradkeep.errors import BudgetError
 from gradkeep.remat._planned._agree import same_step
 from gradkeep.remat._planned._cache import Kind, Plan, Recorded
 from gradkeep.remat._planned._evaluate import Evaluator

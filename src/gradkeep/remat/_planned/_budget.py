@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gradkeep._bytes import parse_bytes
-from gradkeep._errors import BudgetError, RematError, StepChanged
+from gradkeep._budgets import parse_budget, parse_bytes
+from gradkeep.errors import BudgetError, RematError, StepChanged
 from gradkeep.remat._heuristics import heuristic as heuristic_named
 from gradkeep.remat._planned import _report
 from gradkeep.remat._planned._book import Book, Mode, Settings
@@ -134,7 +134,7 @@ class MemoryBudget:
     def anew(self, budget: float | str) -> MemoryBudget:
         """Another budget for the same steps, planned from the same recordings."""
         self._book.make_plans()
-        settings = dataclasses.replace(self._book.settings, budget=_budget_of(budget))
+        settings = dataclasses.replace(self._book.settings, budget=parse_budget(budget))
         return MemoryBudget(settings, book=self._book.planned_anew(settings))
 
     def curve(self, budgets: Sequence[float | str]) -> tuple[Point, ...]:
@@ -145,7 +145,7 @@ class MemoryBudget:
         self._book.make_plans()
         plan = self._latest()
         settings = self._book.settings
-        asked = [dataclasses.replace(settings, budget=_budget_of(budget)) for budget in budgets]
+        asked = [dataclasses.replace(settings, budget=parse_budget(budget)) for budget in budgets]
         return tuple(_report.point(plan, one.bytes_of(plan.peak), one) for one in asked)
 
     def _latest(self) -> Plan:
@@ -218,26 +218,5 @@ def memory_budget(
         raise BudgetError("the effort of planning is positive", found=effort)
     heuristic_named(heuristic)  # tells now that there is none, not in the middle of a training
     return MemoryBudget(
-        Settings(_budget_of(budget), seed, smallest, recordings, effort, mode, heuristic)
+        Settings(parse_budget(budget), seed, smallest, recordings, effort, mode, heuristic)
     )
-
-
-def _budget_of(budget: float | str) -> int | float:
-    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise BudgetError(
-            "a budget is a number of bytes or a fraction",
-            found=repr(budget),
-            expected='an int, text such as "2GiB", or a float up to 1',
-        )
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise BudgetError(
-                "a fraction of the peak is above 0 and at most 1",
-                found=budget,
-                fix="give bytes as an int or as text",
-            )
-        return budget
-    found = parse_bytes(budget)
-    if found <= 0:
-        raise BudgetError("a budget must be positive", found=found)
-    return found

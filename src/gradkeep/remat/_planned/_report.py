@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep._bytes import format_bytes
+from gradkeep._budgets import format_bytes
 from gradkeep.remat._planned._book import floor_of
 from gradkeep.remat._planned._evaluate import State
 from gradkeep.remat._planned._search import search

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from gradkeep._errors import StepChanged
+from gradkeep.errors import StepChanged
 from gradkeep.remat._planned._fingerprint import same
 from gradkeep.remat._planned._nodes import Walk, leaf_of
 from gradkeep.remat._planned._programs import instruction

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

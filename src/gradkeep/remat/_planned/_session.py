@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradkeep._errors import BudgetError, RematError
+from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._planned._record import Recording
 from gradkeep.remat._planned._run import Deciding, Kept, Plain, Run, unpack
 from gradkeep.remat._planned._snapshot import Snapshot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._errors import StudyError
 from gradkeep.compat.datamodels._flags import Flag, collect, end
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

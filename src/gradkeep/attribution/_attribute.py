@@ -1,0 +1,211 @@
+"""Which training rows made the model do that: one function for every method."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep._budgets import parse_bytes
+from gradkeep._progress import progress as shown
+from gradkeep.attribution._method import Method, options_for
+from gradkeep.attribution._named import method_named
+from gradkeep.attribution._places import places
+from gradkeep.attribution._question import Question, asked
+from gradkeep.attribution._saved import check_free, save_scores
+from gradkeep.attribution._scores import Scores
+from gradkeep.attribution._tally import Tally
+from gradkeep.attribution._tuning import choose, wants_choice
+from gradkeep.errors import AttributionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.attribution._method import Scorer
+    from gradkeep.query._engine import Wanted
+    from gradkeep.query._gradients import Of
+    from gradkeep.store import Block, Store
+
+_TILE = 256 << 20
+"""Bytes of scores that a method is asked for at a time."""
+
+
+def attribute(
+    store: Store,
+    *,
+    method: str = "kernel",
+    queries: str = "test",
+    train: str = "train",
+    checkpoints: str | Sequence[str] | None = None,
+    layers: str | Sequence[str] | None = None,
+    ids: Any = None,
+    run: str | Sequence[str] = "main",
+    name: str = "main",
+    plan: Wanted = None,
+    memory_budget: int | str | None = None,
+    per_layer: bool = False,
+    subsets: Any = None,
+    save: str | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Scores:
+    """Score every training row for every query, from what was captured; nothing is run again.
+
+    `checkpoints` defaults to all at which both splits were captured, in each `run`; methods about
+    one checkpoint take the only one. `ids` picks queries, `layers` layers. `save` keeps the scores
+    in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
+    else is an option of the method: `gk.methods()` lists methods and what they need. An option
+    "auto" is chosen by the outcomes of models trained on `subsets`: the name of a set in the
+    store, or (masks `[m, N]`, outputs `[m, Q]`).
+
+    >>> import gradkeep as gk, tempfile, torch
+    >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+    >>> for split, rows in (("train", 6), ("test", 2)):
+    ...     data = [(torch.randn(rows, 4), torch.arange(rows) % 3)]
+    ...     _ = gk.capture(store, model, data, task=gk.Classification(), split=split)
+    >>> gk.attribute(store).shape
+    (2, 6)
+    """
+    chosen = method_named(method)
+    told = options_for(chosen, options)
+    splits = (queries, train) if chosen.about_queries else (train,)
+    at = places(store, run=run, checkpoints=checkpoints, splits=splits, name=name)
+    _check(chosen, [str(place) for place in at], per_layer=per_layer)
+    question = asked(
+        store,
+        queries=splits[0],
+        train=train,
+        name=name,
+        places=at,
+        ids=ids if chosen.about_queries else None,
+        layers=layers,
+        plan=plan,
+        memory_budget=memory_budget,
+        per_layer=per_layer,
+    )
+    if save is not None:
+        at_names = tuple(str(place) for place in at)
+        check_free(store, save, method=chosen.name, checkpoints=at_names)
+    with shown(f"attribute by {chosen.name}", "scores") as report:
+        follow = report if progress else None
+        if wants_choice(chosen, told):
+            scores, why = choose(
+                chosen,
+                question,
+                told,
+                lambda one: _computed(chosen, question, one, follow),
+                subsets,
+            )
+            scores = dataclasses.replace(scores, chosen=why)
+        else:
+            scores = _computed(chosen, question, told, follow)
+    if save is not None:
+        save_scores(store, save, scores)
+    return scores
+
+
+def _computed(
+    chosen: Method,
+    question: Question,
+    told: Any,
+    report: Callable[[int, int], None] | None,
+) -> Scores:
+    first = question.at()[0]
+    train, block = first.train_block, first.query_block
+    count = len(question.positions) if chosen.about_queries else 1
+    rows, layers = len(train), _layers(first.train_block, question)
+    parts = (len(layers),) if question.per_layer else ()
+    tally = Tally(
+        (*parts, count, rows),
+        checkpoints=len(question.places),
+        over=chosen.over,
+        memory_budget=question.memory_budget,
+    )
+    step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
+    scorer: Scorer | None = None
+    pooled = None if chosen.pool is None else chosen.pool(question, told)
+    for number, at in enumerate(question.at(pooled)):
+        # The last checkpoint's factorisation goes before the next one's is made.
+        scorer = None
+        scorer = chosen.prepare(at, told)
+        for start in range(0, count, step):
+            found = scorer.score(start, min(start + step, count))
+            _check_numbers(chosen, found, str(at.place))
+            tally.add(start, found)
+            if report is not None:
+                done = number * count + start + found.shape[-2]
+                report(done * rows, len(question.places) * count * rows)
+    assert scorer is not None
+    values = tally.values.sum(0) if parts else tally.values
+    return Scores(
+        values=values,
+        query_ids=block.ids[question.positions] if chosen.about_queries else np.zeros(1, np.int64),
+        train_ids=train.ids,
+        method=chosen.name,
+        queries=question.queries,
+        train=question.train,
+        checkpoints=tuple(str(place) for place in question.places),
+        layers=layers,
+        scale=chosen.summary,
+        exact=chosen.exact and scorer.approximate is None,
+        approximate=scorer.approximate,
+        options=_written(told),
+        query_labels=_labels(block, question.positions) if chosen.about_queries else None,
+        train_labels=_labels(train, None),
+        confidence=tally.confidence(),
+        per_layer=tally.values if parts else None,
+        plan=scorer.plan,
+        store=question.store,
+    )
+
+
+def _check(chosen: Method, at: list[str], *, per_layer: bool) -> None:
+    if len(at) > 1 and chosen.over == "one":
+        raise AttributionError(
+            f"{chosen.name} is about one checkpoint",
+            found=", ".join(at),
+            fix=f"pass checkpoints={at[-1]!r}, or method='tracin' for all of them",
+        )
+    if per_layer and not chosen.layered:
+        raise AttributionError(
+            f"the scores of {chosen.name} are not sums over layers",
+            fix="pass layers= to see what some layers say, or use dot, tracin or kernel",
+        )
+
+
+def _check_numbers(chosen: Method, found: Any, at: str) -> None:
+    if not bool(found.isfinite().all()):
+        raise AttributionError(
+            f"{chosen.name} gave scores that are no numbers at {at}",
+            found="NaN or infinity",
+            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
+        )
+
+
+def _queries_at_once(question: Question, row: int, count: int) -> int:
+    budget = question.memory_budget
+    tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
+    return max(1, min(count, tile // (4 * max(1, row))))
+
+
+def _layers(block: Block, question: Question) -> tuple[str, ...]:
+    at = question.at()[0]
+    if not any(layer.form for layer in block.schema.layers):
+        return ()
+    kept: Of = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
+    return tuple(at.train(kept).forms)
+
+
+def _labels(block: Block, positions: Any) -> Any:
+    if "label" not in block.names:
+        return None
+    labels = block.column("label")
+    return labels if positions is None else labels[positions]
+
+
+def _written(told: Any) -> str:
+    """The options as JSON, arrays and other large things by their type."""
+    values = {part.name: getattr(told, part.name) for part in dataclasses.fields(told)}
+    return json.dumps(values, default=lambda value: type(value).__name__, sort_keys=True)

@@ -1,0 +1,94 @@
+"""Which curvature is meant, and its products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradkeep.attribution._curvature._fisher import fisher_product
+from gradkeep.attribution._curvature._replayed import Replayed
+from gradkeep.attribution._curvature._space import Space
+from gradkeep.attribution._fisher import Damping
+from gradkeep.capturing import Classification
+from gradkeep.errors import AttributionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor, nn
+
+    from gradkeep.attribution._question import At
+    from gradkeep.capturing import Task
+    from gradkeep.capturing._mode import Mode
+
+Kind = Literal["hessian", "ggn", "fisher"]
+
+
+@dataclass(frozen=True, slots=True)
+class CurvatureOptions:
+    """Which curvature, of what, and what is added to it: what its methods can all be told."""
+
+    curvature: Kind = "ggn"
+    """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
+    empirical Fisher matrix."""
+    model: nn.Module | None = None
+    """With the weights of the checkpoint; not for the Fisher matrix."""
+    data: Iterable[Any] | None = None
+    """The training batches; not for the Fisher matrix."""
+    task: Task | None = None
+    """By default `gk.Classification()`."""
+    damping: float = 0.3
+    """Times the mean eigenvalue of the empirical Fisher matrix."""
+    absolute_damping: float | None = None
+    """As it is, in place of the relative damping."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curved:
+    """A curvature and what is added to it."""
+
+    space: Space
+    product: Callable[[Tensor], Tensor]
+    """A v for vectors `[K, P]`, float64."""
+    damping: float
+
+    def damped(self, vectors: Tensor) -> Tensor:
+        """(A + damping) v"""
+        return self.product(vectors) + self.damping * vectors
+
+
+def curvature(at: At, told: CurvatureOptions) -> Curved:
+    """That of the mean loss in the parameters of the chosen layers, at one checkpoint.
+
+    A relative damping is times the mean eigenvalue of the empirical Fisher matrix, which the kept
+    norms tell.
+    """
+    kind, model, data = told.curvature, told.model, told.data
+    train = at.train()
+    space = Space.of(train)
+    damping = Damping(told.damping, told.absolute_damping)
+    added = damping.of(float(train.norms().double().square().mean()) / max(1, space.size))
+    if not added > 0:
+        raise AttributionError(
+            f"all gradients of {at.question.train} at {at.place} are zero",
+            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+        )
+    if kind == "fisher":
+        budget = at.question.memory_budget
+
+        def product(vectors: Tensor) -> Tensor:
+            return fisher_product(space, train, vectors, memory_budget=budget)
+
+        return Curved(space, product, added)
+    if kind not in ("hessian", "ggn"):
+        raise AttributionError(f"no curvature {kind!r}", expected="'hessian', 'ggn' or 'fisher'")
+    if model is None or data is None:
+        raise AttributionError(
+            f"curvature={kind!r} runs the model again",
+            found="no model" if model is None else "no data",
+            fix="pass model= with the checkpoint's weights and data= with the training batches, "
+            "or curvature='fisher'",
+        )
+    mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
+    replayed = Replayed(space, model, data, told.task or Classification(), mode)
+    return Curved(space, replayed.hessian if kind == "hessian" else replayed.gauss_newton, added)

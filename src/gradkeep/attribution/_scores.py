@@ -1,0 +1,165 @@
+"""Scores: how much each training row helped each query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.attribution import _saved, _shown
+from gradkeep.errors import AttributionError
+
+if TYPE_CHECKING:
+    from gradkeep.query import Plan
+    from gradkeep.store import Store
+
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranked:
+    """Training rows for one query, the most important first."""
+
+    ids: Ids
+    """`[k]`"""
+    values: Floats
+    """`[k]`"""
+
+    def __iter__(self) -> Any:
+        return iter((self.ids, self.values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Scores `[queries, train]`, float32; **positive helps**.
+
+    A positive score says that training on that row lowered the query's loss (raised its output).
+    Scores of different methods are on different scales: compare ranks.
+
+    >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
+    >>> scores.top(2, query=7).ids.tolist(), scores.rank(query=7).tolist()
+    ([2, 0], [2, 3, 1])
+    """
+
+    values: Floats
+    """`[Q, N]`, in memory or mapped from disk"""
+    query_ids: Ids
+    """`[Q]`"""
+    train_ids: Ids
+    """`[N]`"""
+    method: str = "given"
+    queries: str = "test"
+    """The split that the queries are from."""
+    train: str = "train"
+    checkpoints: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    scale: str = ""
+    """The formula, in words."""
+    exact: bool = True
+    approximate: str | None = None
+    """What was approximated, if anything was."""
+    options: str = "{}"
+    """What the method was told, as JSON."""
+    chosen: str | None = None
+    """What was chosen by the outcomes of subset models, and how."""
+    query_labels: Any = None
+    """`[Q]`, where they were kept"""
+    train_labels: Any = None
+    """`[N]`, where they were kept"""
+    confidence: Floats | None = None
+    """`[Q]` from 0 to 1: how much the scores would agree with those of as many other checkpoints"""
+    per_layer: Floats | None = None
+    """`[L, Q, N]`, where it was asked for"""
+    plan: Plan | None = field(default=None, repr=False)
+    """How gradients were multiplied."""
+    store: Store | None = field(default=None, repr=False)
+    """Where they came from."""
+
+    def __post_init__(self) -> None:
+        if self.values.shape != (len(self.query_ids), len(self.train_ids)):
+            raise AttributionError(
+                "scores need one row per query and one column per training row",
+                found=f"shape {list(self.values.shape)}",
+                expected=f"[{len(self.query_ids)}, {len(self.train_ids)}]",
+            )
+
+    def numpy(self) -> Floats:
+        """The scores `[queries, train]`."""
+        return self.values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(queries, training rows)"""
+        return self.values.shape[0], self.values.shape[1]
+
+    def top(self, k: int, *, query: int) -> Ranked:
+        """The `k` training rows that helped a query (by its id) most."""
+        return self._ranked(k, query, sign=-1)
+
+    def bottom(self, k: int, *, query: int) -> Ranked:
+        """The `k` training rows that harmed a query (by its id) most."""
+        return self._ranked(k, query, sign=1)
+
+    def of(self, query: int) -> Floats:
+        """The scores `[N]` of one query, by its id."""
+        row: Floats = self.values[self._row(query)]
+        return row
+
+    def rank(self, *, query: int) -> Ids:
+        """The place `[N]` of every training row for one query: 1 helped most."""
+        places = np.empty(len(self.train_ids), np.int64)
+        order = np.argsort(-self.of(query), kind="stable")
+        places[order] = np.arange(1, len(order) + 1)
+        return places
+
+    def save(self, name: str, *, store: Store | None = None) -> None:
+        """Keep the scores in the store that they came from, or in another.
+
+        Saving the same again is free; other scores under that name are refused. Costs their bytes,
+        streamed.
+        """
+        where = store or self.store
+        if where is None:
+            raise AttributionError("no store to save to", fix="pass store=gk.open(...)")
+        _saved.save_scores(where, name, self)
+
+    @classmethod
+    def load(cls, store: Store, name: str) -> Scores:
+        """The scores saved under that name; what does not fit in memory is mapped from disk."""
+        return _saved.load_scores(store, name, cls)
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`: a row per query id, a column per training id."""
+        return _shown.to_pandas(self)
+
+    def to_arrow(self, *, k: int | None = None) -> Any:
+        """A `pyarrow.Table` of query, train and score; with `k` only the k most helpful of each."""
+        return _shown.to_arrow(self, k=k)
+
+    def plot(self, *, query: int, k: int = 10) -> Any:
+        """A `matplotlib` figure of the k rows that helped and that harmed a query most."""
+        return _shown.plot(self, query=query, k=k)
+
+    def __repr__(self) -> str:
+        at = ", ".join(self.checkpoints[:4]) + (" ..." if len(self.checkpoints) > 4 else "")
+        true = "exact" if self.exact else f"approximate ({self.approximate or self.method})"
+        return (
+            f"Scores({self.method}: {self.shape[0]} of {self.queries} x {self.shape[1]} of "
+            f"{self.train} at {at}; {self.scale}; {true}, positive helps)"
+        )
+
+    def _row(self, query: int) -> int:
+        found = np.flatnonzero(self.query_ids == query)
+        if not len(found):
+            raise AttributionError(
+                f"no query with id {query}",
+                found=f"ids {self.query_ids[:3].tolist()} ... {self.query_ids[-1:].tolist()}",
+            )
+        return int(found[0])
+
+    def _ranked(self, k: int, query: int, *, sign: int) -> Ranked:
+        row = self.of(query)
+        order = np.argsort(sign * row, kind="stable")[: max(0, k)]
+        return Ranked(self.train_ids[order], row[order])

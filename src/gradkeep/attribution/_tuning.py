@@ -1,0 +1,133 @@
+"""Choosing a damping by what models that were trained on subsets really did."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep._ranks import ranks
+from gradkeep.errors import AttributionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gradkeep.attribution._method import Method
+    from gradkeep.attribution._question import Question
+    from gradkeep.attribution._scores import Scores
+
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+AUTO = "auto"
+MASKS = "masks"
+LEAST = 10
+"""Fewer subset models than this choose nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subsets:
+    """Models trained on subsets: which rows each saw, and what it said of the queries."""
+
+    name: str
+    masks: AnyArray
+    """`[m, N]` bool"""
+    outputs: AnyArray
+    """`[m, Q]`"""
+
+
+def wants_choice(method: Method, told: Any) -> bool:
+    """Whether an option of the method was left to be chosen."""
+    return method.tuned is not None and getattr(told, method.tuned) == AUTO
+
+
+def choose(
+    method: Method,
+    question: Question,
+    told: Any,
+    compute: Callable[[Any], Scores],
+    subsets: Any,
+) -> tuple[Scores, str]:
+    """The scores of the candidate that predicts the outcomes of subsets best, and why.
+
+    For each query the outputs of the subset models are correlated, by ranks, with the sums of the
+    scores of the rows that they saw; the mean over queries decides. One number is chosen by m
+    outcomes per query, so that it is hardly fitted to them.
+    """
+    assert method.tuned is not None
+    found = subset_outcomes(question, subsets)
+    best: tuple[float, float, Scores] | None = None
+    for value in method.candidates:
+        scores = compute(dataclasses.replace(told, **{method.tuned: value}))
+        fit = abs(agreement(scores.values, found))
+        if best is None or fit > best[0]:
+            best = fit, value, scores
+    assert best is not None
+    fit, value, scores = best
+    told_why = (
+        f"{method.tuned} {value:g} of {', '.join(f'{v:g}' for v in method.candidates)}, by the "
+        f"outcomes of {len(found.masks)} models of {found.name} (rank correlation {fit:.3f})"
+    )
+    return scores, told_why
+
+
+def agreement(scores: AnyArray, found: Subsets) -> float:
+    """The mean over queries of the rank correlation of predicted and true outcomes."""
+    predicted = found.masks.astype(np.float32) @ np.asarray(scores).T
+    p, y = ranks(predicted), ranks(found.outputs)
+    p, y = p - p.mean(0), y - y.mean(0)
+    spread = np.sqrt((p * p).sum(0) * (y * y).sum(0))
+    return float(
+        np.divide((p * y).sum(0), spread, out=np.zeros_like(spread), where=spread > 0).mean()
+    )
+
+
+def subset_outcomes(question: Question, wanted: Any) -> Subsets:
+    """The outcomes `[m, Q]` of subset models: a set in the store, or given as (masks, outputs)."""
+    at = question.at()[0]
+    rows, asked = len(at.train_block), len(at.query_block)
+    if wanted is not None and not isinstance(wanted, str):
+        masks, outputs = (np.asarray(part) for part in wanted)
+        name = "the given subsets"
+    else:
+        name, masks, outputs = _from_store(question, wanted, rows, asked)
+    if masks.shape != (len(masks), rows) or outputs.shape != (len(masks), asked):
+        raise AttributionError(
+            "the subsets are of other rows or queries",
+            found=f"masks {list(masks.shape)}, outputs {list(outputs.shape)}",
+            expected=f"[m, {rows}] and [m, {asked}], in the order of the captures",
+        )
+    if len(masks) < LEAST:
+        raise AttributionError(
+            "too few subset models to choose by", found=len(masks), expected=f"{LEAST} or more"
+        )
+    return Subsets(name, masks.astype(bool), outputs[:, question.positions].astype(np.float64))
+
+
+def _from_store(
+    question: Question, wanted: str | None, rows: int, asked: int
+) -> tuple[str, AnyArray, AnyArray]:
+    store = question.store
+    for name in store.row_sets() if wanted is None else [wanted]:
+        if name not in store.row_sets():
+            raise AttributionError(
+                f"no subset models {name!r}", found=", ".join(store.row_sets()) or "none"
+            )
+        found = store.rows(name)
+        by_name = {array.name: array for array in found.schema.arrays}
+        fitting = [
+            array.name
+            for array in by_name.values()
+            if array.shape == (asked,) and array.dtype.startswith("float")
+        ]
+        if MASKS in by_name and by_name[MASKS].shape == (rows,) and len(fitting) == 1:
+            done = found.done()
+            read = found.read(done, [MASKS, fitting[0]])
+            return name, np.asarray(read[MASKS]), np.asarray(read[fitting[0]])
+    raise AttributionError(
+        "nothing to choose by: the store holds no subset models of these rows and queries",
+        path=store.location,
+        fix="train some with gk.datamodels.Study(store, ...), pass subsets=(masks, outputs), or a "
+        "number in place of 'auto'",
+    )

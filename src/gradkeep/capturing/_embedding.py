@@ -1,0 +1,73 @@
+"""Embeddings: the prefix is the token, the suffix the gradient of its vector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gradkeep.capturing._piece import Piece
+from gradkeep.capturing._positions import by_sample
+from gradkeep.errors import CaptureError
+from gradkeep.query._factors import LookupRows
+from gradkeep.query._forms import Lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.capturing._calls import Call
+    from gradkeep.capturing._positions import Lay
+    from gradkeep.query._forms import Parameter
+
+
+def applies(module: nn.Module) -> bool:
+    """`nn.Embedding`; one that renormalises its table while reading has no such gradient."""
+    return isinstance(module, nn.Embedding) and module.max_norm is None
+
+
+def piece(
+    name: str,
+    module: Any,
+    parameters: tuple[Parameter, ...],
+    calls: Sequence[Call],
+    *,
+    rows: int,
+    lay: Lay,
+) -> Piece:
+    """The tokens of each sample, equal ones added up, padding and zero gradients left out."""
+    if module.scale_grad_by_freq:
+        raise CaptureError(
+            f"layer {name}: scale_grad_by_freq divides by how often a token is in the batch, so "
+            f"a sample has no gradient of its own",
+            fix="set scale_grad_by_freq=False for the capture, or leave the layer out",
+        )
+    width = module.embedding_dim
+    tokens = torch.cat([by_sample(c.input, rows, lay).reshape(rows, -1) for c in calls], 1)
+    g = torch.cat([by_sample(c.suffix(), rows, lay).reshape(rows, -1, width) for c in calls], 1)
+    kept = _coalesced(tokens, g, rows=rows, size=module.num_embeddings, skip=module.padding_idx)
+    form = Lookup(
+        parameters,
+        prefix=f"{name}.prefix",
+        suffix=f"{name}.suffix",
+        rows=module.num_embeddings,
+        width=width,
+    )
+    return Piece(form, kept)
+
+
+def _coalesced(
+    tokens: torch.Tensor, g: torch.Tensor, *, rows: int, size: int, skip: int | None
+) -> LookupRows:
+    row = torch.arange(rows, device=tokens.device).unsqueeze(1).expand_as(tokens)
+    valid = g.abs().amax(-1) > 0
+    if skip is not None:
+        valid &= tokens != skip
+    keys, inverse = torch.unique(
+        row[valid] * size + tokens[valid], sorted=True, return_inverse=True
+    )
+    summed = torch.zeros(len(keys), g.shape[-1], dtype=g.dtype, device=g.device)
+    summed.index_add_(0, inverse, g[valid])
+    counts = torch.bincount(keys // size, minlength=rows).cpu()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return LookupRows(keys % size, summed, offsets)

@@ -1,0 +1,160 @@
+"""Any module at all: each sample's gradient by running that module alone for one sample.
+
+Its inputs and its outputs' gradients are known, so the model around it is not run again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradkeep.capturing._piece import Piece
+from gradkeep.capturing._positions import possible
+from gradkeep.query._factors import DenseRows
+from gradkeep.query._forms import Dense
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradkeep.capturing._calls import Call
+    from gradkeep.capturing._positions import Lay
+    from gradkeep.capturing._units import Unit
+
+
+def pieces(units: Sequence[Unit], calls: Sequence[Call], *, rows: int) -> dict[Unit, Piece]:
+    """The dense gradients of all units that are captured by running the same module again.
+
+    All samples at once with `torch.func.vmap`, or, where that cannot be done, one after the other.
+    Cost: one forward and backward of this module per sample, on top of the model's own.
+    """
+    first = units[0]
+    weights = local_names(first.modules[0], [w for unit in units for w in unit.weights])
+    total: torch.Tensor | None = None
+    for call in calls:
+        if first.way == "module":
+            found = _all(call, weights, rows, first.lay)
+        else:
+            each = (_one(call, weights, row, rows, first.lay) for row in range(rows))
+            found = torch.stack(list(each))
+        total = found if total is None else total + found
+    assert total is not None
+    result = {}
+    at = 0
+    for unit in units:
+        form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
+        result[unit] = Piece(form, DenseRows(total[:, at : at + unit.size]))
+        at += unit.size
+    return result
+
+
+def _all(call: Call, weights: Mapping[str, torch.Tensor], rows: int, lay: Lay) -> torch.Tensor:
+    leaves, shape = tree_flatten((call.args, call.kwargs))
+    tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
+    own = {name: value.detach() for name, value in weights.items()}
+    first = _outputs(call.module, own, _of_row((call.args, call.kwargs), 0, rows, lay))
+    suffixes = [
+        _split(call.suffix(index), tensor.shape, rows) for index, tensor in enumerate(first)
+    ]
+    varied = [
+        _split_input(leaf, rows, lay)
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+        if tensor and possible(leaf.shape, rows, lay)
+    ]
+
+    def value(
+        own: dict[str, torch.Tensor], varied: list[torch.Tensor], suffixes: list[torch.Tensor]
+    ) -> torch.Tensor:
+        given = iter(varied)
+        filled = [
+            next(given) if tensor and possible(leaf.shape, rows, lay) else leaf
+            for leaf, tensor in zip(leaves, tensors, strict=True)
+        ]
+        outputs = _outputs(call.module, own, tree_unflatten(filled, shape))
+        pairs = zip(outputs, suffixes, strict=True)
+        return torch.stack([(tensor * suffix).sum() for tensor, suffix in pairs]).sum()
+
+    # The fused attention kernels have no rule for batching; the plain one has. What else has none
+    # runs through a slow loop with a warning, and is better run one by one.
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="There is a performance drop")
+        each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
+        found = each(own, varied, suffixes)
+    return torch.cat([gradient.reshape(rows, -1) for gradient in found.values()], 1)
+
+
+def _outputs(module: nn.Module, own: dict[str, torch.Tensor], inputs: Any) -> list[torch.Tensor]:
+    args, kwargs = inputs
+    output = functional_call(module, own, args, kwargs)
+    found = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+    return [t for t in found if t.is_floating_point()]
+
+
+def _split_input(leaf: torch.Tensor, rows: int, lay: Lay) -> torch.Tensor:
+    """`[B, ...]` with each row shaped as the module is given one sample."""
+    if lay == "second":
+        return leaf.transpose(0, 1).unsqueeze(2)
+    return leaf.reshape(rows, len(leaf) // rows, *leaf.shape[1:])
+
+
+def _split(suffix: torch.Tensor, wanted: torch.Size, rows: int) -> torch.Tensor:
+    """`[B, *wanted]`: where a dimension of the one-sample output shrank, it counts the samples."""
+    for dim, (have, want) in enumerate(zip(suffix.shape, wanted, strict=True)):
+        if have != want:
+            shape = (*suffix.shape[:dim], rows, want, *suffix.shape[dim + 1 :])
+            return suffix.reshape(shape).movedim(dim, 0)
+    return suffix.unsqueeze(0)
+
+
+def _one(
+    call: Call, weights: Mapping[str, torch.Tensor], row: int, rows: int, lay: Lay
+) -> torch.Tensor:
+    args, kwargs = _of_row((call.args, call.kwargs), row, rows, lay)
+    own = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    with torch.enable_grad():
+        outputs = [t for t in _outputs(call.module, own, (args, kwargs)) if t.requires_grad]
+    pairs = [
+        (tensor, _split(call.suffix(index), tensor.shape, rows)[row])
+        for index, tensor in enumerate(outputs)
+    ]
+    found = torch.autograd.grad(
+        [tensor for tensor, _ in pairs],
+        list(own.values()),
+        [suffix.to(tensor.dtype) for tensor, suffix in pairs],
+        allow_unused=True,
+    )
+    flat = [
+        torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
+        for weight, gradient in zip(own.values(), found, strict=True)
+    ]
+    return torch.cat(flat)
+
+
+def _of_row(inputs: Any, row: int, rows: int, lay: Lay) -> Any:
+    """The inputs of one sample; tensors that do not count the samples are shared by all."""
+    leaves, shape = tree_flatten(inputs)
+    cut = [
+        _cut(leaf, row, rows, lay) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(cut, shape)
+
+
+def _cut(leaf: torch.Tensor, row: int, rows: int, lay: Lay) -> torch.Tensor:
+    if not possible(leaf.shape, rows, lay):
+        return leaf
+    if lay == "second":
+        return leaf[:, row : row + 1]
+    each = len(leaf) // rows
+    return leaf[row * each : (row + 1) * each]
+
+
+def local_names(module: nn.Module, weights: Sequence[nn.Parameter]) -> dict[str, torch.Tensor]:
+    """The weights by the names that the module knows them under, in the given order."""
+    found = {id(weight): name for name, weight in module.named_parameters()}
+    return {found[id(weight)]: weight for weight in weights}

@@ -1,0 +1,92 @@
+"""Normalisation layers: few parameters, so their gradients are kept as they are.
+
+gamma = sum over positions of g * xhat, beta = sum over positions of g, with xhat the normalised
+input before scale and shift.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradkeep.capturing._piece import Piece
+from gradkeep.capturing._positions import by_sample
+from gradkeep.query._factors import DenseRows
+from gradkeep.query._forms import Dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.capturing._calls import Call
+    from gradkeep.capturing._positions import Lay
+    from gradkeep.query._forms import Parameter
+
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def applies(module: nn.Module) -> bool:
+    """Layer, group, RMS and (with running statistics) batch normalisation."""
+    if isinstance(module, _BATCH):
+        return module.running_mean is not None
+    return isinstance(module, nn.LayerNorm | nn.GroupNorm) or _is_rms(module)
+
+
+def piece(
+    name: str,
+    module: nn.Module,
+    parameters: tuple[Parameter, ...],
+    calls: Sequence[Call],
+    *,
+    rows: int,
+    lay: Lay,
+) -> Piece:
+    """The summed gradients of scale and shift over all positions of all calls."""
+    total: torch.Tensor | None = None
+    for call in calls:
+        g = call.suffix()
+        parts = []
+        for parameter in parameters:
+            term = g
+            if not parameter.name.endswith("bias"):
+                # In place: this is made where a backward pass has the least room.
+                term = _normalised(module, call.input.to(g.dtype)).mul_(g)
+            if isinstance(module, nn.LayerNorm) or _is_rms(module):
+                # The parameter has the shape of the last dimensions.
+                kept = by_sample(term, rows, lay).reshape(rows, -1, parameter.size)
+                parts.append(kept.sum(1))
+            else:
+                channels = by_sample(term, rows, lay)
+                if lay != "first":
+                    channels = channels.transpose(1, 2)
+                parts.append(channels.reshape(rows, parameter.size, -1).sum(2))
+        gradient = torch.cat(parts, 1)
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    return Piece(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
+
+
+def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, None, None, module.eps)
+    if isinstance(module, _BATCH):
+        mean, var = module.running_mean, module.running_var
+        return F.batch_norm(x, mean, var, None, None, training=False, eps=module.eps)
+    return F.rms_norm(x, list(module.weight.shape), None, _epsilon(module))
+
+
+def _is_rms(module: nn.Module) -> bool:
+    """`nn.RMSNorm`, and those of model libraries, which all have this name and one weight."""
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
+
+
+def _epsilon(module: Any) -> float | None:
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if hasattr(module, name):
+            found: float | None = getattr(module, name)
+            return found
+    return None

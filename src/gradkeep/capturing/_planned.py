@@ -1,0 +1,180 @@
+"""What capturing and asking will take, before anything runs: bytes, memory, operations, seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._budgets import format_bytes, parse_bytes
+from gradkeep.capturing import _footprint
+from gradkeep.capturing._batches import moved, rows_of, size_of
+from gradkeep.capturing._captured import KeptLayer, kept_layer
+from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._prepare import Wishes, prepare
+from gradkeep.query._choose import choose
+from gradkeep.query._load import Load
+from gradkeep.query._machine import machine
+from gradkeep.query._memory import DEFAULT, shares
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._prepare import Plan
+    from gradkeep.capturing._select import Selection
+    from gradkeep.capturing._task import Task
+    from gradkeep.query._ways import How
+    from gradkeep.store import Encoding
+
+_TRIED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """What one layer will take."""
+
+    layer: KeptLayer
+    disk_bytes: float
+    """On disk, for all rows and queries."""
+    how: How
+    """How it will be multiplied."""
+    flops: float
+    seconds: float
+    """Predicted, for all queries against all rows."""
+    alternatives: dict[How, float]
+    """Predicted seconds of every way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a capture and its questions will take; shows itself as a table."""
+
+    layers: tuple[PlannedLayer, ...]
+    rows: int
+    queries: int
+    budget: int
+    disk_bytes: float
+    capture_memory: int
+    """Bytes that capturing needs at once."""
+    capture_seconds: float
+    query_memory: int
+    """Bytes that asking needs at once."""
+    query_seconds: float
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "T", "kept as", "on disk", "scored", "GFLOP", "seconds")
+        table = [
+            head,
+            *(
+                (
+                    p.layer.name,
+                    p.layer.type,
+                    f"{p.layer.positions:.4g}",
+                    p.layer.storage,
+                    format_bytes(p.disk_bytes),
+                    p.how,
+                    f"{p.flops / 1e9:.3g}",
+                    f"{p.seconds:.3g}",
+                )
+                for p in self.layers
+            ),
+        ]
+        widths = [max(len(cells[at]) for cells in table) for at in range(len(head))]
+        text = (0, 1, 3, 5)
+        lines = [
+            "  ".join(
+                cell.ljust(width) if at in text else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ).rstrip()
+            for cells in table
+        ]
+        lines += [
+            (
+                f"capture {self.rows + self.queries} rows: {format_bytes(self.disk_bytes)} on disk, "
+                f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
+            ),
+            (
+                f"ask {self.queries} x {self.rows}: {format_bytes(self.query_memory)} of memory "
+                f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
+            ),
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    task: Task,
+    rows: int,
+    queries: int = 1,
+    layers: Selection | Sequence[str | type] = None,
+    encoding: Encoding = "plain",
+    storage: Plan = None,
+    scoring: str | None = None,
+    tolerance: float = 0.0,
+    memory_budget: int | str | None = None,
+    mode: Mode | None = "eval",
+) -> Planned:
+    """Predict what capturing `rows` and asking `queries` of them will take, layer by layer.
+
+    Runs a few samples of the batch through the model, and measures this machine once. A budget
+    below the least possible is an error that says what the least is.
+    """
+    budget = DEFAULT if memory_budget is None else parse_bytes(memory_budget)
+    with in_mode(model, mode):
+        device = next(model.parameters()).device
+        count = min(size_of(batch), _TRIED)
+        part = moved(rows_of(batch, 0, count), device)
+        wishes = Wishes(layers, encoding=encoding, plan=storage, tolerance=tolerance)
+        prepared = prepare(model, task, part, wishes)
+        footprint = _footprint.row_footprint(prepared, part, count)
+        started = time.perf_counter()
+        prepared.tracer.run(part)
+        per_row = (time.perf_counter() - started) / count
+    at_once = min(
+        size_of(batch),
+        _footprint.rows_at_once(prepared, count),
+        _footprint.rows_within(budget, footprint),
+    )
+    row_bytes = prepared.row_bytes
+    segment = int(min(rows * row_bytes, _footprint.segment_bytes(None)))
+    split = shares(
+        memory_budget,
+        answer=4 * rows * queries,
+        mapped=segment,
+        query_row=row_bytes,
+        train_row=row_bytes,
+        queries=queries,
+        rows=rows,
+    )
+    speeds = machine()
+    planned = []
+    for keeping in prepared.kept:
+        load = Load(rows, queries, keeping.positions, keeping.positions)
+        choice = choose(keeping.form, load, speeds, force=scoring, scratch=split.scratch)
+        planned.append(
+            PlannedLayer(
+                layer=kept_layer(keeping),
+                disk_bytes=keeping.row_bytes * (rows + queries),
+                how=choice.how,
+                flops=choice.cost.flops,
+                seconds=choice.cost.seconds,
+                alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
+            )
+        )
+    held = 2 * row_bytes * (split.query_rows + split.train_rows)
+    return Planned(
+        layers=tuple(planned),
+        rows=rows,
+        queries=queries,
+        budget=budget,
+        disk_bytes=row_bytes * (rows + queries),
+        capture_memory=int(footprint * at_once + 2 * segment),
+        capture_seconds=per_row * (rows + queries),
+        query_memory=int(min(split.total, 4 * rows * queries + segment + held + split.scratch)),
+        query_seconds=sum(layer.seconds for layer in planned),
+    )

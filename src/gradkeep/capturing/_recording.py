@@ -1,0 +1,221 @@
+"""Keeping gradients while a model trains: hooks around a loop that is already there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+import gradkeep.store as gs
+from gradkeep.capturing import _select, _storing
+from gradkeep.capturing._calls import Call, watching
+from gradkeep.capturing._measures import arrays_for, norms, plain
+from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._positions import LAYS, possible
+from gradkeep.capturing._resume import before
+from gradkeep.capturing._rules import piece_of
+from gradkeep.capturing._storing import rows_to_store
+from gradkeep.capturing._units import DENSE_WAYS, units_of
+from gradkeep.errors import CaptureError
+from gradkeep.query._forms import to_fields
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from gradkeep.capturing._piece import Piece
+    from gradkeep.capturing._select import Selection
+    from gradkeep.capturing._storing import Keeping
+    from gradkeep.capturing._units import Unit
+    from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
+
+Reduction = Literal["mean", "sum"]
+
+
+class Recording:
+    """A recording under way; made by `gk.recording`."""
+
+    def __init__(
+        self,
+        store: Store,
+        key: CaptureKey,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        reduction: Reduction,
+        encoding: Encoding,
+    ) -> None:
+        self.key = key
+        self._store, self._model, self._units = store, model, list(units)
+        self._reduction, self._encoding = reduction, encoding
+        self._kept: list[Keeping] | None = None
+        self._writer: Writer | None = None
+        self._names: tuple[str, ...] = ()
+        self.rows = 0
+
+    @contextlib.contextmanager
+    def batch(
+        self, ids: Any, *, divisor: float | None = None, keep: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Keep the gradients of the backward pass that runs inside of the block.
+
+        `ids [B]` name the samples. The loss may be a mean or a sum, as `gk.recording` was told; a
+        loss with another divisor (valid tokens, class weights, a loss scale) gives it here, and
+        it is multiplied back. `keep` holds further values `[B]` of the samples.
+        """
+        own = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, np.int64).reshape(-1)
+        modules = [module for unit in self._units for module in unit.modules]
+        with watching(modules, by_hooks=True) as calls:
+            yield
+        scale = divisor if divisor is not None else len(own) if self._reduction == "mean" else 1
+        with torch.no_grad():
+            self._take(own, calls, float(scale), dict(keep or {}))
+
+    def _take(
+        self, ids: np.ndarray[Any, Any], calls: list[Call], scale: float, keep: dict[str, Any]
+    ) -> None:
+        by_module: dict[nn.Module, list[Call]] = {}
+        for call in calls:
+            if all(suffix is None for suffix in call.suffixes):
+                continue
+            call.suffixes = [None if s is None else s.detach() * scale for s in call.suffixes]
+            by_module.setdefault(call.module, []).append(call)
+        if not by_module:
+            raise CaptureError(
+                "no backward pass ran through the chosen layers inside of batch()",
+                fix="put the forward pass and loss.backward() inside of `with rec.batch(ids):`",
+            )
+        pieces = {unit: _piece(unit, by_module, len(ids)) for unit in self._units}
+        if self._kept is None:
+            wanted: dict[Unit, _storing.Storage | None] = {}
+            self._kept = _storing.choose(
+                pieces, encoding=self._encoding, wanted=wanted, tolerance=0.0
+            )
+        factors, arrays = rows_to_store(self._kept, pieces)
+        lengths = norms(self._kept, factors).cpu().float()
+        values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
+        values["norms"] = lengths.numpy()
+        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
+        if not bool(lengths.isfinite().all()):
+            row = int((~lengths.isfinite()).any(1).nonzero()[0])
+            raise CaptureError(f"the gradient of sample {ids[row]} is not a number")
+        if self._writer is None:
+            self._writer = self._store.write(self.key, self._schema(values))
+            self._names = tuple(values)
+        if tuple(values) != self._names:
+            raise CaptureError(
+                "every batch must keep the same values",
+                found=", ".join(values),
+                expected=", ".join(self._names),
+            )
+        self._writer.append(ids, values | arrays)
+        self.rows += len(ids)
+
+    def _schema(self, values: Mapping[str, Any]) -> Schema:
+        assert self._kept is not None
+        return gs.Schema(
+            arrays=(*arrays_for(values), *(a for kept in self._kept for a in kept.arrays)),
+            layers=tuple(
+                gs.Layer(k.unit.name, k.unit.type, k.unit.size, to_fields(k.form))
+                for k in self._kept
+            ),
+            fingerprints={
+                # The weights move on between batches: rows of one recording belong together,
+                # and to nothing else.
+                "weights": f"recording {self.key.run} {self.key.checkpoint}",
+                "of": "loss",
+                "model": type(self._model).__name__,
+            },
+        )
+
+    def finish(self) -> None:
+        """Seal what was recorded."""
+        if self._writer is not None:
+            self._writer.seal()
+
+    def abandon(self) -> None:
+        """Stop without sealing, as after an error."""
+        if self._writer is not None:
+            self._writer.__exit__(RuntimeError, RuntimeError("abandoned"), None)
+
+
+@contextlib.contextmanager
+def recording(
+    model: nn.Module,
+    store: Store | str | os.PathLike[str],
+    *,
+    checkpoint: str,
+    split: str = "train",
+    run: str = "main",
+    name: str = "main",
+    layers: Selection | Sequence[str | type] = None,
+    encoding: Encoding = "plain",
+    reduction: Reduction = "mean",
+    uncovered: Literal["error", "skip"] = "error",
+) -> Iterator[Recording]:
+    """Keep the per-sample gradients of a training loop as it runs, at the weights of each step.
+
+    Only layers with a factor rule can be recorded (linear, convolution, embedding, normalisation);
+    others are an error, or left out with `uncovered="skip"`. Sealed when the block ends well.
+    Cost: keeping references during the step, then writing.
+
+    >>> import gradkeep as gk, tempfile
+    >>> model, store = torch.nn.Linear(4, 3), gk.open(tempfile.mkdtemp())
+    >>> with gk.recording(model, store, checkpoint="epoch-1") as rec:
+    ...     for ids in ([0, 1], [2, 3]):
+    ...         with rec.batch(ids):
+    ...             model(torch.randn(2, 4)).square().sum(1).mean().backward()
+    >>> len(gk.gradients(store, split="train"))
+    4
+    """
+    opened = store if isinstance(store, gs.Store) else gs.open(store)
+    key = gs.CaptureKey(checkpoint, split, run, name)
+    if before(opened, key) is not None:
+        raise CaptureError(
+            "there is such a capture already, and training cannot be resumed in the middle of one",
+            path=opened.backend.describe(key.folder),
+            fix="use another checkpoint= or name=, or delete it first",
+        )
+    if reduction not in ("mean", "sum"):
+        raise CaptureError(f"no reduction {reduction!r}", expected="'mean' or 'sum'")
+    units = _select.selected(units_of(model), layers)
+    without = [unit for unit in units if unit.way in DENSE_WAYS]
+    if without and uncovered == "error":
+        raise CaptureError(
+            "some layers cannot be recorded while training",
+            found=", ".join(f"{unit.name} ({unit.type})" for unit in without),
+            fix="pass uncovered='skip', choose layers=, or replay the checkpoint with gk.capture",
+        )
+    units = [unit for unit in units if unit.way not in DENSE_WAYS]
+    with in_mode(model, "train" if model.training else "eval"):
+        pass  # only the checks: a loop switches modes itself
+    rec = Recording(opened, key, model, units, reduction=reduction, encoding=encoding)
+    try:
+        yield rec
+    except BaseException:
+        rec.abandon()
+        raise
+    rec.finish()
+
+
+def _piece(unit: Unit, calls: Mapping[nn.Module, list[Call]], rows: int) -> Piece:
+    own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
+    if not own:
+        raise CaptureError(
+            f"layer {unit.name} got no gradient in this batch",
+            fix="leave it out with layers='!...'",
+        )
+    shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+    for lay in LAYS:
+        if all(possible(shape, rows, lay) for shape in shapes):
+            return piece_of(dataclasses.replace(unit, lay=lay), own, rows=rows)
+    raise CaptureError(
+        f"layer {unit.name} was not called with one row per sample",
+        found=f"input {tuple(own[0].input.shape)} for {rows} ids",
+        fix="give as many ids as there are samples in the batch",
+    )

@@ -1,0 +1,393 @@
+"""Replaying a checkpoint over a data set, and keeping every sample's gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+import gradkeep.store as gs
+from gradkeep import remat
+from gradkeep._budgets import parse_bytes
+from gradkeep._progress import progress as shown
+from gradkeep.capturing import _footprint, _weights
+from gradkeep.capturing._alarms import Alarms
+from gradkeep.capturing._batches import digests, moved, rows_of, size_of
+from gradkeep.capturing._captured import Captured, CaptureWarning, kept_layer
+from gradkeep.capturing._embeddings import modules_named, seeing_outputs, vectors
+from gradkeep.capturing._loader import batches_of
+from gradkeep.capturing._measures import arrays_for, measured_values, norms
+from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._prepare import Prepared, Wishes, prepare
+from gradkeep.capturing._resume import Before, before
+from gradkeep.capturing._storing import rows_to_store
+from gradkeep.capturing._task import Task
+from gradkeep.errors import CaptureError
+from gradkeep.query._forms import to_fields
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from torch import nn
+
+    from gradkeep.capturing._loader import Batches, Ids
+    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._prepare import Plan
+    from gradkeep.capturing._select import Selection
+    from gradkeep.capturing._settle import Uncovered
+    from gradkeep.capturing._tracer import Of
+    from gradkeep.remat import MemoryBudget
+    from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
+
+Checkpoints = Mapping[str, "_weights.Weights | _weights.Source"]
+_TRIED = 32
+"""Samples with which it is found out how each layer is captured."""
+_ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def capture(
+    store: Store | str | os.PathLike[str],
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    task: Task,
+    split: str,
+    checkpoint: str | Checkpoints = "final",
+    run: str = "main",
+    name: str = "main",
+    layers: Selection | Sequence[str | type] = None,
+    encoding: Encoding = "plain",
+    plan: Plan = None,
+    tolerance: float = 0.0,
+    of: Of | None = None,
+    uncovered: Uncovered = "dense",
+    mode: Mode | None = None,
+    ids: Ids | None = None,
+    embeddings: Sequence[str] = (),
+    memory_budget: float | str | None = None,
+    resume: bool = True,
+    step: int | None = None,
+    lr: float | None = None,
+    progress: bool = True,
+) -> Captured | list[Captured]:
+    """Replay a model over a loader and keep every sample's gradients, loss, output and label.
+
+    `checkpoint` names the weights that the model has now; a mapping of names to state dicts, files
+    or folders captures one after the other and puts the model's weights back. Each layer is kept
+    as factors or dense, whichever is smaller. Cost: about one forward and backward pass, without
+    the gradients of weights. Interrupted, it resumes after the last whole segment.
+
+    `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
+    is of the bytes that the batches take otherwise: activations are dropped and made again, to the
+    bit, by `gk.memory_budget`.
+
+    >>> import gradkeep as gk, tempfile
+    >>> store = gk.open(tempfile.mkdtemp())
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+    >>> kept = gk.capture(store, model, data, task=gk.Classification(), split="train")
+    >>> kept.rows, [layer.storage for layer in kept.layers]
+    (5, ['factors', 'factors'])
+    """
+    if not isinstance(task, Task):
+        raise CaptureError(
+            "task must be a gk.Task",
+            found=type(task).__name__,
+            fix="pass gk.Classification(), or a subclass of gk.Task with losses(model, batch)",
+        )
+    opened = store if isinstance(store, gs.Store) else gs.open(store)
+    replay = _Replay(
+        store=opened,
+        model=model,
+        batches=batches_of(loader, ids),
+        task=task,
+        wishes=Wishes(layers, of, uncovered, encoding, plan, tolerance),
+        embeddings=tuple(embeddings),
+        budget=_bytes_of(memory_budget),
+        recompute=_fraction_of(memory_budget),
+        resume=resume,
+        progress=progress,
+        mode=mode,
+    )
+    if isinstance(checkpoint, str):
+        return replay.one(gs.CaptureKey(checkpoint, split, run, name), step=step, lr=lr)
+    original = {key: value.clone() for key, value in model.state_dict().items()}
+    done = []
+    try:
+        for label, given in checkpoint.items():
+            weights = given if isinstance(given, _weights.Weights) else _weights.Weights(given)
+            _weights.put_into(model, _weights.load(weights.source), name=label)
+            key = gs.CaptureKey(label, split, run, name)
+            done.append(replay.one(key, step=weights.step, lr=weights.lr))
+    finally:
+        model.load_state_dict(original)
+    return done
+
+
+class _Replay:
+    """What all checkpoints of one call share."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        model: nn.Module,
+        batches: Batches,
+        task: Task,
+        wishes: Wishes,
+        embeddings: tuple[str, ...],
+        budget: int | None,
+        recompute: MemoryBudget | None,
+        resume: bool,
+        progress: bool,
+        mode: Mode | None,
+    ) -> None:
+        self.store, self.model, self.batches, self.task = store, model, batches, task
+        self.wishes, self.budget, self.resume, self.progress = wishes, budget, resume, progress
+        self.mode: Mode | None = mode
+        self.recompute = recompute
+        self.watched = modules_named(model, embeddings)
+        self.device = next(model.parameters()).device
+
+    def one(self, key: CaptureKey, *, step: int | None, lr: float | None) -> Captured:
+        """Capture the weights that the model has now."""
+        started, cpu = time.perf_counter(), time.process_time()
+        with in_mode(self.model, self.mode), _no_gradients_left(self.model):
+            weights = _weights.fingerprint(self.model)
+            earlier = before(self.store, key)
+            if earlier is not None and not self.resume:
+                raise CaptureError(
+                    "there is such a capture already",
+                    path=self.store.backend.describe(key.folder),
+                    fix="pass resume=True to go on with it, another name=, or delete it first",
+                )
+            first = self._first_batch()
+            prepared, at_once = self._prepared(first, earlier)
+            values = self._values(prepared, rows_of(first, 0, min(2, size_of(first))))[1]
+            schema = self._schema(prepared, values, weights, earlier)
+            self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+            if earlier is not None and earlier.sealed:
+                reused = self._check_sealed(earlier, schema, first)
+                notes: list[str] = []
+            else:
+                reused, notes = self._write(key, schema, prepared, at_once, earlier)
+        block = self.store.read(key)
+        notes = [*_about(prepared), *notes]
+        for note in notes:
+            warnings.warn(note, CaptureWarning, stacklevel=3)
+        return Captured(
+            key=key,
+            rows=len(block),
+            reused_rows=reused,
+            bytes=block.manifest.bytes,
+            layers=tuple(kept_layer(keeping) for keeping in prepared.kept),
+            seconds=time.perf_counter() - started,
+            cpu_seconds=time.process_time() - cpu,
+            notes=tuple(notes),
+        )
+
+    def _first_batch(self) -> Any:
+        for _, batch in self.batches:
+            return batch
+        raise CaptureError("the loader gave no batch", fix="check that the data set is not empty")
+
+    def _prepared(self, first: Any, earlier: Before | None) -> tuple[Prepared, int]:
+        """How to capture, and how many samples at once."""
+        rows = min(size_of(first), _TRIED if self.budget is None else 2)
+        batch = moved(rows_of(first, 0, rows), self.device)
+        as_before = None if earlier is None else earlier.storages
+        prepared = prepare(self.model, self.task, batch, self.wishes, as_before=as_before)
+        if not prepared.kept:
+            raise CaptureError(
+                "nothing is left to capture: no chosen layer has a gradient",
+                fix="choose other layers, or uncovered='dense'",
+            )
+        at_once = _footprint.rows_at_once(prepared, rows)
+        if self.budget is None:
+            return prepared, at_once
+        footprint = _footprint.row_footprint(prepared, batch, rows)
+        return prepared, min(at_once, _footprint.rows_within(self.budget, footprint))
+
+    def _values(self, prepared: Prepared, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The gradients and the other values of one batch, by array."""
+        own = moved(batch, self.device)
+        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.recompute is not None:
+            # A part of a batch lies elsewhere in it each time: to a plan that is another step.
+            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
+            within = self.recompute.step(own)
+        with within, seeing_outputs(self.watched) as seen:
+            light = () if self.recompute is None else prepared.light
+            traced = prepared.tracer.run(own, dense=prepared.dense, light=light)
+        with torch.no_grad():
+            factors, gradients = rows_to_store(prepared.kept, traced.pieces)
+            lengths = norms(prepared.kept, factors).cpu()
+        values = measured_values(traced.measured)
+        values |= vectors(seen, size_of(batch))
+        values["norms"] = lengths.float().numpy()
+        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
+        values["example"] = digests(batch)
+        return gradients, values
+
+    def _schema(
+        self,
+        prepared: Prepared,
+        values: dict[str, Any],
+        weights: str,
+        earlier: Before | None,
+    ) -> Schema:
+        gradients = tuple(array for keeping in prepared.kept for array in keeping.arrays)
+        rows = earlier.schema.rows_per_segment if earlier is not None else self._rows(prepared)
+        return gs.Schema(
+            arrays=(*arrays_for(values), *gradients),
+            num_rows=self.batches.num_rows,
+            rows_per_segment=rows,
+            layers=tuple(
+                gs.Layer(k.unit.name, k.unit.type, k.unit.size, to_fields(k.form))
+                for k in prepared.kept
+            ),
+            fingerprints={
+                "weights": weights,
+                "task": self.task.describe(),
+                "of": "output" if _keeps_outputs(prepared, values) else "loss",
+                "mode": "train" if self.model.training else "eval",
+                "model": type(self.model).__name__,
+                "unused": ", ".join(unit.name for unit in prepared.tracer.unused),
+                "skipped": ", ".join(unit.name for unit in prepared.skipped),
+            },
+        )
+
+    def _rows(self, prepared: Prepared) -> int:
+        """A power of two of rows per segment."""
+        most = _footprint.segment_bytes(self.budget)
+        rows = 1
+        while 2 * rows * prepared.row_bytes <= most and rows < 1 << 16:
+            rows *= 2
+        return rows
+
+    def _check_sealed(self, earlier: Before, schema: Schema, first: Any) -> int:
+        earlier.schema.require_same(schema, path=earlier.path)
+        ids = next(iter(self.batches))[0]
+        earlier.check(ids, digests(first))
+        return earlier.rows
+
+    def _write(
+        self,
+        key: CaptureKey,
+        schema: Schema,
+        prepared: Prepared,
+        at_once: int,
+        earlier: Before | None,
+    ) -> tuple[int, list[str]]:
+        alarms = Alarms()
+        reused = done = 0
+        total = self.batches.num_rows
+        bar = shown(f"capture {key.split} at {key.checkpoint}", "rows")
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(self.store.write(key, schema))
+            report = stack.enter_context(bar) if self.progress else None
+            for ids, batch in self.batches:
+                if not writer.needs(len(ids)):
+                    if earlier is not None:
+                        earlier.check(ids, digests(batch))
+                    writer.skip(ids)
+                    reused += len(ids)
+                else:
+                    if earlier is not None:
+                        earlier.check(ids, digests(batch))
+                    at_once = self._append(writer, prepared, ids, batch, at_once, alarms)
+                done += len(ids)
+                if report is not None:
+                    report(done, total or done)
+            alarms.check_all_zero()
+        return reused, alarms.notes()
+
+    def _append(
+        self,
+        writer: Writer,
+        prepared: Prepared,
+        ids: np.ndarray[Any, Any],
+        batch: Any,
+        at_once: int,
+        alarms: Alarms,
+    ) -> int:
+        """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
+        start, count = 0, len(ids)
+        while start < count:
+            left = count - start
+            # Parts of one size: a short last one would keep the processor waiting.
+            stop = start + math.ceil(left / math.ceil(left / at_once))
+            part = batch if stop - start == count else rows_of(batch, start, stop)
+            try:
+                gradients, values = self._values(prepared, part)
+            except (RuntimeError, MemoryError) as error:
+                at_once = _half_of(stop - start, error)
+                continue
+            alarms.look(ids[start:stop], values, prepared)
+            writer.append(ids[start:stop], values | gradients)
+            start = stop
+        return at_once
+
+
+def _bytes_of(budget: float | str | None) -> int | None:
+    return None if budget is None or isinstance(budget, float) else parse_bytes(budget)
+
+
+def _fraction_of(budget: float | str | None) -> MemoryBudget | None:
+    return remat.memory_budget(budget, mode="planned") if isinstance(budget, float) else None
+
+
+def _keeps_outputs(prepared: Prepared, values: dict[str, Any]) -> bool:
+    wanted = prepared.tracer.of
+    return wanted == "output" or (wanted is None and "slope" in values)
+
+
+def _about(prepared: Prepared) -> list[str]:
+    found = []
+    if prepared.tracer.unused:
+        names = ", ".join(unit.name for unit in prepared.tracer.unused)
+        found.append(f"the task does not use these layers, so they were not kept: {names}")
+    if prepared.skipped:
+        names = ", ".join(unit.name for unit in prepared.skipped)
+        found.append(f"skipped, as no rule covers them: {names}")
+    return found
+
+
+def _half_of(rows: int, error: BaseException) -> int:
+    """Half the samples, if memory ran out; else the error goes on."""
+    text = str(error).lower()
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if not memory and not any(words in text for words in _ALLOCATION):
+        raise error
+    if rows <= 1:
+        raise CaptureError(
+            "there is not enough memory for a single sample",
+            found=str(error).splitlines()[0][:200],
+            fix="capture fewer layers at a time (layers=, with another name=)",
+        ) from error
+    warnings.warn(
+        f"out of memory with {rows} samples at once: going on with {rows // 2}",
+        CaptureWarning,
+        stacklevel=4,
+    )
+    return rows // 2
+
+
+@contextlib.contextmanager
+def _no_gradients_left(model: nn.Module) -> Any:
+    """Whatever happens, the parameters' `.grad` is what it was."""
+    before = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient

@@ -1,0 +1,125 @@
+"""What is asked of a model for every sample: its loss, and if there is one, its output."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradkeep.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """What one forward pass tells about B samples; `losses` and `outputs` carry their graph."""
+
+    losses: torch.Tensor
+    """`[B]`: each sample's own loss, not divided by anything"""
+    outputs: torch.Tensor | None = None
+    """`[B]`: one number per sample whose gradient is kept in place of the loss's"""
+    slopes: torch.Tensor | None = None
+    """`[B]`: d loss / d output, so that the loss's gradient is slope x the output's"""
+    labels: torch.Tensor | None = None
+    """`[B]` whole numbers, or float targets"""
+    predictions: torch.Tensor | None = None
+    """`[B]`"""
+    tokens: torch.Tensor | None = None
+    """`[B, T]`: the losses of single tokens, NaN where there is none"""
+
+
+class Task(abc.ABC):
+    """What to measure; subclass it and give `losses(model, batch) -> [B]`.
+
+    The losses must be one value per sample, not a mean: a mean would scale every gradient by
+    1 / B. Override `measure` to give more in the same forward pass.
+
+    >>> class SquaredError(Task):
+    ...     def losses(self, model, batch):
+    ...         x, y = batch
+    ...         return (model(x).squeeze(1) - y).square()
+    >>> SquaredError().measure(nn.Linear(2, 1), (torch.ones(3, 2), torch.ones(3))).losses.shape
+    torch.Size([3])
+    """
+
+    @abc.abstractmethod
+    def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss `[B]` of each sample."""
+
+    def outputs(self, model: nn.Module, batch: Any) -> torch.Tensor | None:
+        """One number `[B]` per sample to explain in place of the loss; none by default."""
+        return None
+
+    def measure(self, model: nn.Module, batch: Any) -> Measured:
+        """All of it in one forward pass; by default only the losses."""
+        return Measured(self.losses(model, batch))
+
+    def describe(self) -> str:
+        """The task and its settings, kept with what was captured and compared on resuming."""
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        name = f"gradkeep.{type(self).__name__}" if name.startswith("gradkeep.") else name
+        settings = ""
+        if dataclasses.is_dataclass(self):
+            told = [(p, getattr(self, p.name)) for p in dataclasses.fields(self)]
+            # What a later version added is told only where it is used: a store that was begun
+            # before can be gone on with.
+            told = [(p, v) for p, v in told if not (p.metadata.get("later") and v == p.default)]
+            settings = ", ".join(f"{p.name}={v!r}" for p, v in told)
+        return f"{name}({settings})"
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's answer to the inputs of a batch: `model(x)`, `model(*xs)` or `model(**xs)`."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def logits_of(answer: Any) -> torch.Tensor:
+    """The logits in a model's answer: a tensor, `.logits`, `["logits"]`, or the first of a tuple."""
+    found = answer
+    if not isinstance(found, torch.Tensor):
+        if hasattr(answer, "logits"):
+            found = answer.logits
+        elif isinstance(answer, Mapping) and "logits" in answer:
+            found = answer["logits"]
+        elif isinstance(answer, tuple | list) and answer:
+            found = answer[0]
+    if not isinstance(found, torch.Tensor):
+        raise CaptureError(
+            "the model's answer holds no logits",
+            found=type(answer).__name__,
+            expected="a tensor, or something with .logits",
+            fix="subclass gk.Task and give losses(model, batch) -> [B]",
+        )
+    return found
+
+
+def split_labels(batch: Any, names: tuple[str, ...]) -> tuple[Any, torch.Tensor]:
+    """A batch as (inputs, labels): the last of a tuple, or the first of `names` in a dict."""
+    if isinstance(batch, Mapping):
+        for name in names:
+            if name in batch:
+                rest = {key: value for key, value in batch.items() if key != name}
+                return rest, torch.as_tensor(batch[name])
+        raise CaptureError(
+            "no labels in the batch",
+            found=f"a dict with {', '.join(map(str, batch))}",
+            expected=f"one of {', '.join(names)}",
+            fix="name the labels so, or subclass gk.Task",
+        )
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
+        return inputs, torch.as_tensor(batch[-1])
+    raise CaptureError(
+        "no labels in the batch",
+        found=type(batch).__name__,
+        expected="(inputs, labels), or a dict with labels",
+        fix="give such batches, or subclass gk.Task",
+    )

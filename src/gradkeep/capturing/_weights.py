@@ -1,0 +1,131 @@
+"""Checkpoints: where weights come from, how they are loaded, and their fingerprint."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "weights")
+_IN_FOLDERS = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights of one checkpoint and when in training they were: a state dict, file or folder."""
+
+    source: Source
+    step: int | None = None
+    lr: float | None = None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of all parameters and buffers with their names, shapes and types."""
+    digest = xxhash.xxh3_128()
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, torch.Tensor):
+            continue
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        plain = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.hexdigest()
+
+
+def load(source: Source) -> Mapping[str, torch.Tensor]:
+    """The state dict in a file (.pt, .bin, .safetensors) or a folder as Hugging Face writes it.
+
+    Files are read without running code from them.
+    """
+    if isinstance(source, Mapping):
+        return _unwrapped(source)
+    path = Path(source)
+    if path.is_dir():
+        return _from_folder(path)
+    if not path.exists():
+        raise CaptureError("there is no such checkpoint", path=path, fix="check the path")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CaptureError(
+            "this checkpoint cannot be read",
+            path=path,
+            found=str(error).splitlines()[0][:200],
+            expected="a state dict saved by torch.save, or a .safetensors file",
+            fix="save it again with torch.save(model.state_dict(), path)",
+        ) from error
+    if not isinstance(loaded, Mapping):
+        raise CaptureError(
+            "this checkpoint holds no state dict", path=path, found=type(loaded).__name__
+        )
+    return _unwrapped(loaded)
+
+
+def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
+    for name in _IN_FOLDERS:
+        file = path / name
+        if not file.exists():
+            continue
+        if not name.endswith(".json"):
+            return load(file)
+        merged: dict[str, torch.Tensor] = {}
+        parts = sorted(set(json.loads(file.read_text())["weight_map"].values()))
+        for part in parts:
+            merged.update(load(path / part))
+        return merged
+    raise CaptureError(
+        "no weights in this folder", path=path, expected=f"one of {', '.join(_IN_FOLDERS)}"
+    )
+
+
+def _unwrapped(loaded: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    for name in _WRAPPERS:
+        inner = loaded.get(name)
+        if isinstance(inner, Mapping) and any(isinstance(v, torch.Tensor) for v in inner.values()):
+            return inner
+    return loaded
+
+
+def put_into(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
+    """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix."""
+    own = model.state_dict()
+    for prefix in ("", *_PREFIXES):
+        stripped = {key.removeprefix(prefix): value for key, value in state.items()}
+        if stripped.keys() == own.keys():
+            state = stripped
+            break
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    shapes = [
+        f"{key} {tuple(state[key].shape)} for {tuple(own[key].shape)}"
+        for key in own
+        if key in state and state[key].shape != own[key].shape
+    ]
+    if missing or unknown or shapes:
+        near = difflib.get_close_matches(missing[0], unknown, n=1) if missing and unknown else []
+        raise CaptureError(
+            f"checkpoint {name}: its weights do not fit the model; nothing was loaded",
+            found=f"missing {missing[:4]}, unknown {unknown[:4]}, other shapes {shapes[:4]}",
+            expected=f"the {len(own)} keys of model.state_dict()",
+            fix=f"{near[0]} may be {missing[0]}: rename the keys" if near else None,
+        )
+    model.load_state_dict(dict(state))

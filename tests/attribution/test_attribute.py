@@ -1,0 +1,134 @@
+"""Scores: every method against brute force, and clear errors."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.errors import AttributionError
+from gradkeep.testing._autograd import per_sample_gradients
+
+LRS = {"epoch-1": 0.1, "epoch-2": 0.05}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A store with two checkpoints, and the true gradients at each."""
+    torch.manual_seed(0)
+    store = gk.open(tmp_path_factory.mktemp("store"))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    data = {
+        "train": (torch.randn(12, 4), torch.arange(12) % 3),
+        "test": (torch.randn(5, 4), torch.arange(5) % 3),
+    }
+    states = {n: {k: torch.randn_like(v) for k, v in model.state_dict().items()} for n in LRS}
+    sources = {n: gk.Weights(states[n], step=at, lr=LRS[n]) for at, n in enumerate(LRS)}
+    truth = {}
+    for split, batch in data.items():
+        gk.capture(
+            store,
+            model,
+            [batch],
+            task=gk.Classification(),
+            split=split,
+            checkpoint=sources,
+            progress=False,
+        )
+        for name, state in states.items():
+            model.load_state_dict(state)
+
+            def losses(m, b):
+                return nn.functional.cross_entropy(m(b[0]), b[1], reduction="none")
+
+            rows = per_sample_gradients(model.double(), losses, (batch[0].double(), batch[1]))
+            model.float()
+            truth[split, name] = torch.cat([v.flatten(1) for v in rows.values()], 1)
+    return store, truth
+
+
+def close(found, wanted):
+    return np.allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_dot_and_cos_are_products_and_angles(world):
+    store, truth = world
+    a, b = truth["test", "epoch-2"], truth["train", "epoch-2"]
+    dot = gk.attribute(store, method="dot", checkpoints="epoch-2")
+    assert close(dot.numpy(), a @ b.T)
+    assert dot.exact
+    assert "positive helps" in repr(dot)
+    cos = gk.attribute(store, method="cos", checkpoints="epoch-2")
+    assert close(cos.numpy(), (a @ b.T) / a.norm(dim=1)[:, None] / b.norm(dim=1))
+
+
+def test_tracin_sums_over_checkpoints_with_their_learning_rates(world):
+    store, truth = world
+    wanted = sum(lr * truth["test", n] @ truth["train", n].T for n, lr in LRS.items())
+    assert close(gk.attribute(store, method="tracin").numpy(), wanted)
+    flat = sum(truth["test", n] @ truth["train", n].T for n in LRS)
+    assert close(gk.attribute(store, method="tracin", lrs=[1, 1]).numpy(), flat)
+
+
+def test_self_influence_is_the_squared_length(world):
+    store, truth = world
+    wanted = sum(truth["train", n].square().sum(1) for n in LRS)
+    assert close(gk.attribute(store, method="self").numpy()[0], wanted)
+
+
+def test_a_positive_score_lowers_the_loss_of_the_query(tmp_path):
+    torch.manual_seed(1)
+    model, store = nn.Linear(3, 2), gk.open(tmp_path)
+    train, test = (torch.randn(6, 3), torch.arange(6) % 2), (torch.randn(4, 3), torch.arange(4) % 2)
+    for split, batch in (("train", train), ("test", test)):
+        gk.capture(store, model, [batch], task=gk.Classification(), split=split, progress=False)
+    scores = gk.attribute(store, method="dot").numpy()
+
+    def losses():
+        return nn.functional.cross_entropy(model(test[0]), test[1], reduction="none")
+
+    before = losses().detach()
+    for row in range(6):
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        loss = nn.functional.cross_entropy(model(train[0][row : row + 1]), train[1][row : row + 1])
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            p.data -= 1e-3 * g
+        fell = (before - losses().detach()).numpy()
+        model.load_state_dict(state)
+        assert ((fell > 0) == (scores[:, row] > 0)).all()
+
+
+def test_top_and_bottom_are_ranked_by_id(world):
+    store, _ = world
+    scores = gk.attribute(store, checkpoints="epoch-1")
+    row = scores.of(3)
+    assert scores.top(3, query=3).ids.tolist() == np.argsort(-row)[:3].tolist()
+    ids, values = scores.bottom(1, query=3)
+    assert values[0] == row.min()
+    assert ids[0] == row.argmin()
+    with pytest.raises(AttributionError, match="no query with id 77"):
+        scores.top(3, query=77)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "trakk"}, "no method 'trakk'"),
+        ({"method": "dot"}, "about one checkpoint"),
+        ({"method": "dot", "checkpoint": "epoch-1"}, "no option 'checkpoint'"),
+        ({"damp": 1.0}, "did you mean damping"),
+        ({"damping": 0.0}, "damping must be positive"),
+        ({"damping": "auto"}, "no subset models"),
+        ({"weight": "p"}, "weight 'p'"),
+        ({"method": "cos", "checkpoints": "epoch-1", "per_layer": True}, "not sums over layers"),
+        ({"method": "trak", "ridge": 0}, "would be noise"),
+        ({"ids": []}, "no queries"),
+        ({"queries": "holdout"}, "not captured at the same checkpoint"),
+        ({"method": "tracin", "lrs": [1.0]}, "one learning rate per checkpoint"),
+    ],
+)
+def test_mistakes_are_told(world, options, words):
+    with pytest.raises(AttributionError, match=words):
+        gk.attribute(world[0], **options)

@@ -1,0 +1,218 @@
+"""Scores: kept, found again, ranked, combined, told to other libraries."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.attribution import _mapped
+from gradkeep.attribution._tally import Tally
+from gradkeep.errors import AttributionError, SchemaMismatch
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    torch.manual_seed(0)
+    found = gk.open(tmp_path_factory.mktemp("store"))
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    states = {n: {k: torch.randn_like(v) for k, v in net.state_dict().items()} for n in "abc"}
+    for split, rows in (("train", 11), ("test", 7)):
+        batch = (torch.randn(rows, 4), torch.arange(rows) % 3)
+        gk.capture(
+            found,
+            net,
+            [batch],
+            task=gk.Classification(),
+            split=split,
+            checkpoint=states,
+            progress=False,
+        )
+    return found
+
+
+def same(one, other):
+    for part in ("values", "query_ids", "train_ids", "query_labels", "train_labels"):
+        assert np.array_equal(getattr(one, part), getattr(other, part)), part
+    for part in ("method", "queries", "train", "checkpoints", "layers", "scale", "exact"):
+        assert getattr(one, part) == getattr(other, part), part
+    assert json.loads(one.options) == json.loads(other.options)
+
+
+def test_saved_scores_come_back_as_they_were(store):
+    made = gk.attribute(store, per_layer=True, save="first")
+    found = gk.Scores.load(store, "first")
+    same(made, found)
+    assert np.array_equal(made.per_layer, found.per_layer)
+    assert np.array_equal(made.confidence, found.confidence)
+    assert found.train_labels.tolist() == [n % 3 for n in range(11)]
+    plain = gk.attribute(store, method="dot", checkpoints="a")
+    plain.save("second")
+    same(plain, gk.Scores.load(store, "second"))
+    assert gk.Scores.load(store, "second").confidence is None
+
+
+def test_saving_again_is_free_and_other_scores_are_refused(store):
+    made = gk.attribute(store, save="kept")
+    made.save("kept")
+    with pytest.raises(SchemaMismatch, match="digest"):
+        gk.attribute(store, damping=3.0, save="kept")
+    with pytest.raises(AttributionError, match="other scores are saved as 'kept'"):
+        gk.attribute(store, method="trak", save="kept")
+    with pytest.raises(AttributionError, match="other scores are saved as 'kept'"):
+        gk.attribute(store, checkpoints="a", save="kept")
+    same(made, gk.Scores.load(store, "kept"))
+
+
+def test_scores_that_are_not_there_are_told(store):
+    gk.attribute(store, save="there")
+    with pytest.raises(AttributionError, match="there"):
+        gk.Scores.load(store, "missing")
+    unfinished = gk.Schema(
+        (gk.Array("score", shape=(2,), kind="data"),), num_rows=3, rows_per_segment=1
+    )
+    writer = store.write(gk.ScoresKey("half"), unfinished)
+    writer.append([0], {"score": [[1.0, 2.0]]})
+    writer.close()
+    with pytest.raises(AttributionError, match="not written to the end"):
+        gk.Scores.load(store, "half")
+
+
+def test_scores_larger_than_the_budget_are_made_on_disk(store, monkeypatch):
+    whole = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
+    made = Tally((7, 11), checkpoints=3, over="sum", memory_budget=100)
+    assert isinstance(made.values, np.memmap)
+    monkeypatch.setattr("gradkeep.attribution._tally.IN_MEMORY", 64)
+    monkeypatch.setattr("gradkeep.attribution._attribute._TILE", 100)
+    found = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
+    assert isinstance(found.values, np.memmap)
+    assert np.allclose(found.values, whole.values, rtol=1e-5)
+    found.save("large")
+    monkeypatch.setattr(_mapped, "IN_MEMORY", 64)
+    assert np.array_equal(gk.Scores.load(store, "large").values, found.values)
+
+
+def test_confidence_is_the_reliability_of_the_mean(store):
+    found = gk.attribute(store)
+    parts = [gk.attribute(store, checkpoints=name).values for name in "abc"]
+    for query in range(7):
+        pairs = [
+            np.corrcoef(parts[a][query], parts[b][query])[0, 1] for a, b in ((0, 1), (0, 2), (1, 2))
+        ]
+        r = np.mean(pairs)
+        wanted = max(0.0, 3 * r / (1 + 2 * r)) if r > 0 else 0.0
+        # Weights are pooled over all checkpoints in one and not in the other.
+        assert abs(found.confidence[query] - wanted) < 0.25
+    alike = Tally((1, 5), checkpoints=2, over="mean", memory_budget=None)
+    for _ in range(2):
+        alike.add(0, torch.arange(5.0).unsqueeze(0))
+    assert alike.confidence()[0] == pytest.approx(1.0, abs=1e-6)
+    against = Tally((1, 5), checkpoints=2, over="mean", memory_budget=None)
+    for sign in (1, -1):
+        against.add(0, sign * torch.arange(5.0).unsqueeze(0))
+    assert against.confidence()[0] == 0
+
+
+def test_confidence_of_products_is_exact(store):
+    found = gk.attribute(store, method="tracin", lrs=[1, 1, 1])
+    parts = [gk.attribute(store, method="dot", checkpoints=name).values for name in "abc"]
+    for query in range(7):
+        pairs = [
+            np.corrcoef(parts[a][query], parts[b][query])[0, 1] for a, b in ((0, 1), (0, 2), (1, 2))
+        ]
+        r = float(np.mean(pairs))
+        wanted = 3 * r / (1 + 2 * r) if r > 0 else 0.0
+        assert found.confidence[query] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_ranks_count_from_the_most_helpful(store):
+    found = gk.attribute(store)
+    places = found.rank(query=2)
+    assert sorted(places.tolist()) == list(range(1, 12))
+    assert found.train_ids[places == 1][0] == found.top(1, query=2).ids[0]
+    assert found.train_ids[places == 11][0] == found.bottom(1, query=2).ids[0]
+
+
+def test_ensembles(store):
+    one = gk.attribute(store)
+    other = gk.attribute(store, method="trak")
+    mean = gk.combine([one, other])
+    row = [(s.values[3] - s.values[3].mean()) / s.values[3].std() for s in (one, other)]
+    assert np.allclose(mean.values[3], np.mean(row, 0), atol=1e-5)
+    borda = gk.combine([one, other], how="borda")
+    places = [np.argsort(np.argsort(s.values[3])) for s in (one, other)]
+    assert np.allclose(borda.values[3], np.mean(places, 0) / 5 - 1, atol=1e-6)
+    assert borda.method == "borda of kernel, trak"
+    with pytest.raises(AttributionError, match="different query ids"):
+        gk.combine([one, gk.attribute(store, ids=[1, 2])])
+    with pytest.raises(AttributionError, match="no scores"):
+        gk.combine([])
+
+
+def test_tables_hold_every_score(store):
+    found = gk.attribute(store)
+    frame = found.to_pandas()
+    assert frame.loc[3, 7] == found.values[3, 7]
+    assert frame.shape == (7, 11)
+    table = found.to_arrow()
+    assert table.num_rows == 77
+    best = found.to_arrow(k=2).to_pylist()
+    assert [row["train"] for row in best[:2]] == found.top(2, query=0).ids.tolist()
+    assert best[0]["score"] == found.top(1, query=0).values[0]
+
+
+def test_the_picture_shows_both_sides(store):
+    found = gk.attribute(store)
+    figure = found.plot(query=5, k=3)
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [
+        *found.top(3, query=5).values.tolist(),
+        *found.bottom(3, query=5).values[::-1].tolist(),
+    ]
+    assert "positive helped" in axes.get_xlabel()
+
+
+def test_several_runs_are_averaged(store, tmp_path):
+    torch.manual_seed(5)
+    made, net = gk.open(tmp_path), nn.Linear(3, 2)
+    for run in ("r0", "r1"):
+        state = {k: torch.randn_like(v) for k, v in net.state_dict().items()}
+        for split, rows in (("train", 6), ("test", 2)):
+            batch = (torch.arange(3.0 * rows).reshape(rows, 3).sin(), torch.arange(rows) % 2)
+            gk.capture(
+                made,
+                net,
+                [batch],
+                task=gk.Classification(),
+                split=split,
+                run=run,
+                checkpoint={"final": state},
+                progress=False,
+            )
+    both = gk.attribute(made, method="kernel", weight="none", run=["r0", "r1"])
+    assert both.checkpoints == ("r0/final", "r1/final")
+    ones = [gk.attribute(made, method="tracin", lrs=[1.0], run=run) for run in ("r0", "r1")]
+    summed = gk.attribute(made, method="tracin", lrs=[1.0, 1.0], run=["r0", "r1"])
+    assert np.allclose(summed.values, ones[0].values + ones[1].values, rtol=1e-4, atol=1e-6)
+
+
+def test_captures_of_different_rows_are_refused(tmp_path):
+    made, net = gk.open(tmp_path), nn.Linear(3, 2)
+    for name, rows in (("early", 6), ("late", 5)):
+        state = {k: torch.randn_like(v) for k, v in net.state_dict().items()}
+        for split in ("train", "test"):
+            batch = (torch.randn(rows, 3), torch.arange(rows) % 2)
+            gk.capture(
+                made,
+                net,
+                [batch],
+                task=gk.Classification(),
+                split=split,
+                checkpoint={name: state},
+                progress=False,
+            )
+    with pytest.raises(AttributionError, match="different rows"):
+        gk.attribute(made)
+    assert gk.attribute(made, checkpoints="late").shape == (5, 5)

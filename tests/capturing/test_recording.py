@@ -1,0 +1,121 @@
+"""Recording a loop that already runs: the gradients are those of each step's weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.errors import CaptureError
+from gradkeep.testing._autograd import per_sample_gradients
+
+
+@pytest.fixture
+def store(tmp_path):
+    return gk.open(tmp_path)
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 2, 6, generator=generator), torch.randint(0, 4, (n,), generator=generator))
+        for n in (5, 5, 3)
+    ]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_every_row_is_the_gradient_at_the_weights_of_its_step(store, reduction):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    truth = []
+    plain = copy.deepcopy(model)
+    with gk.recording(model, store, checkpoint="epoch-1", reduction=reduction) as rec:
+        at = 0
+        for x, y in batches():
+
+            def losses(m, b):
+                return nn.functional.cross_entropy(m(b[0]), b[1], reduction="none")
+
+            truth.append(per_sample_gradients(copy.deepcopy(model), losses, (x, y)))
+            ids = torch.arange(at, at + len(x))
+            with rec.batch(ids, keep={"label": y}):
+                loss = nn.functional.cross_entropy(model(x), y, reduction=reduction)
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            at += len(x)
+    found = gk.gradients(store, split="train")
+    assert len(found) == 13
+    restored = found.restore(range(13))
+    for name, value in restored.items():
+        want = torch.cat([part[name] for part in truth])
+        assert torch.allclose(value, want, atol=1e-5), name
+    assert (found.column("label") == torch.cat([y for _, y in batches()]).numpy()).all()
+    # The loop learned what it would have learned without us.
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y, reduction=reduction).backward()
+        optimizer.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_another_divisor_is_multiplied_back(store):
+    model = make()
+    x, y = batches()[0]
+    with gk.recording(model, store, checkpoint="one") as rec, rec.batch(range(5), divisor=7.0):
+        (nn.functional.cross_entropy(model(x), y, reduction="sum") / 7).backward()
+    with gk.recording(model, store, checkpoint="two", reduction="sum") as rec, rec.batch(range(5)):
+        nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+    one, two = (
+        gk.gradients(store, split="train", checkpoint=c).restore(range(5)) for c in ("one", "two")
+    )
+    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+
+
+def step(model, store, checkpoint, *, ids=range(5), backward=True, fails=False):
+    x, y = batches()[0]
+    with gk.recording(model, store, checkpoint=checkpoint) as rec:
+        with rec.batch(ids):
+            loss = nn.functional.cross_entropy(model(x), y)
+            if backward:
+                loss.backward()
+        if fails:
+            raise KeyError("broken")
+
+
+def enter(model, store, checkpoint):
+    with gk.recording(model, store, checkpoint=checkpoint):
+        pass
+
+
+def test_mistakes_are_told(store):
+    model = make()
+    with pytest.raises(CaptureError, match="no backward pass"):
+        step(model, store, "a", backward=False)
+    with pytest.raises(CaptureError, match="one row per sample"):
+        step(model, store, "b", ids=range(4))
+    step(model, store, "c")
+    with pytest.raises(CaptureError, match="already"):
+        enter(model, store, "c")
+    norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).train()
+    with pytest.raises(CaptureError, match="statistics of the batch"):
+        enter(norm, store, "d")
+    with pytest.raises(CaptureError, match="cannot be recorded"):
+        enter(nn.LSTM(2, 2), store, "e")
+
+
+def test_an_error_in_the_loop_leaves_nothing_that_looks_finished(store):
+    with pytest.raises(KeyError):
+        step(make(), store, "a", fails=True)
+    with pytest.raises(gk.GradkeepError):
+        gk.gradients(store, split="train")
