@@ -21,10 +21,8 @@ import torch
 import gradkeep as gk
 from bench import _seed
 from bench._seed_models import FIRST, LAST, Trained, bert, picture_loss, resnet50, text_loss, vgg16
-from gradkeep.query import Gradients
-from gradkeep.query._engine import Engine, Pair
-from gradkeep.query._gradients import Some
-from gradkeep.query._operators import take
+from gradkeep.factors import take
+from gradkeep.query import FactorBatch, GradientPair, Gradients, ProductEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,13 +38,13 @@ CUT = {"encoding": "float16-scaled", "tolerance": 1e-3}
 class Held(Gradients):
     """Gradients that were read before the clock starts."""
 
-    some: Some
+    some: FactorBatch
     slope: torch.Tensor | None
 
     def slopes(self) -> torch.Tensor | None:
         return self.slope
 
-    def rows(self, positions) -> Some:
+    def rows(self, positions) -> FactorBatch:
         first, last = int(positions[0]), int(positions[-1]) + 1
         if last - first == len(positions):
             return self._cut(first, last)
@@ -56,10 +54,10 @@ class Held(Gradients):
         for start in range(0, len(self), batch_rows):
             yield self._cut(start, min(len(self), start + batch_rows))
 
-    def _cut(self, start: int, stop: int) -> Some:
+    def _cut(self, start: int, stop: int) -> FactorBatch:
         factors = self.some.factors
         cut = {name: take(form, factors[name], start, stop) for name, form in self.forms.items()}
-        return Some(start, stop, cut)
+        return FactorBatch(start, stop, cut)
 
 
 def held(found: Gradients) -> Held:
@@ -191,7 +189,7 @@ def operator(
     Where all rows would take MetaStore's formula minutes it gets `slow_rows`: its time is linear.
     """
     asked, rows = (held(found) for found in case.gradients(name, layers))
-    engine = Engine([Pair(asked, rows)], answer=0, positions=range(queries))
+    engine = ProductEngine([GradientPair(asked, rows)], answer=0, positions=range(queries))
 
     def ours() -> torch.Tensor:
         return torch.cat([tile.values[0] for tile in engine.tiles()], 1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def lazy_names(
@@ -44,3 +48,37 @@ def lazy_names(
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return find
+
+
+def renamed_arguments(**renamed: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: keyword arguments of an earlier version are taken by their new names, and warn.
+
+    >>> @renamed_arguments(plan="compute")
+    ... def dot(*, compute=None):
+    ...     return compute
+    >>> with warnings.catch_warnings(record=True):
+    ...     dot(plan="half")
+    'half'
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for old, new in renamed.items():
+                if old in kwargs:
+                    if new in kwargs:
+                        raise TypeError(
+                            f"{function.__name__}() got {new}= and {old}=, which is its old name"
+                        )
+                    warnings.warn(
+                        f"{function.__name__}({old}=) is now {new}=; the old name goes away in the "
+                        f"next version",
+                        DeprecationWarning,
+                        stacklevel=2,
+                    )
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

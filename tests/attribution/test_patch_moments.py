@@ -5,7 +5,7 @@ import torch
 
 from gradkeep.attribution._fisher._patch_sums import PatchSums
 from gradkeep.attribution._fisher._pixel_sums import PixelSums
-from gradkeep.query._forms import Conv
+from gradkeep.factors import Convolution
 
 GEOMETRIES = {
     "line": {"size": (9,), "out": (9,), "kernel": (3,), "padding": (1,)},
@@ -19,7 +19,7 @@ GEOMETRIES = {
 
 def form(*, size, out, kernel, padding=None, stride=None, dilation=1, groups=1, bias=None):
     axes = len(size)
-    return Conv(
+    return Convolution(
         (),
         "",
         "",

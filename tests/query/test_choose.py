@@ -1,4 +1,4 @@
-"""The planner's predictions and choices: facts it must know, whatever the machine."""
+"""The planner's predictions and choices: facts it must know, whatever the machine_speeds."""
 
 import time
 
@@ -8,15 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep.errors import QueryError
-from gradkeep.query import _operators as ops
-from gradkeep.query._choose import choose, forced
-from gradkeep.query._cost import Load, cost
-from gradkeep.query._factors import ConvRows, OuterRows
-from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied, size_of
-from gradkeep.query._machine import Machine, machine
-from gradkeep.query._stored import smallest, stored_values
+from gradkeep.factors import (
+    Convolution,
+    ConvolutionRows,
+    Dense,
+    Lookup,
+    MachineSpeeds,
+    Outer,
+    OuterRows,
+    Parameter,
+    ProductSize,
+    Tied,
+)
+from gradkeep.query._machine import machine_speeds
+from gradkeep.query._planner import choose_compute, cost, forced
 
-TYPICAL = Machine()
+TYPICAL = MachineSpeeds()
 
 
 def linear(d_in, d_out):
@@ -27,7 +34,9 @@ def conv(channels, filters, size, kernel=3):
     taps, pad = (kernel, kernel), (kernel // 2, kernel // 2)
     parameters = (Parameter("w", (filters, channels, *taps)),)
     size = (size, size)
-    return Conv(parameters, "x", "g", channels, filters, size, size, taps, (1, 1), pad, (1, 1))
+    return Convolution(
+        parameters, "x", "g", channels, filters, size, size, taps, (1, 1), pad, (1, 1)
+    )
 
 
 LOOKUP = Lookup((Parameter("w", (1000, 32)),), "i", "g", 1000, 32)
@@ -39,37 +48,37 @@ FORMS = [linear(64, 32), conv(8, 16, 6), LOOKUP, TIED, DENSE]
 @pytest.mark.parametrize(
     ("form", "load", "way"),
     [
-        (linear(64, 256), Load(1500, 297), "factored"),
-        (linear(256, 10), Load(1500, 297), "factored"),
-        (linear(768, 768), Load(200, 10, 32, 32), "factored"),
-        (linear(128, 128), Load(64, 32, 64, 64), "restore"),
-        (conv(3, 64, 32), Load(200, 10), "restore"),
-        (conv(128, 128, 16), Load(200, 10), "restore"),
-        (conv(512, 512, 2), Load(200, 1), "gram"),
-        (conv(512, 512, 2), Load(200, 10), "gram"),
-        (conv(16, 32, 8), Load(1500, 297), "restore"),
-        (LOOKUP, Load(1500, 100, 16, 16), "factored"),
-        (DENSE, Load(10, 10), "dense"),
+        (linear(64, 256), ProductSize(1500, 297), "factored"),
+        (linear(256, 10), ProductSize(1500, 297), "factored"),
+        (linear(768, 768), ProductSize(200, 10, 32, 32), "factored"),
+        (linear(128, 128), ProductSize(64, 32, 64, 64), "restored"),
+        (conv(3, 64, 32), ProductSize(200, 10), "restored"),
+        (conv(128, 128, 16), ProductSize(200, 10), "restored"),
+        (conv(512, 512, 2), ProductSize(200, 1), "gram"),
+        (conv(512, 512, 2), ProductSize(200, 10), "gram"),
+        (conv(16, 32, 8), ProductSize(1500, 297), "restored"),
+        (LOOKUP, ProductSize(1500, 100, 16, 16), "factored"),
+        (DENSE, ProductSize(10, 10), "dense"),
     ],
 )
 def test_well_known_layers_are_multiplied_the_well_known_way(form, load, way):
-    assert choose(form, load, TYPICAL).how == way
+    assert choose_compute(form, load, TYPICAL).compute == way
 
 
-@pytest.mark.parametrize("name", ["naive", "recon", "ted", "half", "restore", "factored", "gram"])
+@pytest.mark.parametrize("name", ["naive", "recon", "ted", "half", "restored", "factored", "gram"])
 def test_every_name_stands_for_a_way_of_every_form(name):
     for form in FORMS:
-        chosen = choose(form, Load(10, 2, 4, 4), TYPICAL, force=name)
-        assert chosen.how in ops.hows(form)
-        assert chosen.cost == chosen.alternatives[chosen.how]
-    assert forced(FORMS[0], "naive") == forced(FORMS[0], "recon") == "restore"
+        chosen = choose_compute(form, ProductSize(10, 2, 4, 4), TYPICAL, force=name)
+        assert chosen.compute in form.computes
+        assert chosen.cost == chosen.alternatives[chosen.compute]
+    assert forced(FORMS[0], "naive") == forced(FORMS[0], "recon") == "restored"
     assert forced(FORMS[1], "ted") == "gram"
     assert forced(FORMS[0], "ted") == "factored"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(QueryError, match="did you mean 'factored'"):
-        choose(FORMS[0], Load(1, 1), TYPICAL, force="factord")
+        choose_compute(FORMS[0], ProductSize(1, 1), TYPICAL, force="factord")
 
 
 @given(
@@ -80,43 +89,31 @@ def test_an_unknown_name_is_refused_with_the_nearest():
     st.sampled_from([1 << 10, 1 << 20, 1 << 28]),
 )
 def test_more_rows_never_cost_less(form, train, queries, length, scratch):
-    for how in ops.hows(form):
-        one = cost(form, Load(train, queries, length, length, scratch), how, TYPICAL)
-        two = cost(form, Load(2 * train, queries, length, length, scratch), how, TYPICAL)
+    for compute in form.computes:
+        one = cost(form, ProductSize(train, queries, length, length, scratch), compute, TYPICAL)
+        two = cost(form, ProductSize(2 * train, queries, length, length, scratch), compute, TYPICAL)
         assert 0 < one.seconds <= two.seconds * 1.001
         assert 0 < one.flops <= two.flops
         assert one.traffic > 0
 
 
 def test_a_way_whose_temporaries_do_not_fit_is_not_chosen():
-    form, load = conv(128, 128, 16), Load(200, 10)
+    form, load = conv(128, 128, 16), ProductSize(200, 10)
     limit = 1 << 24
-    chosen = choose(form, load, TYPICAL, scratch=limit)
+    chosen = choose_compute(form, load, TYPICAL, scratch=limit)
     assert chosen.cost.scratch <= limit
-    assert any(way.scratch > limit for way in choose(form, load, TYPICAL).alternatives.values())
-    least = choose(form, load, TYPICAL, scratch=1)
+    assert any(
+        way.scratch > limit for way in choose_compute(form, load, TYPICAL).alternatives.values()
+    )
+    least = choose_compute(form, load, TYPICAL, scratch=1)
     assert least.cost.scratch == min(way.scratch for way in least.alternatives.values())
 
 
-def test_the_smallest_form_is_stored():
-    first, last = conv(3, 64, 32), conv(512, 512, 2)
-    assert (stored_values(first), size_of(first)) == (68_608, 1_728)
-    assert (stored_values(last), size_of(last)) == (4_096, 2_359_296)
-    assert smallest(first).kind == "dense"
-    assert smallest(last).kind == "factors"
-    words = linear(768, 768)
-    assert smallest(words, 32).kind == "factors"
-    assert smallest(words, 500).kind == "dense"
-    assert smallest(words, 32, rank=4).kind == "low rank"
-    assert smallest(words, 32, rank=40).kind == "factors"
-    assert stored_values(TIED, 2) == stored_values(LOOKUP, 2) + 2 * (1000 + 32)
-
-
-def measured(form, queries, train, how):
+def measured(form, queries, train, compute):
     found = []
     for _ in range(3):
         start = time.process_time()
-        ops.dot(form, queries, train, how=how, scratch=1 << 28)
+        form.dot(queries, train, compute=compute, scratch=1 << 28)
         found.append(time.process_time() - start)
     return min(found)
 
@@ -147,14 +144,16 @@ def test_the_choice_is_near_the_best_way_on_this_machine():
             ]
         else:
             rows = [
-                ConvRows(
+                ConvolutionRows(
                     torch.randn(n, form.channels, *form.size),
                     torch.randn(n, form.filters, *form.out),
                 )
                 for n in (queries, train)
             ]
-        times = {how: measured(form, *rows, how) for how in ops.hows(form)}
-        chosen = choose(form, Load(train, queries, length, length), machine()).how
+        times = {compute: measured(form, *rows, compute) for compute in form.computes}
+        chosen = choose_compute(
+            form, ProductSize(train, queries, length, length), machine_speeds()
+        ).compute
         worst = max(worst, times[chosen] / min(times.values()))
-    # 1.2 on a machine at rest; others may be at work here.
+    # 1.2 on a machine_speeds at rest; others may be at work here.
     assert worst < 2

@@ -9,9 +9,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gradkeep import errors
-from gradkeep.query import _operators as ops
-from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied
+from gradkeep.factors import (
+    Convolution,
+    ConvolutionRows,
+    Dense,
+    DenseRows,
+    Lookup,
+    LookupRows,
+    Outer,
+    OuterRows,
+    Parameter,
+    Tied,
+    TiedRows,
+)
 
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 small = st.integers(1, 4)
@@ -76,7 +86,7 @@ def convs(draw):
         parameters.append(Parameter("b", (groups * (outer if bias == "narrow" else inner),)))
     geometry = [tuple(part) for part in (size, out, kernel, stride, padding, dilation)]
     channels, filters = groups * inner, groups * outer
-    return Conv(tuple(parameters), "x", "g", channels, filters, *geometry, groups, bias)
+    return Convolution(tuple(parameters), "x", "g", channels, filters, *geometry, groups, bias)
 
 
 @st.composite
@@ -106,9 +116,9 @@ def rows_of(draw, form):
     match form:
         case Outer():
             return draw(outer_rows(form, count))
-        case Conv():
+        case Convolution():
             wide = random(count, form.channels, *form.size)
-            return ConvRows(wide, random(count, form.filters, *form.out))
+            return ConvolutionRows(wide, random(count, form.filters, *form.out))
         case Lookup():
             return draw(lookup_rows(form, count))
         case Dense():
@@ -140,7 +150,7 @@ def autograd(form, rows):
             loss = (out * rows.g).sum()
             if form.bias:
                 loss = loss + (leaves[1] * share * rows.g).sum()
-        case Conv():
+        case Convolution():
             around = [n for p in reversed(form.padding) for n in (p, 9)]
             wide = F.pad(rows.wide, around)
             out = CONVOLVE[len(form.size)](
@@ -171,19 +181,19 @@ def close(found, wanted, tolerance=1e-12):
 @given(st.data(), forms.filter(lambda form: not isinstance(form, Dense)))
 def test_restored_gradients_are_those_of_autograd(data, form):
     rows = data.draw(rows_of(form))
-    found = ops.restore(form, rows)
+    found = form.restore(rows)
     assert found.shape == (len(rows), sum(p.size for p in form.parameters))
     for i in range(len(rows)):
-        close(found[i], autograd(form, ops.take(form, rows, i, i + 1)))
+        close(found[i], autograd(form, rows.take(i, i + 1)))
 
 
 @given(st.data(), forms, st.sampled_from([1, 300, 1 << 20]))
 def test_every_way_gives_the_products_of_restored_gradients(data, form, scratch):
     queries, train = data.draw(rows_of(form)), data.draw(rows_of(form))
-    left, right = ops.restore(form, queries), ops.restore(form, train)
-    for how in ops.hows(form):
-        close(ops.dot(form, queries, train, how=how, scratch=scratch), left @ right.t())
-        found = ops.dot(form, single(queries), single(train), how=how, scratch=scratch)
+    left, right = form.restore(queries), form.restore(train)
+    for compute in form.computes:
+        close(form.dot(queries, train, compute=compute, scratch=scratch), left @ right.t())
+        found = form.dot(single(queries), single(train), compute=compute, scratch=scratch)
         assert found.dtype == torch.float32
         scale = left.norm(dim=1)[:, None] * right.norm(dim=1)
         error = (found.double() - left @ right.t()).abs()
@@ -194,29 +204,27 @@ def test_every_way_gives_the_products_of_restored_gradients(data, form, scratch)
 @given(st.data(), forms, st.integers(1, 3), st.sampled_from([1, 300, 1 << 20]))
 def test_norms_sums_and_directions_agree_with_restored_gradients(data, form, kinds, scratch):
     rows = data.draw(rows_of(form))
-    dense = ops.restore(form, rows)
+    dense = form.restore(rows)
     weights = random(kinds, len(rows)) * (torch.rand(kinds, len(rows)) < 0.7)
     directions = random(kinds, dense.shape[1])
-    close(ops.squared_norms(form, rows), (dense * dense).sum(1))
-    close(ops.total(form, rows, weights), weights @ dense)
-    close(ops.squares(form, rows, weights), weights @ dense.square())
-    for how in (None, "half", "restore"):
-        found = ops.against(form, rows, directions, scratch=scratch, how=how)
+    close(form.squared_norms(rows), (dense * dense).sum(1))
+    close(form.weighted_sum(rows, weights), weights @ dense)
+    close(form.weighted_squares(rows, weights), weights @ dense.square())
+    for compute in (None, "half", "restored"):
+        found = form.along(rows, directions, scratch=scratch, compute=compute)
         close(found, directions @ dense.t())
-    assert ops.squared_norms(form, single(rows)).dtype == torch.float32
-    assert ops.total(form, single(rows), weights.float()).dtype == torch.float32
+    assert form.squared_norms(single(rows)).dtype == torch.float32
+    assert form.weighted_sum(single(rows), weights.float()).dtype == torch.float32
 
 
 @given(st.data(), forms)
-def test_slices_joined_again_are_the_rows(data, form):
+def test_slices_are_the_rows(data, form):
     rows = data.draw(rows_of(form))
     cut = data.draw(st.integers(0, len(rows)))
-    parts = [ops.take(form, rows, 0, cut), ops.take(form, rows, cut, len(rows))]
-    joined = ops.concat(form, parts)
-    assert len(joined) == len(rows)
-    close(ops.restore(form, joined), ops.restore(form, rows), 0)
-    close(torch.cat([ops.restore(form, p) for p in parts]), ops.restore(form, rows))
-    assert ops.nbytes(joined) >= ops.nbytes(rows)
+    parts = [rows.take(0, cut), rows.take(cut, len(rows))]
+    assert sum(len(part) for part in parts) == len(rows)
+    close(torch.cat([form.restore(p) for p in parts]), form.restore(rows))
+    assert sum(part.nbytes for part in parts) >= rows.nbytes
 
 
 def test_a_not_a_number_stays_in_its_row():
@@ -224,7 +232,7 @@ def test_a_not_a_number_stays_in_its_row():
     where = torch.tensor([0, 2, 2, 5])
     rows = OuterRows(random(5, 2), random(5, 3), where)
     rows.g[0, 0] = torch.nan
-    found = ops.dot(form, rows, rows, how="factored", scratch=1 << 20)
+    found = form.dot(rows, rows, compute="factored", scratch=1 << 20)
     assert found.isnan().tolist() == [[True, False, True], [False] * 3, [True, False, False]]
 
 
@@ -233,17 +241,17 @@ def test_frequent_and_rare_ids_meet():
     form = Lookup((Parameter("w", (50, 64)),), "ids", "g", 50, 64)
     ids = [torch.where(torch.rand(600) < 0.5, 3, torch.randint(50, (600,))) for _ in range(2)]
     left, right = (LookupRows(i, random(600, 64), torch.arange(0, 601, 10)) for i in ids)
-    found = ops.dot(form, left, right, how="factored", scratch=1 << 16)
-    close(found, ops.restore(form, left) @ ops.restore(form, right).t())
+    found = form.dot(left, right, compute="factored", scratch=1 << 16)
+    close(found, form.restore(left) @ form.restore(right).t())
 
 
 def test_an_unknown_way_and_rows_of_another_form_are_refused():
     form = Dense((Parameter("w", (2, 3)),), "d", 6)
     rows = DenseRows(random(1, 6))
     with pytest.raises(errors.QueryError, match="one of dense"):
-        ops.dot(form, rows, rows, how="gram", scratch=1)
+        form.dot(rows, rows, compute="gram", scratch=1)
     with pytest.raises(errors.QueryError, match="expected: DenseRows"):
-        ops.restore(form, ConvRows(random(1, 1, 1), random(1, 1, 1)))
+        form.restore(ConvolutionRows(random(1, 1, 1), random(1, 1, 1)))
 
 
 def test_products_of_long_rows_keep_the_digits_of_float32():
@@ -251,7 +259,7 @@ def test_products_of_long_rows_keep_the_digits_of_float32():
     size = 1 << 21
     form = Dense((Parameter("w", (size,)),), "d", size)
     rows = DenseRows(random(3, size))
-    found = ops.dot(form, single(rows), single(rows), how="dense", scratch=1 << 20)
+    found = form.dot(single(rows), single(rows), compute="dense", scratch=1 << 20)
     wanted = rows.values @ rows.values.t()
     off = ~torch.eye(3, dtype=torch.bool)  # nearly orthogonal: all digits are rounding's to lose
     assert (found.double() - wanted)[off].abs().max() < 2e-9 * wanted.max()

@@ -7,9 +7,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradkeep.query import _operators as ops
-from gradkeep.query._factors import ConvRows, LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Conv, Lookup, Outer, Parameter, Tied
+from gradkeep.factors import (
+    Convolution,
+    ConvolutionRows,
+    Lookup,
+    LookupRows,
+    Outer,
+    OuterRows,
+    Parameter,
+    Tied,
+    TiedRows,
+)
 
 
 class Watch(TorchDispatchMode):
@@ -59,7 +67,7 @@ def lookup_rows(count, length, rows, width):
 
 
 OUTER = Outer((Parameter("w", (64, 48)), Parameter("b", (64,))), "x", "g", 48, 64, bias=True)
-CONV = Conv(
+CONV = Convolution(
     (Parameter("w", (32, 8, 3, 3)),), "x", "g", 16, 32, (8, 8), (4, 4), (3, 3), (2, 2), (1, 1),
     (1, 1), 2
 )  # fmt: skip
@@ -67,7 +75,7 @@ LOOKUP = Lookup((Parameter("w", (200, 24)),), "i", "g", 200, 24)
 HEAD = Outer((Parameter("w", (200, 24)),), "x", "h", 24, 200)
 CASES = {
     "outer": (OUTER, lambda count: outer_rows(count, 6, 48, 64)),
-    "conv": (CONV, lambda n: ConvRows(torch.randn(n, 16, 8, 8), torch.randn(n, 32, 4, 4))),
+    "conv": (CONV, lambda n: ConvolutionRows(torch.randn(n, 16, 8, 8), torch.randn(n, 32, 4, 4))),
     "lookup": (LOOKUP, lambda count: lookup_rows(count, 12, 200, 24)),
     "tied": (
         Tied(LOOKUP.parameters, LOOKUP, HEAD),
@@ -82,10 +90,10 @@ def test_temporaries_stay_inside_the_scratch(name, scratch):
     torch.manual_seed(0)
     form, rows = CASES[name]
     queries, train = rows(40), rows(220)
-    for how in ops.hows(form):
+    for compute in form.computes:
         with Watch() as watch:
-            found = ops.dot(form, queries, train, how=how, scratch=scratch)
+            found = form.dot(queries, train, compute=compute, scratch=scratch)
         # Beside tiles: the result, once more where parts of it are added, and for tokens a few
         # integers each.
         beside = 2 * found.nbytes + (0 if name in ("outer", "conv") else 64 * 12 * 260)
-        assert watch.peak <= 1.1 * scratch + beside, (how, watch.peak, scratch, beside)
+        assert watch.peak <= 1.1 * scratch + beside, (compute, watch.peak, scratch, beside)

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradkeep._budgets import parse_bytes
 from gradkeep._progress import progress as shown
+from gradkeep._public import renamed_arguments
 from gradkeep.attribution._method import Method, options_for
 from gradkeep.attribution._named import method_named
 from gradkeep.attribution._places import places
@@ -19,32 +20,34 @@ from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tally import Tally
 from gradkeep.attribution._tuning import choose, wants_choice
 from gradkeep.errors import AttributionError
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from gradkeep.attribution._method import Scorer
-    from gradkeep.query._engine import Wanted
-    from gradkeep.query._gradients import Of
+    from gradkeep.query import ComputeWish, GradientOf, LayerChoice
     from gradkeep.store import Block, Store
 
 _TILE = 256 << 20
 """Bytes of scores that a method is asked for at a time."""
 
 
+@renamed_arguments(plan="compute")
 def attribute(
-    store: Store,
+    store: Store | str | os.PathLike[str],
     *,
     method: str = "kernel",
     queries: str = "test",
     train: str = "train",
     checkpoints: str | Sequence[str] | None = None,
-    layers: str | Sequence[str] | None = None,
+    layers: LayerChoice = None,
     ids: Any = None,
     run: str | Sequence[str] = "main",
     name: str = "main",
-    plan: Wanted = None,
-    memory_budget: int | str | None = None,
+    compute: ComputeWish = None,
+    memory_budget: float | str | None = None,
     per_layer: bool = False,
     subsets: Any = None,
     save: str | None = None,
@@ -68,6 +71,7 @@ def attribute(
     >>> gk.attribute(store).shape
     (2, 6)
     """
+    store = open_store(store)
     chosen = method_named(method)
     told = options_for(chosen, options)
     splits = (queries, train) if chosen.about_queries else (train,)
@@ -81,7 +85,7 @@ def attribute(
         places=at,
         ids=ids if chosen.about_queries else None,
         layers=layers,
-        plan=plan,
+        compute=compute,
         memory_budget=memory_budget,
         per_layer=per_layer,
     )
@@ -156,7 +160,7 @@ def _computed(
         train_labels=_labels(train, None),
         confidence=tally.confidence(),
         per_layer=tally.values if parts else None,
-        plan=scorer.plan,
+        plan=scorer.plan(),
         store=question.store,
     )
 
@@ -194,7 +198,7 @@ def _layers(block: Block, question: Question) -> tuple[str, ...]:
     at = question.at()[0]
     if not any(layer.form for layer in block.schema.layers):
         return ()
-    kept: Of = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
+    kept: GradientOf = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
     return tuple(at.train(kept).forms)
 
 

@@ -12,7 +12,7 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
     from gradkeep.store import Block
 
 _EMBEDDING = "embedding."
@@ -30,7 +30,7 @@ def column(block: Block, name: str, *, method: str) -> Tensor:
     return torch.from_numpy(np.array(block.column(name)))
 
 
-def embeddings(at: At, layer: str | None, *, method: str) -> tuple[Tensor, Tensor]:
+def embeddings(at: CheckpointView, layer: str | None, *, method: str) -> tuple[Tensor, Tensor]:
     """Embeddings of the training rows `[N, D]` and of the queries `[Q, D]`, float32.
 
     Without a layer, of the last one that both splits keep embeddings of.
@@ -51,7 +51,7 @@ def embeddings(at: At, layer: str | None, *, method: str) -> tuple[Tensor, Tenso
     return train, asked[at.question.positions]
 
 
-def _embedding(at: At, layer: str | None, *, method: str) -> str:
+def _embedding(at: CheckpointView, layer: str | None, *, method: str) -> str:
     question = at.question
     for split, block in ((question.train, at.train_block), (question.queries, at.query_block)):
         kept = [n.removeprefix(_EMBEDDING) for n in block.names if n.startswith(_EMBEDDING)]

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._projections import Projection
-    from gradkeep.attribution._question import At
-    from gradkeep.query._gradients import Of
+    from gradkeep.attribution._question import CheckpointView
+    from gradkeep.query import GradientOf
 
 
-def features(at: At, of: Of, projection: Projection) -> tuple[Tensor, Tensor]:
+def features(at: CheckpointView, of: GradientOf, projection: Projection) -> tuple[Tensor, Tensor]:
     """Projections of the training rows `[N, k]` and of the queries `[Q, k]`.
 
     Other checkpoints get other projections, so that their errors average out.

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution._question import At, Question
-    from gradkeep.query import Plan
+    from gradkeep.attribution._question import CheckpointView, Question
+    from gradkeep.query import QueryPlan
 
 Over = Literal["one", "sum", "mean"]
 
@@ -26,8 +26,8 @@ class Scorer:
 
     score: Callable[[int, int], Tensor]
     """Scores `[stop - start, N]` of queries start to stop; per layer `[L, stop - start, N]`."""
-    plan: Plan | None = None
-    """How gradients are multiplied, where they are."""
+    plan: Callable[[], QueryPlan | None] = lambda: None
+    """How gradients were multiplied last, where they are."""
     approximate: str | None = None
     """What was approximated, if anything was."""
 
@@ -49,7 +49,7 @@ class Method:
     exact: bool
     """Whether the formula is computed without approximation."""
     reference: str
-    prepare: Callable[[At, Any], Scorer] = field(repr=False)
+    prepare: Callable[[CheckpointView, Any], Scorer] = field(repr=False)
     """What is done once per checkpoint; gives what scores some queries."""
     pool: Callable[[Question, Any], Any] | None = field(default=None, repr=False)
     """What is done once for all checkpoints together; `prepare` finds it in `at.pooled`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.attribution._question import Place
+from gradkeep.attribution._question import RunCheckpoint
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ def places(
     checkpoints: str | Sequence[str] | None,
     splits: Sequence[str],
     name: str,
-) -> list[Place]:
+) -> list[RunCheckpoint]:
     """The wanted checkpoints of every run, or else all at which every split was captured."""
     runs = [run] if isinstance(run, str) else list(run)
     if not runs:
         raise AttributionError("no run was given")
-    found: list[Place] = []
+    found: list[RunCheckpoint] = []
     for one in runs:
         steps = {c.name: c for c in store.checkpoints(one)}
         if checkpoints is None:
@@ -33,7 +33,7 @@ def places(
             names.sort(key=lambda c: _order(steps[c].step if c in steps else None, c))
         else:
             names = [checkpoints] if isinstance(checkpoints, str) else list(checkpoints)
-        found += [Place(one, c, steps[c].lr if c in steps else None) for c in names]
+        found += [RunCheckpoint(one, c, steps[c].lr if c in steps else None) for c in names]
     if not found and checkpoints is not None:
         raise AttributionError("no checkpoint was given")
     if not found:

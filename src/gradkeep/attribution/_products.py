@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING
 
 from gradkeep import query
 from gradkeep.attribution._method import Scorer
-from gradkeep.query._engine import Engine, Pair
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
-    from gradkeep.query._gradients import Of
+    from gradkeep.attribution._question import CheckpointView
+    from gradkeep.query import GradientOf, QueryPlan
 
 
-def products(at: At, of: Of, *, weight: float = 1.0) -> Scorer:
+def products(at: CheckpointView, of: GradientOf, *, weight: float = 1.0) -> Scorer:
     """Products `[b, N]` of the gradients of losses or outputs, or `[L, b, N]` layer by layer."""
     question = at.question
     asked, train = at.queries(of), at.train(of)
+
+    plans: list[QueryPlan] = []
 
     def score(start: int, stop: int) -> Tensor:
         found = query.dot(
@@ -26,21 +27,14 @@ def products(at: At, of: Of, *, weight: float = 1.0) -> Scorer:
             train,
             weights=[weight],
             ids=asked.ids[question.positions[start:stop]],
-            plan=question.plan,
+            compute=question.compute,
             memory_budget=question.memory_budget,
             per_layer=question.per_layer,
         )
+        plans[:] = [found.plan]
         if not question.per_layer:
             return found.values
         assert found.per_layer is not None
         return found.per_layer
 
-    count, rows = len(question.positions), len(train)
-    engine = Engine(
-        [Pair(asked, train)],
-        plan=question.plan,
-        memory_budget=question.memory_budget,
-        answer=4 * count * rows,
-        positions=question.positions.tolist(),
-    )
-    return Scorer(score, plan=engine.plan)
+    return Scorer(score, plan=lambda: plans[0] if plans else None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import Question
-    from gradkeep.query._gradients import Of
+    from gradkeep.query import GradientOf
     from gradkeep.store import Block
 
 Weight = Literal["q", "q(1-q)", "none"]
@@ -28,7 +28,7 @@ LEAST = 1e-12
 class Pulls:
     """Per training row: what its loss does along its output."""
 
-    of: Of
+    of: GradientOf
     """Whose gradients the kernel is made of."""
     pull: Tensor
     """`[N]`: -d loss / d output, the mean over checkpoints; 1 where losses are all there is"""
@@ -40,7 +40,7 @@ def pulls(question: Question, weight: Weight, *, q: Any = None) -> Pulls:
     """The pulls and weights of the training rows, from what was kept of them.
 
     Where loss = log(1 + exp(-output)), q = 1 - p is the pull, and the weight is what was asked
-    for. Of other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
+    for. GradientOf other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
     Where only losses were kept, their gradients make the kernel, and both are 1. `q [N]` may be
     given, for example the mean over models that did not see the row.
     """

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep import query
-from gradkeep.errors import AttributionError, NotSealed, QueryError
-from gradkeep.query._engine import Pair, check_pairs
+from gradkeep.errors import AttributionError
+from gradkeep.query import GradientPair, check_pairs, gradients_of, open_capture
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.query import Gradients
-    from gradkeep.query._engine import Wanted
-    from gradkeep.query._gradients import Of
+    from gradkeep.query import ComputeWish, GradientOf, Gradients, LayerChoice
     from gradkeep.store import Block, Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunCheckpoint:
     """One checkpoint of one run."""
 
     run: str
@@ -45,36 +42,45 @@ class Question:
     train: str
     name: str
     """The name of the captures."""
-    places: tuple[Place, ...]
+    places: tuple[RunCheckpoint, ...]
     positions: Ids
     """Which rows of the queries' captures are asked about `[Q]`."""
-    layers: str | Sequence[str] | None = None
-    plan: Wanted = None
-    memory_budget: int | str | None = None
+    layers: LayerChoice = None
+    compute: ComputeWish = None
+    memory_budget: float | str | None = None
     per_layer: bool = False
 
-    def at(self, pooled: Any = None) -> list[At]:
+    opened: dict[CaptureKey, Block] = field(default_factory=dict, repr=False)
+    """The captures that were opened for it: each is read and checked once."""
+
+    def block(self, key: CaptureKey) -> Block:
+        """Everything that a capture keeps."""
+        if key not in self.opened:
+            self.opened[key] = open_capture(self.store, key)
+        return self.opened[key]
+
+    def at(self, pooled: Any = None) -> list[CheckpointView]:
         """The checkpoints, one by one."""
-        return [At(self, place, pooled) for place in self.places]
+        return [CheckpointView(self, place, pooled) for place in self.places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class At:
+class CheckpointView:
     """One checkpoint of a question: what a method is given to work with."""
 
     question: Question
-    place: Place
+    place: RunCheckpoint
     pooled: Any = None
     """What the method found out about all checkpoints together."""
 
-    def train(self, of: Of = "loss", *, name: str | None = None) -> Gradients:
+    def train(self, of: GradientOf = "loss", *, name: str | None = None) -> Gradients:
         """The gradients of the training rows; `name` is that of another capture of them."""
         return self._gradients(self.question.train, of, name or self.question.name)
 
-    def queries(self, of: Of = "loss") -> Gradients:
+    def queries(self, of: GradientOf = "loss") -> Gradients:
         """The gradients of the split that the queries are from; `question.positions` are asked."""
         found = self._gradients(self.question.queries, of, self.question.name)
-        check_pairs([Pair(found, self.train(of))])
+        check_pairs([GradientPair(found, self.train(of))])
         return found
 
     @property
@@ -94,39 +100,13 @@ class At:
             for block in (self.train_block, self.query_block)
         )
 
-    def _gradients(self, split: str, of: Of, name: str) -> Gradients:
-        return query.gradients(
-            self.question.store,
-            split=split,
-            checkpoint=self.place.checkpoint,
-            run=self.place.run,
-            name=name,
-            layers=self.question.layers,
-            of=of,
-        )
+    def _gradients(self, split: str, of: GradientOf, name: str) -> Gradients:
+        key = CaptureKey(self.place.checkpoint, split, self.place.run, name)
+        return gradients_of(self.question.block(key), key, self.question.layers, of)
 
     def _block(self, split: str) -> Block:
         key = CaptureKey(self.place.checkpoint, split, self.place.run, self.question.name)
-        return open_block(self.question.store, key)
-
-
-def open_block(store: Store, key: CaptureKey) -> Block:
-    """A finished capture, or an error that says how to get it."""
-    if not store.has(key):
-        raise QueryError(
-            f"no capture of {key.split!r} at {key.checkpoint!r} in run {key.run!r}",
-            path=store.location,
-            fix=f"gk.capture(store, model, loader, task=task, split={key.split!r}, "
-            f"checkpoint={key.checkpoint!r}, run={key.run!r})",
-        )
-    try:
-        return store.read(key)
-    except NotSealed as error:
-        raise QueryError(
-            f"the capture of {key.split} at {key.checkpoint} is not finished",
-            path=error.path,
-            fix="run the same gk.capture(...) again: it resumes",
-        ) from error
+        return self.question.block(key)
 
 
 def asked(
@@ -135,18 +115,20 @@ def asked(
     queries: str,
     train: str,
     name: str,
-    places: Sequence[Place],
+    places: Sequence[RunCheckpoint],
     ids: Any,
-    layers: str | Sequence[str] | None,
-    plan: Wanted,
-    memory_budget: int | str | None,
+    layers: LayerChoice,
+    compute: ComputeWish,
+    memory_budget: float | str | None,
     per_layer: bool,
 ) -> Question:
     """A question, once all its captures are seen to be finished and of the same rows."""
     first: dict[str, Block] = {}
+    opened: dict[CaptureKey, Block] = {}
     for place in places:
         for split in dict.fromkeys((queries, train)):
-            block = open_block(store, CaptureKey(place.checkpoint, split, place.run, name))
+            key = CaptureKey(place.checkpoint, split, place.run, name)
+            block = opened.setdefault(key, open_capture(store, key))
             other = first.setdefault(split, block)
             if not np.array_equal(block.ids, other.ids):
                 raise AttributionError(
@@ -168,7 +150,8 @@ def asked(
         places=tuple(places),
         positions=np.asarray(positions, np.int64),
         layers=layers,
-        plan=plan,
+        compute=compute,
         memory_budget=memory_budget,
         per_layer=per_layer,
+        opened=opened,
     )

@@ -11,7 +11,7 @@ from gradkeep.attribution import _saved, _shown
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
-    from gradkeep.query import Plan
+    from gradkeep.query import QueryPlan
     from gradkeep.store import Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -72,7 +72,7 @@ class Scores:
     """`[Q]` from 0 to 1: how much the scores would agree with those of as many other checkpoints"""
     per_layer: Floats | None = None
     """`[L, Q, N]`, where it was asked for"""
-    plan: Plan | None = field(default=None, repr=False)
+    plan: QueryPlan | None = field(default=None, repr=False)
     """How gradients were multiplied."""
     store: Store | None = field(default=None, repr=False)
     """Where they came from."""

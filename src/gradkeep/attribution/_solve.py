@@ -8,7 +8,7 @@ import torch
 
 from gradkeep.attribution._symmetric import squared
 from gradkeep.errors import AttributionError
-from gradkeep.query._inner import squared_lengths
+from gradkeep.factors import squared_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
     from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -77,7 +77,7 @@ def suspects(
         places=at,
         ids=None,
         layers=None,
-        plan=None,
+        compute=None,
         memory_budget=None,
         per_layer=False,
     )
@@ -98,7 +98,7 @@ def suspects(
     )
 
 
-def _measure(at: At, by: By) -> AnyArray:
+def _measure(at: CheckpointView, by: By) -> AnyArray:
     if by == "self":
         return np.asarray(at.train().norms().double().square())
     return column(at.train_block, "loss", method="suspects").numpy()

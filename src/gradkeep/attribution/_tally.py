@@ -30,7 +30,7 @@ class Tally:
         *,
         checkpoints: int,
         over: Over,
-        memory_budget: int | str | None,
+        memory_budget: float | str | None,
     ) -> None:
         limit = IN_MEMORY if memory_budget is None else parse_bytes(memory_budget) // 2
         several = checkpoints > 1

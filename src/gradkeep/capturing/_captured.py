@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from gradkeep._budgets import format_bytes
 
 if TYPE_CHECKING:
-    from gradkeep.capturing._storing import Keeping, Storage
+    from gradkeep.capturing._storing import Keeping
+    from gradkeep.factors import Storage
     from gradkeep.store import CaptureKey
 
 

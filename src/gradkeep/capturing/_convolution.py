@@ -11,16 +11,14 @@ from torch.nn import functional as F
 
 from gradkeep.capturing._piece import Piece
 from gradkeep.capturing._positions import by_sample
-from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, DenseRows
-from gradkeep.query._forms import Conv, Dense, size_of
+from gradkeep.factors import Convolution, ConvolutionRows, Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import Call
     from gradkeep.capturing._positions import Lay
-    from gradkeep.query._forms import Parameter
+    from gradkeep.factors import Parameter
 
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -53,7 +51,7 @@ def piece(
             one = _pixels(
                 name, module, parameters, images[:, position], suffixes[:, position], None
             )
-            gradient = _operators.restore(one.form, one.rows)
+            gradient = one.form.restore(one.rows)
             total = gradient if total is None else total + gradient
     assert total is not None
     form = Dense(parameters, f"{name}.gradient", total.shape[1])
@@ -77,7 +75,7 @@ def _pixels(
         padding, source = (0,) * len(padding), None
     wide, narrow = (suffix, images) if turned else (images, suffix)
     prefix, ending = f"{name}.prefix", f"{name}.suffix"
-    form = Conv(
+    form = Convolution(
         parameters,
         wide=ending if turned else prefix,
         narrow=prefix if turned else ending,
@@ -92,8 +90,8 @@ def _pixels(
         groups=module.groups,
         bias=None if len(parameters) == 1 else "wide" if turned else "narrow",
     )
-    assert math.prod(parameters[0].shape) <= size_of(form)
-    return Piece(form, ConvRows(wide, narrow), source)
+    assert math.prod(parameters[0].shape) <= form.gradient_size
+    return Piece(form, ConvolutionRows(wide, narrow), source)
 
 
 def _before(module: Any) -> tuple[int, ...]:

@@ -10,15 +10,14 @@ from torch import nn
 from gradkeep.capturing._piece import Piece
 from gradkeep.capturing._positions import by_sample
 from gradkeep.errors import CaptureError
-from gradkeep.query._factors import LookupRows
-from gradkeep.query._forms import Lookup
+from gradkeep.factors import Lookup, LookupRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import Call
     from gradkeep.capturing._positions import Lay
-    from gradkeep.query._forms import Parameter
+    from gradkeep.factors import Parameter
 
 
 def applies(module: nn.Module) -> bool:

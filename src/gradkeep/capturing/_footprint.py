@@ -8,7 +8,6 @@ import torch
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError
-from gradkeep.query import _operators
 
 if TYPE_CHECKING:
     from gradkeep.capturing._prepare import Prepared
@@ -38,7 +37,7 @@ def row_footprint(prepared: Prepared, batch: Any, rows: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         prepared.tracer.target(prepared.tracer.model, batch).sum()
     saved = sum(size for pointer, size in seen.items() if pointer not in weights)
-    factors = sum(_operators.nbytes(piece.rows) for piece in prepared.pieces.values())
+    factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
     stored = prepared.row_bytes * rows
     return int((2 * saved + 2 * factors + 2 * stored) / max(1, rows)) + 1
 
@@ -63,7 +62,7 @@ def rows_at_once(prepared: Prepared, rows: int) -> int:
     Larger batches do not run faster, and each of their fresh pages costs a fault. A handful of
     samples is needed to keep the multiplications busy.
     """
-    factors = sum(_operators.nbytes(piece.rows) for piece in prepared.pieces.values())
+    factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
     return max(_LEAST_ROWS, int(_NEAR / max(1.0, factors / max(1, rows))))
 
 

@@ -9,15 +9,14 @@ from torch import nn
 
 from gradkeep.capturing._piece import Piece
 from gradkeep.capturing._positions import by_sample
-from gradkeep.query._factors import OuterRows
-from gradkeep.query._forms import Outer
+from gradkeep.factors import Outer, OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import Call
     from gradkeep.capturing._positions import Lay
-    from gradkeep.query._forms import Parameter
+    from gradkeep.factors import Parameter
 
 
 def applies(module: nn.Module) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.query import _operators
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._storing import Keeping
     from gradkeep.capturing._task import Measured
     from gradkeep.capturing._units import Unit
-    from gradkeep.query._factors import Factors
+    from gradkeep.factors import Rows
 
 Values = dict[str, Any]
 
@@ -37,12 +36,9 @@ def measured_values(measured: Measured) -> Values:
     return values
 
 
-def norms(kept: Sequence[Keeping], factors: Mapping[Unit, Factors]) -> torch.Tensor:
+def norms(kept: Sequence[Keeping], factors: Mapping[Unit, Rows]) -> torch.Tensor:
     """The length `[B, L]` of each sample's gradient in each layer."""
-    squared = [
-        _operators.squared_norms(keeping.form, factors[keeping.unit]).clamp(min=0)
-        for keeping in kept
-    ]
+    squared = [keeping.form.squared_norms(factors[keeping.unit]).clamp(min=0) for keeping in kept]
     return torch.stack(squared, 1).sqrt()
 
 

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep.capturing._piece import Piece
 from gradkeep.capturing._positions import possible
-from gradkeep.query._factors import DenseRows
-from gradkeep.query._forms import Dense
+from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

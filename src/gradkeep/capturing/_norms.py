@@ -14,15 +14,14 @@ from torch.nn import functional as F
 
 from gradkeep.capturing._piece import Piece
 from gradkeep.capturing._positions import by_sample
-from gradkeep.query._factors import DenseRows
-from gradkeep.query._forms import Dense
+from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import Call
     from gradkeep.capturing._positions import Lay
-    from gradkeep.query._forms import Parameter
+    from gradkeep.factors import Parameter
 
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
+    from gradkeep.factors import AnyForm, Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """The gradients of B samples for one layer, with the form they are in."""
 
-    form: Form
-    rows: Factors
+    form: AnyForm
+    rows: Rows
     source: torch.Tensor | None = None
     """The tensor that the prefix was read from, untouched: layers that read one share it."""

@@ -12,10 +12,8 @@ from gradkeep.capturing._batches import moved, rows_of, size_of
 from gradkeep.capturing._captured import KeptLayer, kept_layer
 from gradkeep.capturing._mode import in_mode
 from gradkeep.capturing._prepare import Wishes, prepare
-from gradkeep.query._choose import choose
-from gradkeep.query._load import Load
-from gradkeep.query._machine import machine
-from gradkeep.query._memory import DEFAULT, shares
+from gradkeep.factors import ProductSize
+from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._prepare import Plan
     from gradkeep.capturing._select import Selection
     from gradkeep.capturing._task import Task
-    from gradkeep.query._ways import How
+    from gradkeep.factors import Compute
     from gradkeep.store import Encoding
 
 _TRIED = 16
@@ -39,12 +37,12 @@ class PlannedLayer:
     layer: KeptLayer
     disk_bytes: float
     """On disk, for all rows and queries."""
-    how: How
+    compute: Compute
     """How it will be multiplied."""
     flops: float
     seconds: float
     """Predicted, for all queries against all rows."""
-    alternatives: dict[How, float]
+    alternatives: dict[Compute, float]
     """Predicted seconds of every way."""
 
 
@@ -75,7 +73,7 @@ class Planned:
                     f"{p.layer.positions:.4g}",
                     p.layer.storage,
                     format_bytes(p.disk_bytes),
-                    p.how,
+                    p.compute,
                     f"{p.flops / 1e9:.3g}",
                     f"{p.seconds:.3g}",
                 )
@@ -124,7 +122,7 @@ def plan(
     Runs a few samples of the batch through the model, and measures this machine once. A budget
     below the least possible is an error that says what the least is.
     """
-    budget = DEFAULT if memory_budget is None else parse_bytes(memory_budget)
+    budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     with in_mode(model, mode):
         device = next(model.parameters()).device
         count = min(size_of(batch), _TRIED)
@@ -142,7 +140,7 @@ def plan(
     )
     row_bytes = prepared.row_bytes
     segment = int(min(rows * row_bytes, _footprint.segment_bytes(None)))
-    split = shares(
+    split = memory_shares(
         memory_budget,
         answer=4 * rows * queries,
         mapped=segment,
@@ -151,16 +149,16 @@ def plan(
         queries=queries,
         rows=rows,
     )
-    speeds = machine()
+    speeds = machine_speeds()
     planned = []
     for keeping in prepared.kept:
-        load = Load(rows, queries, keeping.positions, keeping.positions)
-        choice = choose(keeping.form, load, speeds, force=scoring, scratch=split.scratch)
+        load = ProductSize(rows, queries, keeping.positions, keeping.positions)
+        choice = choose_compute(keeping.form, load, speeds, force=scoring, scratch=split.scratch)
         planned.append(
             PlannedLayer(
                 layer=kept_layer(keeping),
                 disk_bytes=keeping.row_bytes * (rows + queries),
-                how=choice.how,
+                compute=choice.compute,
                 flops=choice.cost.flops,
                 seconds=choice.cost.seconds,
                 alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},

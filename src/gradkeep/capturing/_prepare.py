@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from gradkeep.capturing._piece import Piece
     from gradkeep.capturing._select import Selection
     from gradkeep.capturing._settle import Uncovered
-    from gradkeep.capturing._storing import Keeping, Storage
+    from gradkeep.capturing._storing import Keeping
     from gradkeep.capturing._task import Task
     from gradkeep.capturing._tracer import Of
     from gradkeep.capturing._units import Unit
+    from gradkeep.factors import Storage
     from gradkeep.store import Encoding
 
 Plan = str | Mapping[str, str] | None

@@ -20,7 +20,7 @@ from gradkeep.capturing._rules import piece_of
 from gradkeep.capturing._storing import rows_to_store
 from gradkeep.capturing._units import DENSE_WAYS, units_of
 from gradkeep.errors import CaptureError
-from gradkeep.query._forms import to_fields
+from gradkeep.factors import form_to_fields
 
 if TYPE_CHECKING:
     import os
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._select import Selection
     from gradkeep.capturing._storing import Keeping
     from gradkeep.capturing._units import Unit
+    from gradkeep.factors import Storage
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
@@ -92,7 +93,7 @@ class Recording:
             )
         pieces = {unit: _piece(unit, by_module, len(ids)) for unit in self._units}
         if self._kept is None:
-            wanted: dict[Unit, _storing.Storage | None] = {}
+            wanted: dict[Unit, Storage | None] = {}
             self._kept = _storing.choose(
                 pieces, encoding=self._encoding, wanted=wanted, tolerance=0.0
             )
@@ -121,7 +122,7 @@ class Recording:
         return gs.Schema(
             arrays=(*arrays_for(values), *(a for kept in self._kept for a in kept.arrays)),
             layers=tuple(
-                gs.Layer(k.unit.name, k.unit.type, k.unit.size, to_fields(k.form))
+                gs.Layer(k.unit.name, k.unit.type, k.unit.size, form_to_fields(k.form))
                 for k in self._kept
             ),
             fingerprints={

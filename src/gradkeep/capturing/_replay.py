@@ -29,7 +29,7 @@ from gradkeep.capturing._resume import Before, before
 from gradkeep.capturing._storing import rows_to_store
 from gradkeep.capturing._task import Task
 from gradkeep.errors import CaptureError
-from gradkeep.query._forms import to_fields
+from gradkeep.factors import form_to_fields
 
 if TYPE_CHECKING:
     import os
@@ -252,7 +252,7 @@ class _Replay:
             num_rows=self.batches.num_rows,
             rows_per_segment=rows,
             layers=tuple(
-                gs.Layer(k.unit.name, k.unit.type, k.unit.size, to_fields(k.form))
+                gs.Layer(k.unit.name, k.unit.type, k.unit.size, form_to_fields(k.form))
                 for k in prepared.kept
             ),
             fingerprints={

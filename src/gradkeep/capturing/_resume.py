@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep.errors import CaptureError, NotSealed
-from gradkeep.query._forms import Dense, Outer, from_fields
+from gradkeep.factors import form_from_fields
 
 if TYPE_CHECKING:
-    from gradkeep.capturing._storing import Storage
+    from gradkeep.factors import Storage
     from gradkeep.store import CaptureKey, Schema, Store
 
 
@@ -35,11 +35,7 @@ class Before:
         """How each layer was kept, so that a resumed run keeps it the same way."""
         found: dict[str, Storage] = {}
         for layer in self.schema.layers:
-            form = from_fields(layer.form)
-            cut = isinstance(form, Outer) and form.error > 0
-            found[layer.name] = (
-                "low rank" if cut else "dense" if isinstance(form, Dense) else "factors"
-            )
+            found[layer.name] = form_from_fields(layer.form).storage
         return found
 
     def check(self, ids: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradkeep.capturing import _convolution, _embedding, _linear, _module, _norms, _tied
-from gradkeep.query._forms import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +31,6 @@ def piece_of(unit: Unit, calls: Sequence[Call], *, rows: int) -> Piece:
         rule = _BY_WAY[unit.way]
         module = unit.modules[0]
         found = rule(unit.name, module, unit.parameters, calls, rows=rows, lay=unit.lay)
-    if size_of(found.form) != unit.size:
+    if found.form.gradient_size != unit.size:
         raise ValueError("the rule covers another number of values than the layer has")
     return found

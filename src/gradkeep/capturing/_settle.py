@@ -22,7 +22,6 @@ from gradkeep.capturing._rules import piece_of
 from gradkeep.capturing._tracer import passed
 from gradkeep.capturing._units import DENSE_WAYS, Unit, holder_that_ran, tensors, watched
 from gradkeep.errors import CaptureError
-from gradkeep.query import _operators
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +120,7 @@ def _first_that_fits(
         own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
         try:
             piece = piece_of(candidate, own, rows=rows)
-            total = _operators.total(piece.form, piece.rows, weights.unsqueeze(0))[0]
+            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
         except _OTHER_WAYS:
             # A layer that is called in another way than its rule or its first sample expects:
             # the next way is tried, and the last one works for every model.
@@ -168,7 +167,7 @@ def _by_the_last_resort(
     pieces = _whole.pieces(list(whole), tracer.target, tracer.model, batch, rows=rows)
     found = {}
     for unit, piece in pieces.items():
-        total = _operators.total(piece.form, piece.rows, weights.unsqueeze(0))[0]
+        total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
         if not _fits(total, truths[whole[unit]]):
             raise CaptureError(
                 f"layer {unit.name}: the gradients of single samples do not add up to the batch's",

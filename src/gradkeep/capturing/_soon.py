@@ -8,9 +8,7 @@ import torch
 
 from gradkeep.capturing._piece import Piece
 from gradkeep.capturing._rules import piece_of
-from gradkeep.query import _operators
-from gradkeep.query._factors import DenseRows
-from gradkeep.query._forms import Dense
+from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -61,8 +59,8 @@ class Soon:
         modules = list(dict.fromkeys(unit.modules))
         own = [call for module in modules for call in self._calls[module]]
         made = piece_of(unit, own, rows=self._rows)
-        if not isinstance(made.form, Dense):
-            values = _operators.restore(made.form, made.rows)
+        if made.form.storage != "dense":
+            values = made.form.restore(made.rows)
             form = Dense(made.form.parameters, f"{unit.name}.gradient", values.shape[1])
             made = Piece(form, DenseRows(values))
         self.pieces[unit] = made

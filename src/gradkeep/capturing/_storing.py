@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.capturing import _low_rank
-from gradkeep.capturing._arrays import arrays_of, as_stored, tensors_of
+from gradkeep.capturing._arrays import arrays_of, as_stored
+from gradkeep.capturing._low_rank import cut_rank
 from gradkeep.errors import CaptureError
-from gradkeep.query import _operators
-from gradkeep.query._factors import DenseRows, LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Conv, Dense, Outer
+from gradkeep.factors import Dense, DenseRows, OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,11 +19,9 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._piece import Piece
     from gradkeep.capturing._units import Unit
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
+    from gradkeep.factors import AnyForm, Outer, Rows, Storage
     from gradkeep.store import Array, Encoding
 
-Storage = Literal["factors", "dense", "low rank"]
 ALIASES: dict[str, Storage | None] = {
     "auto": None,
     "factors": "factors",
@@ -44,7 +40,7 @@ class Keeping:
     """How one layer is kept, with its bytes per row as the first batch had them."""
 
     unit: Unit
-    form: Form
+    form: AnyForm
     storage: Storage
     arrays: tuple[Array, ...]
     """Those of its own; a prefix that is shared belongs to the first layer that has it."""
@@ -88,9 +84,9 @@ def choose(
     owners: list[tuple[torch.Tensor, Keeping]] = []
     for unit, piece in pieces.items():
         ways: list[Storage] = ["factors", "dense"]
-        if isinstance(piece.form, Dense):
+        if piece.form.storage == "dense":
             ways = ["dense"]
-        elif tolerance > 0 and _low_rank.applies(piece):
+        elif tolerance > 0 and _as_outer(unit.name, piece) is not None:
             ways.append("low rank")
         forced = wanted.get(unit)
         if forced is not None and forced in ways:
@@ -105,7 +101,7 @@ def choose(
             _keeping(unit, piece, way, encoding=encoding, tolerance=tolerance) for way in ways
         ]
         best = min(options, key=lambda option: option.row_bytes)
-        if isinstance(piece.form, Outer) and piece.source is not None:
+        if piece.form.prefix_array is not None and piece.source is not None:
             owner = next((o for source, o in owners if _is_same(piece.source, source)), None)
             factors = next((o for o in options if o.storage == "factors"), None)
             if owner is not None and factors is not None:
@@ -125,12 +121,12 @@ def _keeping(
     form, rows = stored(unit.name, piece, storage, tolerance=tolerance)
     arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
-    tokens = {name: len(values) / count for name, values in tensors_of(form, rows).items()}
+    tokens = {name: len(values) / count for name, values in form.tensors(rows).items()}
     row_bytes = sum(
         array.row_bytes * tokens[array.name] + 8 if array.ragged else array.row_bytes
         for array in arrays
     )
-    values = _operators.nbytes(piece.rows) / count / _itemsize(piece.rows)
+    values = piece.rows.nbytes / count / piece.rows.example.element_size()
     return Keeping(
         unit=unit,
         form=form,
@@ -138,27 +134,32 @@ def _keeping(
         arrays=arrays,
         row_bytes=row_bytes,
         factor_bytes=4 * values,
-        positions=_positions(piece),
+        positions=piece.rows.positions / count,
         tolerance=tolerance if storage == "low rank" else 0.0,
     )
 
 
-def stored(name: str, piece: Piece, storage: Storage, *, tolerance: float) -> tuple[Form, Factors]:
+def _as_outer(name: str, piece: Piece) -> tuple[Outer, OuterRows] | None:
+    return piece.form.as_outer(piece.rows, prefix=f"{name}.prefix", suffix=f"{name}.suffix")
+
+
+def stored(name: str, piece: Piece, storage: Storage, *, tolerance: float) -> tuple[AnyForm, Rows]:
     """The gradients of a piece in the form they are kept in."""
-    if storage == "low rank":
-        return _low_rank.cut(name, piece, tolerance)
-    if storage == "factors" or isinstance(piece.form, Dense):
+    outer = _as_outer(name, piece) if storage == "low rank" else None
+    if outer is not None:
+        return cut_rank(*outer, tolerance)
+    if storage == "factors" or piece.form.storage == "dense":
         return piece.form, piece.rows
-    values = _operators.restore(piece.form, piece.rows)
+    values = piece.form.restore(piece.rows)
     form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
     return form, DenseRows(values)
 
 
 def rows_to_store(
     kept: Sequence[Keeping], pieces: Mapping[Unit, Piece]
-) -> tuple[dict[Unit, Factors], dict[str, Any]]:
+) -> tuple[dict[Unit, Rows], dict[str, Any]]:
     """The factors as they are kept, by layer, and their arrays by name, for one batch."""
-    factors: dict[Unit, Factors] = {}
+    factors: dict[Unit, Rows] = {}
     for keeping in kept:
         piece = pieces[keeping.unit]
         form, rows = stored(keeping.unit.name, piece, keeping.storage, tolerance=keeping.tolerance)
@@ -169,14 +170,14 @@ def rows_to_store(
     for keeping in kept:
         rows = factors[keeping.unit]
         own = {array.name: array for array in keeping.arrays}
-        for name, values in tensors_of(keeping.form, rows).items():
+        for name, values in keeping.form.tensors(rows).items():
             if name in own:
                 arrays[name] = as_stored(own[name], values, keeping.form, rows)
     return factors, arrays
 
 
 def _drop_idle_positions(
-    kept: Sequence[Keeping], factors: dict[Unit, Factors], pieces: Mapping[Unit, Piece]
+    kept: Sequence[Keeping], factors: dict[Unit, Rows], pieces: Mapping[Unit, Piece]
 ) -> None:
     """Leave out positions whose suffix is zero in every layer that shares the prefix.
 
@@ -184,8 +185,9 @@ def _drop_idle_positions(
     """
     groups: dict[str, list[Keeping]] = {}
     for keeping in kept:
-        if isinstance(keeping.form, Outer) and keeping.storage == "factors":
-            groups.setdefault(keeping.form.prefix, []).append(keeping)
+        prefix = keeping.form.prefix_array
+        if prefix is not None and keeping.storage == "factors":
+            groups.setdefault(prefix, []).append(keeping)
     for group in groups.values():
         first = factors[group[0].unit]
         assert isinstance(first, OuterRows)
@@ -205,7 +207,7 @@ def _drop_idle_positions(
         for keeping in group:
             rows = factors[keeping.unit]
             assert isinstance(rows, OuterRows)
-            factors[keeping.unit] = _only(rows, used)
+            factors[keeping.unit] = rows.at_positions(used)
 
 
 def _reads(
@@ -216,24 +218,16 @@ def _reads(
     )
 
 
-def _only(rows: OuterRows, used: torch.Tensor) -> OuterRows:
-    assert rows.offsets is not None
-    if bool(used.all()):
-        return rows
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), used.cpu().long().cumsum(0)])
-    return OuterRows(rows.x[used], rows.g[used], before[rows.offsets])
-
-
 def _with_shared_prefix(keeping: Keeping, owner: Keeping) -> Keeping:
-    assert isinstance(keeping.form, Outer)
-    assert isinstance(owner.form, Outer)
-    own = tuple(array for array in keeping.arrays if array.name != keeping.form.prefix)
-    saved = sum(a.row_bytes for a in keeping.arrays if a.name == keeping.form.prefix)
+    shared = owner.form.prefix_array
+    assert shared is not None
+    own = tuple(array for array in keeping.arrays if array.name != keeping.form.prefix_array)
+    saved = sum(a.row_bytes for a in keeping.arrays if a.name == keeping.form.prefix_array)
     ragged = any(array.ragged for array in own)
     per_row = saved * keeping.positions + 8 if ragged else saved
     return dataclasses.replace(
         keeping,
-        form=dataclasses.replace(keeping.form, prefix=owner.form.prefix),
+        form=keeping.form.with_prefix(shared),
         arrays=own,
         row_bytes=max(0.0, keeping.row_bytes - per_row),
     )
@@ -246,10 +240,10 @@ def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (same and one.shape == other.shape and one.dtype == other.dtype)
 
 
-def _check_same(keeping: Keeping, form: Form) -> None:
+def _check_same(keeping: Keeping, form: AnyForm) -> None:
     expected = keeping.form
-    if isinstance(expected, Outer) and isinstance(form, Outer):
-        form = dataclasses.replace(form, prefix=expected.prefix)
+    if form.prefix_array is not None and expected.prefix_array is not None:
+        form = form.with_prefix(expected.prefix_array)
     if form != expected:
         raise CaptureError(
             f"layer {keeping.unit.name} has another shape in this batch than in the first one",
@@ -257,20 +251,3 @@ def _check_same(keeping: Keeping, form: Form) -> None:
             expected=str(expected),
             fix=f"pass plan={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
         )
-
-
-def _positions(piece: Piece) -> float:
-    rows = piece.rows
-    if isinstance(rows, TiedRows):
-        rows = rows.outer
-    if isinstance(rows, OuterRows | LookupRows) and rows.offsets is not None:
-        return len(rows.g) / max(1, len(rows))
-    return float(piece.form.positions) if isinstance(piece.form, Conv) else 1.0
-
-
-def _itemsize(rows: Factors) -> int:
-    values = rows.outer.g if isinstance(rows, TiedRows) else None
-    if values is None:
-        names = ("g", "narrow", "values")
-        values = next(getattr(rows, name) for name in names if hasattr(rows, name))
-    return int(values.element_size())

@@ -9,8 +9,7 @@ from torch import nn
 
 from gradkeep.capturing import _embedding, _linear
 from gradkeep.capturing._piece import Piece
-from gradkeep.query._factors import LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Lookup, Outer, Tied
+from gradkeep.factors import Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from gradkeep.capturing import _convolution, _embedding, _linear, _norms
-from gradkeep.query._forms import Parameter
+from gradkeep.factors import Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

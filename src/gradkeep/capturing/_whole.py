@@ -9,8 +9,7 @@ from torch import nn
 
 from gradkeep.capturing._batches import rows_of
 from gradkeep.capturing._piece import Piece
-from gradkeep.query._factors import DenseRows
-from gradkeep.query._forms import Dense
+from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,29 +1,66 @@
 """What can be computed from kept gradients without restoring them.
 
 >>> from gradkeep import query
->>> [name for name in query.__all__ if name.islower()]
-['along', 'cosine', 'dot', 'gradients', 'gram', 'mean', 'squares',
- 'top', 'total', 'variance']
+>>> [name for name in query.__all__ if name.islower()][:6]
+['along', 'check_pairs', 'choose_compute', 'cosine', 'dot', 'gradients']
 """
 
-from gradkeep.query._ask import cosine, dot, gram, top
-from gradkeep.query._gradients import Gradients, gradients
-from gradkeep.query._groups import Directions, along, mean, squares, total, variance
-from gradkeep.query._products import Plan, Products, Step, Top
+from gradkeep._public import lazy_names
+from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine, check_pairs
+from gradkeep.query._gradients import (
+    FactorBatch,
+    GradientOf,
+    Gradients,
+    gradients,
+    gradients_of,
+    open_capture,
+)
+from gradkeep.query._layers import LayerChoice, NamedLayer, select_layers
+from gradkeep.query._machine import machine_speeds
+from gradkeep.query._memory import DEFAULT_BUDGET, MemoryShares, memory_shares
+from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_compute
+from gradkeep.query._products import Products, TopRows, cosine, dot, gram, top
+from gradkeep.query._sums import Directions, along, mean, squares, total, variance
+
+__getattr__ = lazy_names(
+    __name__,
+    renamed={
+        "Plan": "gradkeep.query.QueryPlan",
+        "Step": "gradkeep.query.QueryStep",
+        "Top": "gradkeep.query.TopRows",
+    },
+)
 
 __all__ = [
+    "DEFAULT_BUDGET",
+    "ComputeChoice",
+    "ComputeWish",
     "Directions",
+    "FactorBatch",
+    "GradientOf",
+    "GradientPair",
     "Gradients",
-    "Plan",
+    "LayerChoice",
+    "MemoryShares",
+    "NamedLayer",
+    "ProductEngine",
     "Products",
-    "Step",
-    "Top",
+    "QueryPlan",
+    "QueryStep",
+    "TopRows",
     "along",
+    "check_pairs",
+    "choose_compute",
     "cosine",
     "dot",
     "gradients",
+    "gradients_of",
     "gram",
+    "machine_speeds",
     "mean",
+    "memory_shares",
+    "open_capture",
+    "select_layers",
     "squares",
     "top",
     "total",

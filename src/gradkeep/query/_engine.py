@@ -13,40 +13,34 @@ import numpy as np
 import torch
 
 from gradkeep.errors import QueryError
-from gradkeep.query import _operators
-from gradkeep.query._choose import choose
-from gradkeep.query._factors import OuterRows, positions_of
-from gradkeep.query._forms import Conv, Dense, Outer, size_of
-from gradkeep.query._load import Load
-from gradkeep.query._machine import machine
-from gradkeep.query._memory import Shares, shares
-from gradkeep.query._products import Plan, Step
+from gradkeep.factors import Dense, ProductSize
+from gradkeep.query._machine import machine_speeds
+from gradkeep.query._memory import MemoryShares, memory_shares
+from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
-    from gradkeep.query._gradients import Gradients, Some
-    from gradkeep.query._ways import How
+    from gradkeep.factors import AnyForm, Compute, Rows
+    from gradkeep.query._gradients import FactorBatch, Gradients
 
-Wanted = str | Mapping[str, str] | None
+ComputeWish = str | Mapping[str, str] | None
 """A way to multiply all layers, or one for each glob of layers; None: the planner's choice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
+class LayerProduct:
     """One layer, or layers that share a prefix, as both sides see it."""
 
     layers: tuple[str, ...]
-    form: Form
-    how: How
+    form: AnyForm
+    compute: Compute
     mixed: bool = False
     """Kept in two different forms: both are restored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class GradientPair:
     """Queries and training rows captured at the same checkpoint, with the weight of their products."""
 
     queries: Gradients
@@ -55,7 +49,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tile:
+class ProductTile:
     """The products `[L or 1, q, n]` of some queries with some training rows."""
 
     query_start: int
@@ -63,15 +57,15 @@ class Tile:
     values: torch.Tensor
 
 
-class Engine:
+class ProductEngine:
     """A question about some pairs, planned; `tiles` computes it."""
 
     def __init__(
         self,
-        pairs: Sequence[Pair],
+        pairs: Sequence[GradientPair],
         *,
-        plan: Wanted = None,
-        memory_budget: int | str | None = None,
+        compute: ComputeWish = None,
+        memory_budget: float | str | None = None,
         per_layer: bool = False,
         answer: int,
         positions: Sequence[int] | None = None,
@@ -82,7 +76,7 @@ class Engine:
         self.positions = list(range(len(first.queries))) if positions is None else list(positions)
         self.num_train = len(first.train)
         probes = [_probe(pair) for pair in pairs]
-        self.shares: Shares = shares(
+        self.shares: MemoryShares = memory_shares(
             memory_budget,
             answer=answer,
             mapped=max(_mapped(pair.train) for pair in pairs),
@@ -91,13 +85,13 @@ class Engine:
             queries=len(self.positions),
             rows=self.num_train,
         )
-        self.sides: list[list[Side]] = []
-        steps: list[Step] = []
+        self.sides: list[list[LayerProduct]] = []
+        steps: list[QueryStep] = []
         for pair, probe in zip(self.pairs, probes, strict=True):
-            sides, told = self._sides(pair, probe, plan)
+            sides, told = self._sides(pair, probe, compute)
             self.sides.append(sides)
             steps += told
-        self.plan = Plan(
+        self.plan = QueryPlan(
             steps=tuple(steps),
             query_rows=self.shares.query_rows,
             train_rows=self.shares.train_rows,
@@ -105,13 +99,13 @@ class Engine:
             memory=self.shares.total,
         )
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[ProductTile]:
         """All products, tile by tile; of several pairs, their weighted sum."""
         step = self.shares.query_rows
         for begin in range(0, len(self.positions), step):
             chosen = self.positions[begin : begin + step]
             asked = [
-                _Asked(pair, sides, chosen, self.shares)
+                _QueryTile(pair, sides, chosen, self.shares)
                 for pair, sides in zip(self.pairs, self.sides, strict=True)
             ]
             for parts in self._train():
@@ -120,9 +114,9 @@ class Engine:
                     values = one.against(part, per_layer=self.per_layer)
                     total = values if total is None else total.add_(values)
                 assert total is not None
-                yield Tile(begin, parts[0].start, total)
+                yield ProductTile(begin, parts[0].start, total)
 
-    def _train(self) -> Iterator[list[Some]]:
+    def _train(self) -> Iterator[list[FactorBatch]]:
         """Tiles of training rows: streamed, or for several checkpoints read side by side."""
         rows = self.shares.train_rows
         if len(self.pairs) == 1:
@@ -136,68 +130,74 @@ class Engine:
                 for pair in self.pairs
             ]
 
-    def _sides(self, pair: Pair, probe: _Probe, plan: Wanted) -> tuple[list[Side], list[Step]]:
-        speeds = machine()
+    def _sides(
+        self, pair: GradientPair, probe: _RowSizes, compute: ComputeWish
+    ) -> tuple[list[LayerProduct], list[QueryStep]]:
+        speeds = machine_speeds()
         sides, steps = [], []
         groups: dict[tuple[str, str], int] = {}
         """Where the layers stand that read these two prefixes."""
         for name, form in pair.train.forms.items():
             other = pair.queries.forms[name]
-            forced = _forced(name, plan)
-            if not _same_form(form, other):
-                steps.append(Step(name, f"{other.kind} and {form.kind}", "restore", 0.0))
-                sides.append(Side((name,), _dense(form), "dense", mixed=True))
+            forced = _forced(name, compute)
+            if not form.same_layout(other):
+                steps.append(QueryStep(name, f"{other.kind} and {form.kind}", "restored", 0.0))
+                sides.append(LayerProduct((name,), _dense(form), "dense", mixed=True))
                 continue
-            load = Load(
+            load = ProductSize(
                 n_train=min(self.num_train, self.shares.train_rows),
                 n_query=min(len(self.positions), self.shares.query_rows),
                 t_train=probe.train_positions[name],
                 t_query=probe.query_positions[name],
             )
-            choice = choose(form, load, speeds, force=forced, scratch=self.shares.scratch)
+            choice = choose_compute(form, load, speeds, force=forced, scratch=self.shares.scratch)
             tiles = (self.num_train / load.n_train) * (len(self.positions) / load.n_query)
-            steps.append(Step(name, form.kind, choice.how, choice.cost.seconds * tiles))
-            shared = _shared_prefixes(form, other)
-            if shared is not None and choice.how == "factored" and not self.per_layer:
+            steps.append(QueryStep(name, form.kind, choice.compute, choice.cost.seconds * tiles))
+            shared = form.shared_prefix(other)
+            if shared is not None and choice.compute == "factored" and not self.per_layer:
                 if shared in groups:
                     before = sides[groups[shared]]
                     layers = (*before.layers, name)
                     sides[groups[shared]] = dataclasses.replace(before, layers=layers)
                     continue
                 groups[shared] = len(sides)
-            sides.append(Side((name,), form, choice.how))
+            sides.append(LayerProduct((name,), form, choice.compute))
         return sides, steps
 
 
-class _Asked:
+class _QueryTile:
     """A tile of queries in memory, restored where that is how their layer is multiplied."""
 
     def __init__(
-        self, pair: Pair, sides: Sequence[Side], positions: Sequence[int], split: Shares
+        self,
+        pair: GradientPair,
+        sides: Sequence[LayerProduct],
+        positions: Sequence[int],
+        split: MemoryShares,
     ) -> None:
         self.pair, self.sides, self.scratch = pair, sides, split.scratch
         some = pair.queries.rows(positions)
         self.slopes = _slopes(pair.queries, positions)
         self.train_slopes = pair.train.slopes()
-        self.factors: list[Factors | torch.Tensor] = []
+        self.factors: list[Rows | torch.Tensor] = []
         left = split.restored
         for side in sides:
             form = pair.queries.forms[side.layers[0]]
-            rows = _joined(form, [some.factors[name] for name in side.layers])
-            needed = len(positions) * size_of(side.form) * 4
-            restorable = side.mixed or (side.how in ("half", "restore") and needed <= left)
+            rows = form.join([some.factors[name] for name in side.layers])
+            needed = len(positions) * side.form.gradient_size * 4
+            restorable = side.mixed or (side.compute in ("half", "restored") and needed <= left)
             if restorable:
                 left -= needed
-                self.factors.append(_operators.restore(form, rows))
+                self.factors.append(form.restore(rows))
             else:
                 self.factors.append(rows)
 
-    def against(self, part: Some, *, per_layer: bool) -> torch.Tensor:
+    def against(self, part: FactorBatch, *, per_layer: bool) -> torch.Tensor:
         """The products `[L or 1, q, n]` with some training rows."""
         found: list[torch.Tensor] = []
         for side, queries in zip(self.sides, self.factors, strict=True):
             form = self.pair.train.forms[side.layers[0]]
-            rows = _joined(form, [part.factors[name] for name in side.layers])
+            rows = form.join([part.factors[name] for name in side.layers])
             values = self._one(side, form, queries, rows).float()
             if found and not per_layer:
                 found[0].add_(values)
@@ -212,18 +212,18 @@ class _Asked:
         return total
 
     def _one(
-        self, side: Side, form: Form, queries: Factors | torch.Tensor, rows: Factors
+        self, side: LayerProduct, form: AnyForm, queries: Rows | torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         if not isinstance(queries, torch.Tensor):
-            form = _widened(form, rows)
-            return _operators.dot(form, queries, rows, how=side.how, scratch=self.scratch)
+            form = form.joined(rows)
+            return form.dot(queries, rows, compute=side.compute, scratch=self.scratch)
         if side.mixed:
-            return queries @ _operators.restore(form, rows).to(queries.dtype).t()
-        return _operators.against(form, rows, queries, scratch=self.scratch, how=side.how)
+            return queries @ form.restore(rows).to(queries.dtype).t()
+        return form.along(rows, queries, scratch=self.scratch, compute=side.compute)
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
+class _RowSizes:
     """The sizes of a few rows of both sides."""
 
     query_row: float
@@ -232,10 +232,10 @@ class _Probe:
     train_positions: Mapping[str, float]
 
 
-def _probe(pair: Pair) -> _Probe:
+def _probe(pair: GradientPair) -> _RowSizes:
     query_row, query_positions = _sizes(pair.queries)
     train_row, train_positions = _sizes(pair.train)
-    return _Probe(query_row, train_row, query_positions, train_positions)
+    return _RowSizes(query_row, train_row, query_positions, train_positions)
 
 
 def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
@@ -247,14 +247,10 @@ def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
     arrays = [array for array in side.block.schema.arrays if array.name in names]
     if not any(array.ragged for array in arrays):  # all rows are alike: nothing needs to be read
         whole = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
-        return float(whole), {name: _fixed_positions(form) for name, form in side.forms.items()}
+        return float(whole), {name: form.fixed_positions for name, form in side.forms.items()}
     some = side.rows([index * len(side) // count for index in range(count)])
-    size = sum(_operators.nbytes(rows) for rows in some.factors.values()) / count
-    return size, {name: positions_of(rows) / count for name, rows in some.factors.items()}
-
-
-def _fixed_positions(form: Form) -> float:
-    return float(form.positions) if isinstance(form, Conv) else 1.0
+    size = sum(rows.nbytes for rows in some.factors.values()) / count
+    return size, {name: rows.positions / count for name, rows in some.factors.items()}
 
 
 def _mapped(side: Gradients) -> int:
@@ -262,7 +258,7 @@ def _mapped(side: Gradients) -> int:
     return max((entry.bytes for entry in side.block.manifest.segments), default=0)
 
 
-def check_pairs(pairs: Sequence[Pair]) -> None:
+def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
     if not pairs:
         raise QueryError("no gradients to compare")
@@ -300,49 +296,17 @@ def check_pairs(pairs: Sequence[Pair]) -> None:
                 )
 
 
-def _forced(layer: str, plan: Wanted) -> str | None:
-    if plan is None or isinstance(plan, str):
-        return plan
-    for pattern, name in plan.items():
+def _forced(layer: str, compute: ComputeWish) -> str | None:
+    if compute is None or isinstance(compute, str):
+        return compute
+    for pattern, name in compute.items():
         if fnmatch.fnmatchcase(layer, pattern):
             return name
     return None
 
 
-def _same_form(one: Form, other: Form) -> bool:
-    """Whether both are kept alike, whatever their arrays are called."""
-    if isinstance(one, Outer) and isinstance(other, Outer):
-        return (one.ones, one.bias) == (other.ones, other.bias)
-    if one.kind != other.kind:
-        return False
-    return isinstance(one, Dense) or one == other
-
-
-def _shared_prefixes(train: Form, queries: Form) -> tuple[str, str] | None:
-    """What two sides of a linear layer read; layers with the same can be multiplied as one."""
-    if isinstance(train, Outer) and isinstance(queries, Outer) and not train.ones:
-        return f"{train.prefix} {train.bias}", queries.prefix
-    return None
-
-
-def _dense(form: Form) -> Dense:
-    return Dense(form.parameters, "", size_of(form))
-
-
-def _joined(form: Form, parts: Sequence[Factors]) -> Factors:
-    """Layers that share a prefix as one layer with all their outputs."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    assert isinstance(first, OuterRows)
-    suffixes = [part.g for part in parts if isinstance(part, OuterRows)]
-    return OuterRows(first.x, torch.cat(suffixes, 1), first.offsets)
-
-
-def _widened(form: Form, rows: Factors) -> Form:
-    if isinstance(form, Outer) and isinstance(rows, OuterRows):
-        return dataclasses.replace(form, d_out=rows.g.shape[1])
-    return form
+def _dense(form: AnyForm) -> Dense:
+    return Dense(form.parameters, "", form.gradient_size)
 
 
 def _slopes(side: Gradients, positions: Sequence[int]) -> torch.Tensor | None:

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
 
-from gradkeep.errors import MissingRows, NotSealed, QueryError, StoreError
-from gradkeep.query import _operators
-from gradkeep.query._forms import from_fields, size_of
-from gradkeep.query._read import factors_of
+from gradkeep._public import renamed_arguments
+from gradkeep.errors import MissingRows, NotSealed, QueryError
+from gradkeep.factors import form_from_fields
+from gradkeep.query._layers import select_layers
 from gradkeep.store import CaptureKey
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    import builtins
+    import os
+    from collections.abc import Iterator, Mapping
 
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
-    from gradkeep.store import Block, Store
+    from gradkeep.factors import AnyForm, Rows
+    from gradkeep.query._layers import LayerChoice
+    from gradkeep.store import Batch, Block, Layer, Store
 
-Of = Literal["loss", "output"]
+GradientOf = Literal["loss", "output"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Some:
+class FactorBatch:
     """Some rows of a capture in memory: each layer's factors."""
 
     start: int
     stop: int
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, Rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,16 +42,16 @@ class Gradients:
 
     key: CaptureKey
     block: Block
-    forms: Mapping[str, Form]
+    forms: Mapping[str, AnyForm]
     """How each chosen layer is kept."""
-    of: Of
+    of: GradientOf
     """Whose gradient: the loss's or the output's."""
 
     def __len__(self) -> int:
         return len(self.block)
 
     def __repr__(self) -> str:
-        size = sum(size_of(form) for form in self.forms.values())
+        size = sum(form.gradient_size for form in self.forms.values())
         return (
             f"Gradients({self.key.split} at {self.key.checkpoint}: {len(self)} rows, "
             f"{len(self.forms)} layers, {size} parameters, of the {self.of})"
@@ -69,7 +70,7 @@ class Gradients:
     @property
     def size(self) -> int:
         """P, the number of parameters of the chosen layers."""
-        return sum(size_of(form) for form in self.forms.values())
+        return sum(form.gradient_size for form in self.forms.values())
 
     def column(self, name: str) -> Any:
         """A kept value of every row `[N]`: `loss`, `label`, `norm`, ..."""
@@ -91,18 +92,18 @@ class Gradients:
             parts = parts * slopes.abs().unsqueeze(1)
         return parts if per_layer else parts.double().square().sum(1).sqrt().float()
 
-    def rows(self, positions: Any) -> Some:
+    def rows(self, positions: Any) -> FactorBatch:
         """The factors of the rows at these positions, in this order."""
         wanted = np.asarray(positions, np.int64)
         batch = self.block.read_rows(wanted, self._arrays())
-        factors = {name: factors_of(form, batch) for name, form in self.forms.items()}
-        return Some(0, len(wanted), factors)
+        factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
+        return FactorBatch(0, len(wanted), factors)
 
-    def stream(self, batch_rows: int) -> Iterator[Some]:
+    def stream(self, batch_rows: int) -> Iterator[FactorBatch]:
         """All rows in order, up to `batch_rows` at a time."""
         for batch in self.block.stream(self._arrays(), batch_rows=batch_rows):
-            factors = {name: factors_of(form, batch) for name, form in self.forms.items()}
-            yield Some(batch.first_row, batch.first_row + len(batch.ids), factors)
+            factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
+            yield FactorBatch(batch.first_row, batch.first_row + len(batch.ids), factors)
 
     def positions(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Where the rows with these ids are."""
@@ -129,7 +130,7 @@ class Gradients:
         slopes = self.slopes()
         found: dict[str, torch.Tensor] = {}
         for name, form in self.forms.items():
-            dense = _operators.restore(form, some.factors[name])
+            dense = form.restore(some.factors[name])
             if slopes is not None:
                 dense = dense * slopes[at].unsqueeze(1).to(dense.dtype)
             begin = 0
@@ -144,32 +145,77 @@ class Gradients:
         return list(named)
 
 
+@overload
 def gradients(
-    store: Store,
+    store: Store | str | os.PathLike[str],
     *,
     split: str,
-    checkpoint: str | None = None,
+    checkpoints: str | None = None,
     run: str = "main",
     name: str = "main",
-    layers: str | Sequence[str] | None = None,
-    of: Of = "loss",
-) -> Gradients:
-    """The kept gradients of a split: of all layers, or of those that globs name.
+    layers: LayerChoice = None,
+    of: GradientOf = "loss",
+) -> Gradients: ...
 
-    Without a checkpoint, the only one that the split was captured at. `of="output"` asks for the
-    gradients of outputs, which a capture of a task with outputs keeps beside those of the loss.
+
+@overload
+def gradients(
+    store: Store | str | os.PathLike[str],
+    *,
+    split: str,
+    checkpoints: list[str] | tuple[str, ...],
+    run: str = "main",
+    name: str = "main",
+    layers: LayerChoice = None,
+    of: GradientOf = "loss",
+) -> list[Gradients]: ...
+
+
+@renamed_arguments(checkpoint="checkpoints")
+def gradients(
+    store: Store | str | os.PathLike[str],
+    *,
+    split: str,
+    checkpoints: str | list[str] | tuple[str, ...] | None = None,
+    run: str = "main",
+    name: str = "main",
+    layers: LayerChoice = None,
+    of: GradientOf = "loss",
+) -> Gradients | list[Gradients]:
+    """The kept gradients of a split: of all layers, or of those that names, globs or types choose.
+
+    Without a checkpoint, of the only one that the split was captured at; of several, a list. With
+    `of="output"` the gradients of outputs, which a capture of a task with outputs keeps beside
+    those of the loss.
     """
-    key = _key(store, split=split, checkpoint=checkpoint, run=run, name=name)
+    opened = open_store(store)
+    if isinstance(checkpoints, list | tuple):
+        keys = [
+            _key(opened, split=split, checkpoint=one, run=run, name=name) for one in checkpoints
+        ]
+        return [gradients_of(open_capture(opened, key), key, layers, of) for key in keys]
+    key = _key(opened, split=split, checkpoint=checkpoints, run=run, name=name)
+    return gradients_of(open_capture(opened, key), key, layers, of)
+
+
+def open_capture(store: Store, key: CaptureKey) -> Block:
+    """Everything that a finished capture keeps, or an error that says how to get it."""
+    if not store.has(key):
+        raise _no_capture(store, key.split, key.checkpoint, key.run)
     try:
-        block = store.read(key)
+        return store.read(key)
     except NotSealed as error:
         raise QueryError(
-            f"the capture of {split} at {key.checkpoint} is not finished",
+            f"the capture of {key.split} at {key.checkpoint} is not finished",
             path=error.path,
             fix="run the same gk.capture(...) again: it resumes",
         ) from error
-    forms = {layer.name: from_fields(layer.form) for layer in block.schema.layers if layer.form}
-    if not forms:
+
+
+def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: GradientOf) -> Gradients:
+    """The gradients that an open capture holds."""
+    kept_layers = [_KeptLayer(layer) for layer in block.schema.layers if layer.form]
+    if not kept_layers:
         raise QueryError(
             "this block holds no gradients", path=block.path, fix="capture it with gk.capture"
         )
@@ -188,7 +234,28 @@ def gradients(
             path=block.path,
             fix="ask with of='output', or capture of='loss'",
         )
-    return Gradients(key, block, _chosen(forms, layers), of)
+    hint = f"captured are {', '.join(layer.layer.name for layer in kept_layers[:8])}"
+    chosen = select_layers(kept_layers, layers, error=QueryError, hint=hint)
+    forms = {layer.layer.name: form_from_fields(layer.layer.form) for layer in chosen}
+    return Gradients(key, block, forms, of)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptLayer:
+    """A captured layer, as it is chosen by name or type."""
+
+    layer: Layer
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.layer.name,)
+
+    @property
+    def type(self) -> str:
+        return self.layer.type
+
+    def is_a(self, kind: builtins.type) -> bool:
+        return self.layer.type == kind.__name__
 
 
 def _key(store: Store, *, split: str, checkpoint: str | None, run: str, name: str) -> CaptureKey:
@@ -200,36 +267,40 @@ def _key(store: Store, *, split: str, checkpoint: str | None, run: str, name: st
     there = [k for k in known if (k.split, k.run, k.capture) == (split, run, name)]
     if checkpoint is None and len(there) == 1:
         return there[0]
-    listed = ", ".join(f"{k.split} at {k.checkpoint}" for k in known[:6]) or "no captures"
     if checkpoint is None and there:
         raise QueryError(
             f"{split} was captured at several checkpoints",
             found=", ".join(k.checkpoint for k in there),
-            fix=f"pass checkpoint={there[-1].checkpoint!r}",
+            fix=f"pass checkpoints={there[-1].checkpoint!r}",
         )
+    raise _no_capture(store, split, checkpoint, run)
+
+
+def _no_capture(store: Store, split: str, checkpoint: str | None, run: str) -> QueryError:
+    known = store.captures()
     at = "" if checkpoint is None else f" at {checkpoint!r}"
-    raise QueryError(
+    named = f", checkpoints={checkpoint!r}" if checkpoint else ""
+    named += f", run={run!r}" if run != "main" else ""
+    return QueryError(
         f"no capture of {split!r}{at} in run {run!r}",
         path=store.location,
-        found=listed,
-        fix=f"gk.capture(store, model, loader, task=task, split={split!r}"
-        + (f", checkpoint={checkpoint!r})" if checkpoint else ")"),
+        found=", ".join(f"{k.split} at {k.checkpoint}" for k in known[:6]) or "no captures",
+        fix=f"gk.capture(store, model, loader, task=task, split={split!r}{named})",
     )
 
 
-def _chosen(forms: Mapping[str, Form], layers: str | Sequence[str] | None) -> dict[str, Form]:
-    if layers is None:
-        return dict(forms)
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    chosen: dict[str, Form] = {}
-    for pattern in patterns:
-        found = [n for n in forms if n == pattern or fnmatch.fnmatchcase(n, pattern)]
-        if not found:
-            near = difflib.get_close_matches(pattern, forms, n=3, cutoff=0.4)
-            raise StoreError(
-                f"no captured layer matches {pattern!r}",
-                found=", ".join(list(forms)[:8]),
-                fix=f"did you mean {' or '.join(near)}?" if near else None,
-            )
-        chosen |= {n: forms[n] for n in found}
-    return {n: forms[n] for n in forms if n in chosen}
+@dataclass(frozen=True, slots=True)
+class _BatchArrays:
+    """The arrays of a batch that was read, as a form asks for them."""
+
+    batch: Batch
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.batch.tensor(name)
+
+    def offsets(self, name: str) -> torch.Tensor | None:
+        found = self.batch.column(name).offsets
+        if found is None:
+            return None
+        offsets = torch.from_numpy(found.copy())
+        return offsets - offsets[0]

@@ -1,4 +1,4 @@
-"""How fast this machine is: measured once, then kept in the user's cache folder."""
+"""How fast this machine is: measured once in about a second, then kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -8,62 +8,34 @@ import hashlib
 import json
 import os
 import platform
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
 
 from gradkeep.errors import QueryError
+from gradkeep.factors import MachineSpeeds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VARIABLE = "GRADKEEP_MACHINE"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Speeds in float32, from which the time of an operator is predicted.
-
-    The defaults are those of one core of a server; only their ratios matter for a choice.
-    """
-
-    flops: float = 75e9
-    """Operations a second of a large matrix product."""
-    batched: float = 40e9
-    """Operations a second of many small matrix products in one call."""
-    convolution: float = 65e9
-    """Operations a second of a convolution."""
-    matrix: float = 5e-7
-    """Seconds for each matrix of such a batch."""
-    result: float = 4e-10
-    """Seconds for each value of a matrix product's result, beside its operations."""
-    operand: float = 3e-10
-    """Seconds for each value of a matrix product's operands, read from memory."""
-    touch: float = 1e-10
-    """Seconds for each value that an operator passes over in the cache."""
-    fold: float = 2e-10
-    """Seconds for each value that is summed in the cache."""
-    write: float = 4e-10
-    """Seconds for each value written to memory."""
-    turn: float = 1e-9
-    """Seconds for each value of a transposed copy."""
-    run: float = 7e-9
-    """Seconds for each contiguous run of a copy made of short ones."""
-    call: float = 3e-6
-    """Seconds for an operator on nothing."""
-
-
-def machine() -> Machine:
+def machine_speeds() -> MachineSpeeds:
     """This machine's speeds: read from the cache folder, or measured in about a second.
 
     The file is `gradkeep/machine-*.json` below `XDG_CACHE_HOME`, one for each torch version,
     processor and number of threads; the variable GRADKEEP_MACHINE names another one.
     """
-    import torch
-
     facts = (torch.__version__, _processor(), str(torch.get_num_threads()))
     return _known(facts, os.environ.get(VARIABLE))
 
 
 @functools.lru_cache(maxsize=8)
-def _known(facts: tuple[str, ...], chosen: str | None) -> Machine:
+def _known(facts: tuple[str, ...], chosen: str | None) -> MachineSpeeds:
     path = _folder() / f"machine-{_key(facts)}.json" if chosen is None else Path(chosen)
     if path.exists():
         try:
@@ -71,19 +43,18 @@ def _known(facts: tuple[str, ...], chosen: str | None) -> Machine:
         except QueryError:
             if chosen is not None:
                 raise
-    from gradkeep.query._calibrate import calibrate
 
     found = calibrate()
     write(found, path, facts)
     return found
 
 
-def read(path: Path) -> Machine:
+def read(path: Path) -> MachineSpeeds:
     """The speeds that a file holds."""
-    names = [field.name for field in dataclasses.fields(Machine)]
+    names = [field.name for field in dataclasses.fields(MachineSpeeds)]
     try:
         speeds = json.loads(path.read_text())["speeds"]
-        found = Machine(**{name: float(speeds[name]) for name in names})
+        found = MachineSpeeds(**{name: float(speeds[name]) for name in names})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QueryError(
             "the file does not hold the speeds of a machine",
@@ -103,7 +74,7 @@ def read(path: Path) -> Machine:
     return found
 
 
-def write(found: Machine, path: Path, facts: tuple[str, ...]) -> None:
+def write(found: MachineSpeeds, path: Path, facts: tuple[str, ...]) -> None:
     """Keeps the speeds, if the folder can be written to."""
     document: dict[str, Any] = {"facts": list(facts), "speeds": dataclasses.asdict(found)}
     try:
@@ -131,3 +102,99 @@ def _processor() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+_EACH = 0.06
+"""Seconds for one measurement."""
+
+
+def calibrate() -> MachineSpeeds:
+    """The speeds of operators like those of the algebra, each the best of several runs.
+
+    >>> calibrate().flops > 1e8
+    True
+    """
+    with torch.no_grad():
+        call = _best(_small_call())
+        flops = 2 * 512**3 / _best(_product(512, 512, 512))
+        thin = _best(_product(512, 1024, 16))
+        result = max(1e-11, thin - 2 * 512 * 1024 * 16 / flops) / (512 * 1024)
+        flat = _best(_product(4, 8192, 512))
+        operand = max(1e-11, flat - 2 * 4 * 8192 * 512 / flops) / (8192 * 512)
+        tiny = _best(_batch(1000, 8, 8, 8))
+        batch = _best(_batch(64, 32, 144, 64))
+        matrix = max(1e-9, tiny / 1000)
+        batched = 2 * 64 * 32 * 144 * 64 / max(batch - 64 * matrix, batch / 4)
+        return MachineSpeeds(
+            flops=flops,
+            batched=batched,
+            convolution=_convolution(),
+            matrix=matrix,
+            result=result,
+            operand=operand,
+            touch=_best(_multiply()) / (1 << 18),
+            fold=_best(_fold()) / (1 << 19),
+            write=_best(_write()) / (3 << 22),
+            turn=_best(_turn()) / (1 << 19),
+            run=_best(_runs()) / (1 << 17),
+            call=call,
+        )
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of as many runs as fit; other processes only ever slow one down."""
+    work()
+    found: list[float] = []
+    begun = time.perf_counter()
+    while len(found) < 3 or time.perf_counter() - begun < _EACH:
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _small_call() -> Callable[[], object]:
+    values = torch.ones(8, 8)
+    return lambda: values.narrow(0, 1, 4).mul_(values.narrow(0, 1, 4))
+
+
+def _product(rows: int, columns: int, inner: int) -> Callable[[], object]:
+    left, right = torch.ones(rows, inner), torch.ones(columns, inner)
+    return lambda: left @ right.t()
+
+
+def _batch(count: int, rows: int, columns: int, inner: int) -> Callable[[], object]:
+    left, right = torch.ones(count, rows, inner), torch.ones(count, columns, inner)
+    return lambda: torch.bmm(left, right.transpose(1, 2))
+
+
+def _convolution() -> float:
+    images, kernels = torch.ones(4, 64, 16, 16), torch.ones(64, 64, 3, 3)
+    operations = 2 * 4 * 64 * 64 * 9 * 14 * 14
+    return operations / _best(lambda: F.conv2d(images, kernels))
+
+
+def _multiply() -> Callable[[], object]:
+    left, right = torch.ones(1 << 18), torch.ones(1 << 18)
+    return lambda: left.mul_(right)
+
+
+def _fold() -> Callable[[], object]:
+    values = torch.ones(16, 32, 1024)
+    return lambda: values.sum(1)
+
+
+def _write() -> Callable[[], object]:
+    left, right = torch.ones(192, 256, 1), torch.ones(192, 1, 256)
+    out = torch.empty(192, 256, 256)  # more than a cache holds
+    return lambda: torch.mul(left, right, out=out)
+
+
+def _turn() -> Callable[[], object]:
+    values = torch.ones(64, 256, 32)
+    return lambda: values.permute(2, 0, 1).contiguous()
+
+
+def _runs() -> Callable[[], object]:
+    values = torch.ones(1 << 15, 8)
+    return lambda: values.as_strided((1 << 15, 4, 4), (8, 1, 1)).contiguous()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError
 
-DEFAULT = 1 << 30
+DEFAULT_BUDGET = 1 << 30
 _MOST_TRAIN = 64 << 20
 _MOST_SCRATCH = 64 << 20
 _LEAST_SCRATCH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class MemoryShares:
     """How a budget is divided."""
 
     query_rows: int
@@ -25,8 +25,8 @@ class Shares:
     total: int
 
 
-def shares(
-    budget: int | str | None,
+def memory_shares(
+    budget: float | str | None,
     *,
     answer: int,
     mapped: int,
@@ -34,13 +34,13 @@ def shares(
     train_row: float,
     queries: int,
     rows: int,
-) -> Shares:
+) -> MemoryShares:
     """The parts of a budget: the answer and the mapped file first, the rest by fixed shares.
 
     `query_row` and `train_row` are the bytes of one row's factors in memory. A budget too small
     for one row of each is an error that says how much is needed.
     """
-    limit = DEFAULT if budget is None else parse_bytes(budget)
+    limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
     least = int(answer + mapped + 2 * query_row + 4 * train_row + 2 * _LEAST_SCRATCH) + 1
     if limit < least:
         if budget is not None:
@@ -59,4 +59,4 @@ def shares(
     train = min(_MOST_TRAIN, 0.25 * rest)
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
     scratch = max(_LEAST_SCRATCH, min(_MOST_SCRATCH, int(0.2 * rest)))
-    return Shares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)
+    return MemoryShares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)

@@ -1,52 +1,24 @@
-"""Answers: products of gradients with the ids they belong to and the plan they were made by."""
+"""The questions about pairs of gradients (products, cosines, the largest ones) and their answers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._budgets import format_bytes
+import torch
+
+from gradkeep._public import renamed_arguments
+from gradkeep.errors import QueryError
+from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
+from gradkeep.query._gradients import Gradients
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
-    from gradkeep.query._ways import How
+    from gradkeep.query._planner import QueryPlan
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """How one layer was multiplied."""
-
-    layer: str
-    form: str
-    how: How
-    predicted_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What was done, layer by layer, and in how many bytes."""
-
-    steps: tuple[Step, ...]
-    query_rows: int
-    """Queries held at once."""
-    train_rows: int
-    """Training rows held at once."""
-    scratch: int
-    """Bytes of temporaries."""
-    memory: int
-    """Bytes planned for in all."""
-
-    def __str__(self) -> str:
-        rows = [f"{s.layer}: {s.form}, {s.how}, {s.predicted_seconds:.3g} s" for s in self.steps]
-        held = (
-            f"{self.query_rows} queries against {self.train_rows} rows at a time "
-            f"in {format_bytes(self.memory)}"
-        )
-        return "\n".join([*rows, held])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +29,14 @@ class Products:
     """`[Q, N]` float32"""
     query_ids: Ids
     train_ids: Ids
-    plan: Plan
+    plan: QueryPlan
     layers: tuple[str, ...]
     per_layer: torch.Tensor | None = None
     """`[L, Q, N]`, where it was asked for"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Top:
+class TopRows:
     """The k largest products of each query."""
 
     values: torch.Tensor
@@ -72,4 +44,196 @@ class Top:
     ids: torch.Tensor
     """`[Q, k]` int64: the training rows"""
     query_ids: Ids
-    plan: Plan
+    plan: QueryPlan
+
+
+Side = Gradients | Sequence[Gradients]
+
+
+@renamed_arguments(plan="compute")
+def dot(
+    queries: Side,
+    train: Side,
+    *,
+    weights: Sequence[float] | None = None,
+    ids: Any = None,
+    compute: ComputeWish = None,
+    memory_budget: float | str | None = None,
+    per_layer: bool = False,
+) -> Products:
+    """Inner products `[Q, N]` of every query's gradient with every training row's.
+
+    Over several checkpoints (equally long lists, `weights` such as learning rates) their weighted
+    sum. `ids` picks queries. Exact; the planner's way, or the one that `compute` names.
+
+    >>> import gradkeep as gk, tempfile
+    >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+    >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+    >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
+    >>> train = gk.gradients(store, split="train")
+    >>> gk.query.dot(train, train).values.shape
+    torch.Size([5, 5])
+    """
+    pairs = _pairs(queries, train, weights)
+    return _matrix(pairs, ids, compute, memory_budget, per_layer=per_layer, cosine=False)
+
+
+@renamed_arguments(plan="compute")
+def cosine(
+    queries: Side,
+    train: Side,
+    *,
+    weights: Sequence[float] | None = None,
+    ids: Any = None,
+    compute: ComputeWish = None,
+    memory_budget: float | str | None = None,
+) -> Products:
+    """Cosines `[Q, N]` of the angles between gradients, averaged over checkpoints by `weights`.
+
+    A gradient of length zero has cosine 0 with everything.
+    """
+    pairs = _pairs(queries, train, weights)
+    return _matrix(pairs, ids, compute, memory_budget, per_layer=False, cosine=True)
+
+
+@renamed_arguments(plan="compute")
+def gram(
+    gradients: Gradients, *, compute: ComputeWish = None, memory_budget: float | str | None = None
+) -> Products:
+    """Inner products `[N, N]` of all rows with each other."""
+    return dot(gradients, gradients, compute=compute, memory_budget=memory_budget)
+
+
+@renamed_arguments(plan="compute")
+def top(
+    queries: Side,
+    train: Side,
+    k: int,
+    *,
+    weights: Sequence[float] | None = None,
+    ids: Any = None,
+    smallest: bool = False,
+    compute: ComputeWish = None,
+    memory_budget: float | str | None = None,
+) -> TopRows:
+    """The `k` training rows with the largest (or smallest) product for each query.
+
+    The matrix is never held: Q x (k + a tile) values at a time. Equal products come in the order
+    of the training rows.
+    """
+    pairs = _pairs(queries, train, weights)
+    positions = _positions(pairs[0].queries, ids)
+    if k < 1:
+        raise QueryError("k must be at least 1", found=k)
+    k = min(k, len(pairs[0].train))
+    engine = ProductEngine(
+        pairs,
+        compute=compute,
+        memory_budget=memory_budget,
+        answer=len(positions) * k * 16,
+        positions=positions,
+    )
+    sign = -1.0 if smallest else 1.0
+    best = torch.full((len(positions), k), -torch.inf)
+    rows = torch.zeros((len(positions), k), dtype=torch.int64)
+    for tile in engine.tiles():
+        values = tile.values[0] * sign
+        here = slice(tile.query_start, tile.query_start + len(values))
+        numbers = torch.arange(tile.train_start, tile.train_start + values.shape[1])
+        both = torch.cat([best[here], values], 1)
+        both_rows = torch.cat([rows[here], numbers.expand_as(values)], 1)
+        # Earlier rows stand first, and a stable sort leaves equals in place.
+        order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        best[here], rows[here] = both.gather(1, order), both_rows.gather(1, order)
+    train_ids = torch.from_numpy(pairs[0].train.ids.copy())
+    return TopRows(
+        values=best * sign,
+        ids=train_ids[rows],
+        query_ids=pairs[0].queries.ids[positions],
+        plan=engine.plan,
+    )
+
+
+def _matrix(
+    pairs: list[GradientPair],
+    ids: Any,
+    compute: ComputeWish,
+    memory_budget: float | str | None,
+    *,
+    per_layer: bool,
+    cosine: bool,
+) -> Products:
+    positions = _positions(pairs[0].queries, ids)
+    layers = tuple(pairs[0].train.forms)
+    count, rows = len(positions), len(pairs[0].train)
+    parts = len(layers) if per_layer else 1
+    answer = count * rows * 4 * (parts + 1 if per_layer else 1)
+    total: torch.Tensor | None = None
+    last = None
+    # Cosines are normalised per checkpoint, so their checkpoints are gone through one by one.
+    for group in [[pair] for pair in pairs] if cosine else [pairs]:
+        engine = ProductEngine(
+            group,
+            compute=compute,
+            memory_budget=memory_budget,
+            per_layer=per_layer,
+            answer=answer,
+            positions=positions,
+        )
+        values = torch.empty(parts, count, rows) if total is None else total
+        scale = _inverse_norms(group[0], positions) if cosine else None
+        for tile in engine.tiles():
+            n = slice(tile.train_start, tile.train_start + tile.values.shape[2])
+            q = slice(tile.query_start, tile.query_start + tile.values.shape[1])
+            part = tile.values
+            if scale is not None:
+                part = part * scale[0][q].unsqueeze(1) * scale[1][n]
+            if total is None:
+                values[:, q, n] = part
+            else:
+                values[:, q, n] += part
+        total, last = values, engine
+    assert total is not None
+    assert last is not None
+    return Products(
+        values=total.sum(0) if per_layer else total[0],
+        query_ids=pairs[0].queries.ids[positions],
+        train_ids=pairs[0].train.ids,
+        plan=last.plan,
+        layers=layers,
+        per_layer=total if per_layer else None,
+    )
+
+
+def _inverse_norms(pair: GradientPair, positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, train = pair.queries.norms()[positions], pair.train.norms()
+    return _inverse(queries), _inverse(train)
+
+
+def _inverse(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.where(lengths > 0, 1 / lengths, torch.zeros_like(lengths))
+
+
+def _pairs(queries: Side, train: Side, weights: Sequence[float] | None) -> list[GradientPair]:
+    asked = [queries] if isinstance(queries, Gradients) else list(queries)
+    rows = [train] if isinstance(train, Gradients) else list(train)
+    if len(asked) != len(rows):
+        raise QueryError(
+            "queries and training rows at different numbers of checkpoints",
+            found=f"{len(asked)} and {len(rows)}",
+            fix="pass one capture of each per checkpoint, in the same order",
+        )
+    by = [1.0] * len(rows) if weights is None else [float(weight) for weight in weights]
+    if len(by) != len(rows):
+        raise QueryError(
+            "one weight per checkpoint is needed",
+            found=f"{len(by)} weights for {len(rows)} checkpoints",
+        )
+    return [GradientPair(q, t, w) for q, t, w in zip(asked, rows, by, strict=True)]
+
+
+def _positions(queries: Gradients, ids: Any) -> list[int]:
+    if ids is None:
+        return list(range(len(queries)))
+    found: list[int] = queries.positions(ids).tolist()
+    return found

@@ -311,13 +311,13 @@ _FOLDERS = (f"/{SEGMENTS}", f"/{_manifest.FOLDER}")
 
 
 def open(
-    path: str | os.PathLike[str] | Backend,
+    path: Store | str | os.PathLike[str] | Backend,
     *,
     create: bool = True,
     durability: Durability = "full",
     verify: bool = True,
 ) -> Store:
-    """Open the store at `path`, checked; make a new one if there is nothing there.
+    """Open the store at `path`, checked; make a new one if there is nothing there; an open one stays.
 
     `durability="process"` skips every fsync: fast scratch that survives a crash of the program but
     not of the machine. `verify=False` skips the checksums of reads.
@@ -331,6 +331,8 @@ def open(
     >>> store.read(gk.CaptureKey(checkpoint="final", split="train")).read([3])["loss"]
     array([2.], dtype=float32)
     """
+    if isinstance(path, Store):
+        return path
     if durability not in ("full", "process"):
         raise StoreError("unknown durability", found=durability, expected="'full' or 'process'")
     backend = backend_for(path)

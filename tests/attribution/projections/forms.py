@@ -4,8 +4,19 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from gradkeep.query._factors import ConvRows, DenseRows, LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Parameter, Tied
+from gradkeep.factors import (
+    Convolution,
+    ConvolutionRows,
+    Dense,
+    DenseRows,
+    Lookup,
+    LookupRows,
+    Outer,
+    OuterRows,
+    Parameter,
+    Tied,
+    TiedRows,
+)
 
 small = st.integers(1, 5)
 
@@ -58,11 +69,11 @@ def conv(draw, count):
     if bias:
         parameters.append(Parameter("b", (groups * (outer if bias == "narrow" else inner),)))
     geometry = [tuple(part) for part in (size, out, kernel, stride, padding, [1 for _ in axes])]
-    form = Conv(
+    form = Convolution(
         tuple(parameters), "x", "g", groups * inner, groups * outer, *geometry, groups, bias
     )
     wide = values(count, groups * inner, *size)
-    return form, ConvRows(wide, values(count, groups * outer, *out))
+    return form, ConvolutionRows(wide, values(count, groups * outer, *out))
 
 
 @st.composite

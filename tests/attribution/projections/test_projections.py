@@ -14,9 +14,7 @@ from gradkeep.attribution import _projections as pj
 from gradkeep.attribution._projections import _random
 from gradkeep.attribution._projections._tensor_sketch import TensorSketch
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.query import _operators as ops
-from gradkeep.query._factors import DenseRows, OuterRows
-from gradkeep.query._forms import Dense, Outer, Parameter
+from gradkeep.factors import Dense, DenseRows, Outer, OuterRows, Parameter
 
 KINDS = [kind for kind in pj.KINDS if kind != "auto"]
 dims = st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33])
@@ -74,7 +72,7 @@ def fold(into, words):
 
 
 def by_matrix(form, rows, projection):
-    dense = ops.restore(form, rows).double()
+    dense = form.restore(rows).double()
     at, found = 0, torch.zeros(len(rows), projection.dim, dtype=torch.float64)
     for parameter in form.parameters:
         found += dense[:, at : at + parameter.size] @ matrix(parameter, projection)
@@ -106,10 +104,10 @@ def test_independent_of_the_batch_and_of_storage(layer, dim, kind, data):
     projection = pj.Projection(kind, max(dim, 4))
     whole = pj.project_rows(form, rows, projection)
     cut = data.draw(st.integers(0, len(rows)))
-    parts = [ops.take(form, rows, 0, cut), ops.take(form, rows, cut, len(rows))]
+    parts = [rows.take(0, cut), rows.take(cut, len(rows))]
     split = torch.cat([pj.project_rows(form, part, projection) for part in parts])
     assert torch.allclose(split, whole, atol=1e-10)
-    kept = ops.restore(form, rows)
+    kept = form.restore(rows)
     dense = Dense(form.parameters, "w.gradient", kept.shape[1])
     assert torch.allclose(pj.project_rows(dense, DenseRows(kept), projection), whole, atol=1e-10)
 
@@ -120,7 +118,7 @@ def test_two_sided_equals_its_matrices_however_a_layer_is_kept(layer, high, wide
     projection = pj.TwoSided(high, wide)
     found = pj.two_sided_rows(form, rows, projection, scratch=500)
     assert found.shape == (len(rows), projection.width(form.parameters))
-    kept = ops.restore(form, rows)
+    kept = form.restore(rows)
     dense = Dense(form.parameters, "w.gradient", kept.shape[1])
     assert torch.allclose(pj.two_sided_rows(dense, DenseRows(kept), projection), found, atol=1e-6)
 
@@ -142,7 +140,7 @@ def test_two_sided_products_are_right_on_average():
     form = Outer((Parameter("w", (9, 12)), Parameter("b", (9,))), "x", "g", 12, 9, bias=True)
     torch.manual_seed(0)
     rows = OuterRows(torch.randn(2, 12).double(), torch.randn(2, 9).double())
-    dense = ops.restore(form, rows)
+    dense = form.restore(rows)
     draws = 400
     found = []
     for seed in range(draws):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
     from gradkeep.capturing import Task
     from gradkeep.capturing._mode import Mode
 
@@ -57,7 +57,7 @@ class Curved:
         return self.product(vectors) + self.damping * vectors
 
 
-def curvature(at: At, told: CurvatureOptions) -> Curved:
+def curvature(at: CheckpointView, told: CurvatureOptions) -> Curved:
     """That of the mean loss in the parameters of the chosen layers, at one checkpoint.
 
     A relative damping is times the mean eigenvalue of the empirical Fisher matrix, which the kept

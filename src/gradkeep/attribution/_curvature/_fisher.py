@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fisher_product(
-    space: Space, train: Gradients, vectors: Tensor, *, memory_budget: int | str | None
+    space: Space, train: Gradients, vectors: Tensor, *, memory_budget: float | str | None
 ) -> Tensor:
     """F v = mean over rows of g (g . v), for vectors `[K, P]`; two passes over the rows."""
     directions = space.directions(vectors)

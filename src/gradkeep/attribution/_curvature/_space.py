@@ -9,23 +9,23 @@ import torch
 
 from gradkeep.attribution._fisher._stream import dense_rows
 from gradkeep.errors import AttributionError
+from gradkeep.factors import Dense
 from gradkeep.query import Directions
-from gradkeep.query._forms import Dense, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from gradkeep.factors import AnyForm, Parameter
     from gradkeep.query import Gradients
-    from gradkeep.query._forms import Form, Parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
     """Vectors `[P]`: the layers one after the other, each layer's parameters in order."""
 
-    forms: Mapping[str, Form]
+    forms: Mapping[str, AnyForm]
     weights: str
     """The fingerprint of the model's weights."""
 
@@ -43,7 +43,7 @@ class Space:
     @property
     def size(self) -> int:
         """P"""
-        return sum(size_of(form) for form in self.forms.values())
+        return sum(form.gradient_size for form in self.forms.values())
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -56,7 +56,7 @@ class Space:
 
     def directions(self, vectors: Tensor) -> Directions:
         """Vectors `[K, P]` layer by layer, float32."""
-        sizes = [size_of(form) for form in self.forms.values()]
+        sizes = [form.gradient_size for form in self.forms.values()]
         parts = [part.float() for part in torch.split(vectors, sizes, 1)]
         named = dict(zip(self.forms, parts, strict=True))
         return Directions(tuple(range(len(vectors))), named, self.forms, self.weights)

@@ -13,7 +13,7 @@ from gradkeep.attribution._fisher._conv import even
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._fisher._layout import Matrix, Vector
+    from gradkeep.factors import WeightMatrix, WeightVector
 
 _DOUBLE = 512
 """Matrices up to this size are decomposed in float64, larger ones in float32: twice as fast, and
@@ -24,7 +24,7 @@ its rounding is far below any damping."""
 class MatrixBasis:
     """Coordinates L^T G R `[G, R, C]` of a weight's gradient, with a value for each."""
 
-    piece: Matrix
+    piece: WeightMatrix
     left: Tensor | None
     """`[G, R, R]`; None: its own coordinates."""
     right: Tensor | None
@@ -58,7 +58,7 @@ class MatrixBasis:
 class VectorBasis:
     """Coordinates Q^T v `[size]`, with a value for each."""
 
-    piece: Vector
+    piece: WeightVector
     vectors: Tensor | None
     """`[size, size]`; None: its own coordinates."""
     values: Tensor

@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.query._patches import padded, patch_values
-from gradkeep.query._tiles import CACHED, tiles
+from gradkeep.factors import CACHED, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from gradkeep.query._forms import Conv
+    from gradkeep.factors import Convolution
 
 
-def by_channels(form: Conv, wide: Tensor) -> Iterator[list[Tensor]]:
+def by_channels(form: Convolution, wide: Tensor) -> Iterator[list[Tensor]]:
     """Some rows of `[B, C, *size]` at a time, of each group the patches `[b T, width]`.
 
     Their columns are taps x channels, ones for the bias, and zeros up to a multiple of 16, without
     which matrix products take up to twice as long.
     """
-    for start, stop in tiles(len(wide), 2 * patch_values(form), wide.element_size(), 4 * CACHED):
-        pixels = padded(form, wide[start:stop]).movedim(1, -1).contiguous()
+    for start, stop in tiles(len(wide), 2 * form.patch_values, wide.element_size(), 4 * CACHED):
+        pixels = form.padded(wide[start:stop]).movedim(1, -1).contiguous()
         yield [_patches(form, pixels, group) for group in range(form.groups)]
 
 
-def width(form: Conv) -> int:
+def width(form: Convolution) -> int:
     """The number of columns of such patches."""
     return even(form.channels // form.groups * form.taps + (form.bias == "narrow"))
 
@@ -42,7 +41,7 @@ def even(columns: int) -> int:
     return -(-columns // 16) * 16
 
 
-def order(form: Conv) -> Tensor:
+def order(form: Convolution) -> Tensor:
     """Where each column of the weight's matrix is among those of such patches."""
     inner = form.channels // form.groups
     columns = torch.arange(inner * form.taps).view(form.taps, inner).t().flatten()
@@ -51,7 +50,7 @@ def order(form: Conv) -> Tensor:
     return torch.cat([columns, torch.tensor([inner * form.taps])])
 
 
-def _patches(form: Conv, wide: Tensor, group: int) -> Tensor:
+def _patches(form: Convolution, wide: Tensor, group: int) -> Tensor:
     """Those of one group, from padded pixels `[B, *size, C]`."""
     count, inner, axes = len(wide), form.channels // form.groups, range(1, wide.dim() - 1)
     steps = [wide.stride(axis) * form.stride[axis - 1] for axis in axes]

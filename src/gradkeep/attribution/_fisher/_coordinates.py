@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.attribution._fisher._basis import MatrixBasis
-from gradkeep.attribution._fisher._layout import SCRATCH, size_kept
-from gradkeep.attribution._fisher._sums import by_positions, scaled, with_ones
-from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, OuterRows
-from gradkeep.query._forms import Conv, Outer, Parameter
-from gradkeep.query._patches import padded, padded_values
-from gradkeep.query._tiles import CACHED, tiles
+from gradkeep.attribution._fisher._sums import scaled
+from gradkeep.factors import (
+    CACHED,
+    Convolution,
+    ConvolutionRows,
+    Outer,
+    OuterRows,
+    Parameter,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,22 +24,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._fisher._basis import Basis
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
+    from gradkeep.factors import AnyForm, Rows
 
     Tile = tuple[int, int, Tensor]
 
 
-def coordinates(basis: Basis, form: Form, rows: Factors, slopes: Tensor | None) -> Iterator[Tile]:
+def coordinates(basis: Basis, form: AnyForm, rows: Rows, slopes: Tensor | None) -> Iterator[Tile]:
     """`(start, stop, [stop - start, *values])` of all rows, a tile that stays in the cache a time.
 
     Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned.
     """
-    if isinstance(basis, MatrixBasis) and by_positions(form):
+    if isinstance(basis, MatrixBasis) and form.factored:
         match form, rows:
             case Outer(), OuterRows():
                 return _of_outer(basis, form, rows, slopes)
-            case Conv(), ConvRows() if basis.right is not None:
+            case Convolution(), ConvolutionRows() if basis.right is not None:
                 return _of_conv(basis, form, rows, slopes)
     return _of_restored(basis, form, rows, slopes)
 
@@ -45,7 +47,7 @@ def turned_factors(
     basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
 ) -> OuterRows:
     """Suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, the ones of the bias among them."""
-    g, x = scaled(rows.g, rows.offsets, slopes), with_ones(form, rows.x)
+    g, x = scaled(rows.g, rows.offsets, slopes), form.with_ones(rows.x)
     g = g if basis.left is None else g @ basis.left[0].to(g.dtype)
     x = x if basis.right is None else x @ basis.right[0].to(x.dtype)
     return OuterRows(x, g, rows.offsets)
@@ -58,12 +60,12 @@ def _of_outer(
     high, cols = turned.g.shape[1], turned.x.shape[1]
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
     for start, stop in tiles(len(rows), high * cols, turned.x.element_size(), 2 * CACHED):
-        some = _operators.restore(plain, _operators.take(plain, turned, start, stop))
+        some = plain.restore(turned.take(start, stop))
         yield start, stop, some.view(-1, 1, high, cols)
 
 
 def _of_conv(
-    basis: MatrixBasis, form: Conv, rows: ConvRows, slopes: Tensor | None
+    basis: MatrixBasis, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
     """To turn patches is to convolve with the eigenvectors: they are never laid out."""
     groups, high, cols = basis.values.shape
@@ -73,10 +75,10 @@ def _of_conv(
     sides = basis.right.mT.to(dtype)
     filters = sides[:, :, : inner * form.taps].reshape(groups * cols, inner, *form.kernel)
     ones = sides[:, :, -1].reshape(-1) if form.bias == "narrow" else None
-    values = groups * cols * form.positions + padded_values(form)
+    values = groups * cols * form.positions + form.padded_values
     for start, stop in tiles(len(rows), values, rows.wide.element_size(), 2 * CACHED):
         count = stop - start
-        pixels = padded(form, rows.wide[start:stop])
+        pixels = form.padded(rows.wide[start:stop])
         x = torch.ops.aten.convolution(
             pixels, filters, ones, form.stride, flat, form.dilation, False, flat, groups
         )
@@ -88,9 +90,9 @@ def _of_conv(
         yield start, stop, g @ x.view(count, groups, cols, form.positions).mT
 
 
-def _of_restored(basis: Basis, form: Form, rows: Factors, slopes: Tensor | None) -> Iterator[Tile]:
-    for start, stop in tiles(len(rows), 2 * size_kept(form), 4, SCRATCH):
-        dense = _operators.restore(form, _operators.take(form, rows, start, stop))
+def _of_restored(basis: Basis, form: AnyForm, rows: Rows, slopes: Tensor | None) -> Iterator[Tile]:
+    for start, stop in tiles(len(rows), 2 * form.restored_size, 4, 8 * CACHED):
+        dense = form.restore(rows.take(start, stop))
         found = basis.coordinates(dense)
         if slopes is not None:
             found = found * slopes[start:stop].view(-1, *[1] * (found.dim() - 1)).to(found.dtype)

@@ -8,22 +8,19 @@ import torch
 
 from gradkeep.attribution._fisher._basis import MatrixBasis
 from gradkeep.attribution._fisher._coordinates import coordinates, turned_factors
-from gradkeep.attribution._fisher._sums import by_positions, scaled
-from gradkeep.query import _operators
-from gradkeep.query._factors import LookupRows, OuterRows
-from gradkeep.query._forms import Lookup, Outer
+from gradkeep.attribution._fisher._sums import scaled
+from gradkeep.factors import Lookup, LookupRows, Outer, OuterRows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._fisher._basis import Basis
     from gradkeep.attribution._fisher._curvature import Kept
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
+    from gradkeep.factors import AnyForm, Rows
 
 
 def squares(
-    basis: Basis, form: Form, rows: Factors, slopes: Tensor | None, *, keep: Kept | None = None
+    basis: Basis, form: AnyForm, rows: Rows, slopes: Tensor | None, *, keep: Kept | None = None
 ) -> Tensor:
     """Sums over rows of squared coordinates, in the shape of the basis' values.
 
@@ -31,7 +28,7 @@ def squares(
     every row are made. Where they are wanted again, they are written into `keep` `[B, size]`, or
     both factors of them.
     """
-    if not isinstance(keep, torch.Tensor) and isinstance(basis, MatrixBasis) and by_positions(form):
+    if not isinstance(keep, torch.Tensor) and isinstance(basis, MatrixBasis) and form.factored:
         match form, rows:
             case Outer(), OuterRows(offsets=None):
                 return _one_position(basis, form, rows, slopes, keep)
@@ -60,4 +57,4 @@ def _lookup(basis: MatrixBasis, form: Lookup, rows: LookupRows, slopes: Tensor |
         g = g @ basis.right[0].to(g.dtype)
     moved = LookupRows(rows.ids, g, rows.offsets)
     ones = g.new_ones(1, len(moved))
-    return _operators.squares(form, moved, ones).view(basis.values.shape)
+    return form.weighted_squares(moved, ones).view(basis.values.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkeep.errors import AttributionError
-from gradkeep.query._factors import OuterRows
+from gradkeep.factors import OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

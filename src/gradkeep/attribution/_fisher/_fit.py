@@ -12,28 +12,26 @@ from gradkeep.attribution._fisher import _corrected
 from gradkeep.attribution._fisher._basis import MatrixBasis, VectorBasis, eigen
 from gradkeep.attribution._fisher._curvature import Fisher, LayerFisher, bytes_kept
 from gradkeep.attribution._fisher._held import empty_rows, room_for_rows
-from gradkeep.attribution._fisher._layout import Matrix, layout
 from gradkeep.attribution._fisher._stream import parts
 from gradkeep.attribution._fisher._sums import MatrixSums, VectorSums
 from gradkeep.errors import AttributionError
-from gradkeep.query._factors import OuterRows
-from gradkeep.query._memory import DEFAULT
+from gradkeep.factors import OuterRows, WeightMatrix
+from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._fisher._basis import Basis
     from gradkeep.attribution._fisher._curvature import Kept
-    from gradkeep.attribution._fisher._layout import Piece
+    from gradkeep.factors import AnyForm, WeightBlock
     from gradkeep.query import Gradients
-    from gradkeep.query._forms import Form
 
 
 def fisher(
     gradients: Gradients,
     *,
     corrected: bool,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
     keep_rows: bool = False,
 ) -> Fisher:
     """The mean of g g^T over all rows, as Kronecker products layer by layer.
@@ -63,14 +61,14 @@ def fisher(
 def _layer(
     gradients: Gradients,
     name: str,
-    memory_budget: int | str | None,
+    memory_budget: float | str | None,
     *,
     corrected: bool,
     held: int,
     room: int,
 ) -> LayerFisher:
     form = gradients.forms[name]
-    sums = [_sums(piece, form, memory_budget) for piece in layout(form)]
+    sums = [_sums(piece, form, memory_budget) for piece in form.weight_blocks()]
     held += 3 * sum(one.nbytes for one in sums)
     for part in parts(gradients, name, memory_budget, held=held):
         for one in sums:
@@ -80,7 +78,7 @@ def _layer(
     if not corrected:
         return LayerFisher(tuple(bases))
     # A budget that is enough without kept rows must stay enough: half of it is left alone.
-    limit = DEFAULT if memory_budget is None else parse_bytes(memory_budget)
+    limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
     kept = empty_rows(gradients, name, min(room, limit // 2 - held - mapped))
     held += bytes_kept(kept)
@@ -107,10 +105,12 @@ def _some(kept: Kept | None, rows: slice, columns: slice) -> Kept | None:
     return None if kept is None else kept[rows, columns]
 
 
-def _sums(piece: Piece, form: Form, memory_budget: int | str | None) -> MatrixSums | VectorSums:
-    if not isinstance(piece, Matrix):
+def _sums(
+    piece: WeightBlock, form: AnyForm, memory_budget: float | str | None
+) -> MatrixSums | VectorSums:
+    if not isinstance(piece, WeightMatrix):
         return VectorSums(piece, form)
-    limit = DEFAULT if memory_budget is None else parse_bytes(memory_budget)
+    limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     return MatrixSums(piece, form, room=limit // 32)
 
 

@@ -8,13 +8,13 @@ from gradkeep.errors import AttributionError
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
     from gradkeep.query import Gradients
 
 Kind = Literal["empirical", "sampled"]
 
 
-def fisher_gradients(at: At, *, kind: Kind, name: str) -> Gradients:
+def fisher_gradients(at: CheckpointView, *, kind: Kind, name: str) -> Gradients:
     """The training rows' own gradients, or those of the capture with drawn labels."""
     train = at.train()
     if kind == "empirical":

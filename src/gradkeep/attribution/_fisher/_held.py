@@ -9,14 +9,10 @@ import torch
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._fisher._coordinates import coordinates
-from gradkeep.attribution._fisher._layout import Matrix, layout, size_kept
 from gradkeep.attribution._fisher._one_position import has_one_position
 from gradkeep.attribution._fisher._stream import only
-from gradkeep.attribution._projections._rows import widened
-from gradkeep.query._factors import OuterRows
-from gradkeep.query._forms import Lookup
-from gradkeep.query._inner import pairwise
-from gradkeep.query._memory import DEFAULT
+from gradkeep.factors import Lookup, OuterRows, WeightMatrix, pairwise
+from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +21,9 @@ if TYPE_CHECKING:
     from gradkeep.query import Gradients
 
 
-def room_for_rows(memory_budget: int | str | None) -> int:
+def room_for_rows(memory_budget: float | str | None) -> int:
     """Bytes of coordinates that may be kept of all layers together: an eighth of the budget."""
-    return (DEFAULT if memory_budget is None else parse_bytes(memory_budget)) // 8
+    return (DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)) // 8
 
 
 def empty_rows(gradients: Gradients, layer: str, room: int) -> Kept | None:
@@ -37,12 +33,12 @@ def empty_rows(gradients: Gradients, layer: str, room: int) -> Kept | None:
     """
     form, count = gradients.forms[layer], len(gradients)
     if has_one_position(gradients, layer):
-        (piece,) = layout(form)
-        assert isinstance(piece, Matrix)
+        (piece,) = form.weight_blocks()
+        assert isinstance(piece, WeightMatrix)
         if 4 * count * (piece.rows + piece.cols) > room:
             return None
         return OuterRows(torch.empty(count, piece.cols), torch.empty(count, piece.rows))
-    size = size_kept(form)
+    size = form.restored_size
     if isinstance(form, Lookup) or 4 * count * size > room:
         return None
     return torch.empty(count, size)
@@ -60,7 +56,7 @@ class Held:
 
     def scores(self, asked: Gradients, positions: list[int]) -> Tensor:
         """Products `[b, N]` of some queries with all training rows; 2 P operations a pair."""
-        factors = widened(only(asked, self.layer).rows(positions).factors[self.layer])
+        factors = only(asked, self.layer).rows(positions).factors[self.layer].widened()
         slopes = asked.slopes()
         some = None if slopes is None else slopes[positions]
         weighed = torch.empty(len(positions), self.rows.shape[1])

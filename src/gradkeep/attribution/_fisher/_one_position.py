@@ -10,10 +10,8 @@ import torch
 from gradkeep.attribution._fisher._basis import MatrixBasis
 from gradkeep.attribution._fisher._coordinates import turned_factors
 from gradkeep.attribution._fisher._stream import only, parts
-from gradkeep.attribution._projections._rows import widened
-from gradkeep.query._factors import OuterRows
-from gradkeep.query._forms import Outer
-from gradkeep.query._memory import DEFAULT
+from gradkeep.factors import Outer, OuterRows
+from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +90,7 @@ class OnePosition:
         ]
         out = torch.empty(len(positions), len(train))
         widest = max((part.shape[1] for part in weighed), default=1)
-        room = DEFAULT if memory_budget is None else memory_budget
+        room = DEFAULT_BUDGET if memory_budget is None else memory_budget
         rows = max(1, min(_ROWS, room // 16 // (4 * widest)))
         held = 4 * (len(g) * self.kept + 2 * out.numel() + rows * widest)
         for first, ours, theirs in self._train(train, memory_budget, held):
@@ -137,7 +135,7 @@ class OnePosition:
         form = gradients.forms[self.layer]
         assert isinstance(rows, OuterRows)
         assert isinstance(form, Outer)
-        wide = widened(rows)
+        wide = rows.widened()
         assert isinstance(wide, OuterRows)
         return self._falling(turned_factors(self.basis, form, wide, slopes))
 

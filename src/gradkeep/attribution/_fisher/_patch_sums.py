@@ -10,13 +10,13 @@ from gradkeep.attribution._fisher._moment import moment, zeros
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.query._forms import Conv
+    from gradkeep.factors import Convolution
 
 
 class PatchSums:
     """Sums over rows and positions of v v^T of patches v, or of their squares where v is long."""
 
-    def __init__(self, form: Conv) -> None:
+    def __init__(self, form: Convolution) -> None:
         self.form = form
         self.right = zeros(form.groups, width(form))
 
@@ -26,7 +26,7 @@ class PatchSums:
         return 8 * self.right.numel()
 
     @staticmethod
-    def operations(form: Conv) -> int:
+    def operations(form: Convolution) -> int:
         """Products a row and group, of which the mirrored ones are not made."""
         return form.positions * width(form) ** 2 * 5 // 8
 

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.query._forms import Conv
+    from gradkeep.factors import Convolution
 
 
 class PixelSums:
@@ -21,7 +21,7 @@ class PixelSums:
     products a row, and no patch is ever laid out.
     """
 
-    def __init__(self, form: Conv) -> None:
+    def __init__(self, form: Convolution) -> None:
         self.form = form
         lines, depth, line = _shape(form)
         self.bands = torch.zeros(form.groups, lines, depth, line, line, dtype=torch.float64)
@@ -29,13 +29,13 @@ class PixelSums:
         self.rows = 0
 
     @staticmethod
-    def operations(form: Conv) -> int:
+    def operations(form: Convolution) -> int:
         """Products a row and group."""
         lines, depth, line = _shape(form)
         return lines * depth * line * line
 
     @staticmethod
-    def bytes_of(form: Conv) -> int:
+    def bytes_of(form: Convolution) -> int:
         """Bytes of the sums."""
         return 8 * form.groups * PixelSums.operations(form)
 
@@ -94,27 +94,27 @@ class PixelSums:
         return out
 
 
-def _shape(form: Conv) -> tuple[int, int, int]:
+def _shape(form: Convolution) -> tuple[int, int, int]:
     """Lines H, how many of them a patch reaches over D, and values of a line K."""
     lines = form.size[0]
     depth = min(lines, (form.kernel[0] - 1) * form.dilation[0] + 1)
     return lines, depth, form.channels // form.groups * math.prod(form.size[1:])
 
 
-def _places(form: Conv, axis: int) -> Tensor:
+def _places(form: Convolution, axis: int) -> Tensor:
     """Which place `[taps, out]` along an axis each tap reads at each position; -1: outside."""
     taps = torch.arange(form.kernel[axis]).unsqueeze(1) * form.dilation[axis]
     found = torch.arange(form.out[axis]) * form.stride[axis] - form.padding[axis] + taps
     return torch.where((found >= 0) & (found < form.size[axis]), found, -1)
 
 
-def _lines(form: Conv, a: int, b: int) -> Tensor:
+def _lines(form: Convolution, a: int, b: int) -> Tensor:
     """The lines that tap a of the first axis reads where tap b reads one too."""
     places = _places(form, 0)
     return places[a][(places[a] >= 0) & (places[b] >= 0)]
 
 
-def _reads(form: Conv) -> Tensor:
+def _reads(form: Convolution) -> Tensor:
     """Which pixel of a line `[taps, positions]` each tap of the other axes reads; -1: outside."""
     found = torch.zeros(1, 1, dtype=torch.int64)
     for axis in range(1, len(form.size)):

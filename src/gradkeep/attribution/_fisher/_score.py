@@ -12,8 +12,7 @@ from gradkeep.attribution._fisher._held import held
 from gradkeep.attribution._fisher._one_position import one_position
 from gradkeep.attribution._fisher._stream import dense_rows, only
 from gradkeep.attribution._method import Scorer
-from gradkeep.query import Directions
-from gradkeep.query._memory import DEFAULT
+from gradkeep.query import DEFAULT_BUDGET, Directions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,13 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._fisher._curvature import Damping, Fisher
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
     Solve = Callable[[str, Tensor], Tensor]
     LayerScores = Callable[[str, list[int]], Tensor]
 
 
-def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | None) -> Scorer:
+def influence(
+    at: CheckpointView, fisher: Fisher, damping: Damping, *, approximate: str | None
+) -> Scorer:
     """g_q^T (F + damping)^-1 g_n for all pairs, layer by layer the cheapest of three ways.
 
     Layers whose training rows are held as coordinates, and linear layers with one position a row,
@@ -71,7 +72,7 @@ def influence(at: At, fisher: Fisher, damping: Damping, *, approximate: str | No
 class _Solved:
     """Layer after layer some queries are restored and solved, and the training rows pass by."""
 
-    def __init__(self, at: At, solve: Solve, memory_budget: int | None) -> None:
+    def __init__(self, at: CheckpointView, solve: Solve, memory_budget: int | None) -> None:
         self.asked, self.train = at.queries(), at.train()
         self.solve, self.budget = solve, memory_budget
 
@@ -88,7 +89,7 @@ class _Solved:
         return out
 
 
-def layer_by_layer(at: At, scores: LayerScores, approximate: str | None) -> Scorer:
+def layer_by_layer(at: CheckpointView, scores: LayerScores, approximate: str | None) -> Scorer:
     """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to."""
     question, layers = at.question, list(at.train().forms)
 
@@ -106,7 +107,7 @@ def layer_by_layer(at: At, scores: LayerScores, approximate: str | None) -> Scor
     return Scorer(score, approximate=approximate)
 
 
-def _left(at: At, held: int) -> int | None:
+def _left(at: CheckpointView, held: int) -> int | None:
     """What is left of the byte budget, if there is one."""
     budget = at.question.memory_budget
     return None if budget is None else max(1, parse_bytes(budget) - held)
@@ -114,5 +115,5 @@ def _left(at: At, held: int) -> int | None:
 
 def _queries_at_once(budget: int | None, size: int, rows: int) -> int:
     """Queries whose restored gradients, four times, and products take a quarter of the budget."""
-    limit = DEFAULT if budget is None else budget
+    limit = DEFAULT_BUDGET if budget is None else budget
     return max(1, limit // 4 // (16 * size + 4 * rows))

@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.attribution._fisher._layout import SCRATCH, size_kept
-from gradkeep.attribution._projections._rows import widened
-from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, OuterRows, dtype_of
-from gradkeep.query._memory import shares as divided
-from gradkeep.query._tiles import tiles
+from gradkeep.factors import CACHED, ConvolutionRows, OuterRows, tiles
+from gradkeep.query import shares as divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from gradkeep.factors import Rows
     from gradkeep.query import Gradients
-    from gradkeep.query._factors import Factors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +26,7 @@ class Part:
 
     start: int
     stop: int
-    factors: Factors
+    factors: Rows
     slopes: Tensor | None
     """`[B]`: what the gradients are still to be multiplied with."""
 
@@ -41,7 +37,7 @@ def only(gradients: Gradients, layer: str) -> Gradients:
 
 
 def parts(
-    gradients: Gradients, layer: str, memory_budget: int | str | None, *, held: int
+    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int
 ) -> Iterator[Part]:
     """All rows of a layer in order, while `held` bytes are taken by something else."""
     one = only(gradients, layer)
@@ -51,43 +47,45 @@ def parts(
         answer=held,
         mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
         query_row=0,
-        train_row=_operators.nbytes(probe),
+        train_row=probe.nbytes,
         queries=1,
         rows=len(one),
     )
     slopes = one.slopes()
     for some in one.stream(split.train_rows):
         part = None if slopes is None else slopes[some.start : some.stop]
-        yield Part(some.start, some.stop, widened(some.factors[layer]), part)
+        yield Part(some.start, some.stop, some.factors[layer].widened(), part)
 
 
 def weighted(
-    gradients: Gradients, layer: str, shares: Tensor, memory_budget: int | str | None
+    gradients: Gradients, layer: str, shares: Tensor, memory_budget: float | str | None
 ) -> Tensor:
     """Sums `[K, P]` of a layer's gradients, of which each row counts `shares` `[K, N]`; float64."""
     form = gradients.forms[layer]
-    out = torch.zeros(len(shares), size_kept(form), dtype=torch.float64)
+    out = torch.zeros(len(shares), form.restored_size, dtype=torch.float64)
     for part in parts(gradients, layer, memory_budget, held=16 * out.numel()):
-        some = shares[:, part.start : part.stop].to(dtype_of(part.factors))
+        some = shares[:, part.start : part.stop].to(part.factors.example.dtype)
         if part.slopes is not None:
             some = some * part.slopes.to(some.dtype)
         # Of many positions a sum costs as much as restoring all rows: they are restored once.
         if len(shares) == 1 or not _many_positions(part.factors):
-            out += _operators.total(form, part.factors, some)
+            out += form.weighted_sum(part.factors, some)
             continue
-        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, SCRATCH):
-            taken = _operators.take(form, part.factors, start, stop)
-            out += some[:, start:stop] @ _operators.restore(form, taken)
+        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, 8 * CACHED):
+            taken = part.factors.take(start, stop)
+            out += some[:, start:stop] @ form.restore(taken)
     return out
 
 
-def _many_positions(rows: Factors) -> bool:
-    return isinstance(rows, ConvRows) or (isinstance(rows, OuterRows) and rows.offsets is not None)
+def _many_positions(rows: Rows) -> bool:
+    return isinstance(rows, ConvolutionRows) or (
+        isinstance(rows, OuterRows) and rows.offsets is not None
+    )
 
 
 def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:
     """The restored gradients `[B, P]` of some rows of a layer."""
-    factors = widened(only(gradients, layer).rows(positions).factors[layer])
-    dense = _operators.restore(gradients.forms[layer], factors)
+    factors = only(gradients, layer).rows(positions).factors[layer].widened()
+    dense = gradients.forms[layer].restore(factors)
     slopes = gradients.slopes()
     return dense if slopes is None else dense * slopes[positions, None].to(dense.dtype)

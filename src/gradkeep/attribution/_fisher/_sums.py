@@ -6,34 +6,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.attribution._fisher._layout import FULL, SCRATCH, Matrix, Vector, layout
 from gradkeep.attribution._fisher._moment import moment, whole, zeros
 from gradkeep.attribution._fisher._patch_sums import PatchSums
 from gradkeep.attribution._fisher._pixel_sums import PixelSums
-from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, LookupRows, OuterRows
-from gradkeep.query._forms import Conv, Lookup, Outer
-from gradkeep.query._segments import row_of, spans
-from gradkeep.query._tiles import tiles
+from gradkeep.factors import (
+    CACHED,
+    WHOLE,
+    Convolution,
+    ConvolutionRows,
+    Lookup,
+    LookupRows,
+    Outer,
+    OuterRows,
+    WeightMatrix,
+    WeightVector,
+    row_of,
+    spans,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form
-
-
-def by_positions(form: Form) -> bool:
-    """Whether prefixes and suffixes are kept, so that the moments are those of K-FAC.
-
-    Others (kept dense, of cut rank, used twice) have those of their gradient matrices instead.
-    """
-    return (isinstance(form, Outer) and not form.ones) or isinstance(form, Conv | Lookup)
-
-
-def turned(form: Form) -> bool:
-    """Whether it is a transposed convolution, whose patches are of the suffix."""
-    return isinstance(form, Conv) and form.wide.endswith("suffix")
+    from gradkeep.factors import AnyForm, Rows
 
 
 class MatrixSums:
@@ -44,12 +39,12 @@ class MatrixSums:
     right = mean G^T G, divided by the trace of one of them.
     """
 
-    def __init__(self, piece: Matrix, form: Form, *, room: int = 0) -> None:
+    def __init__(self, piece: WeightMatrix, form: AnyForm, *, room: int = 0) -> None:
         self.piece, self.form = piece, form
-        self.factored = by_positions(form)
+        self.factored = form.factored
         self.left = zeros(piece.groups, piece.rows)
         self.patches: PixelSums | PatchSums | None = None
-        if isinstance(form, Conv):
+        if isinstance(form, Convolution):
             self.patches = _patches(piece, form, room)
         else:
             self.right = zeros(piece.groups, piece.cols)
@@ -63,7 +58,7 @@ class MatrixSums:
         right = 8 * self.right.numel() if self.patches is None else self.patches.nbytes
         return 8 * self.left.numel() + right + 8 * self.piece.size
 
-    def add(self, rows: Factors, slopes: Tensor | None) -> None:
+    def add(self, rows: Rows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
         self.rows += len(rows)
         if not self.factored:
@@ -71,11 +66,11 @@ class MatrixSums:
             return
         match self.form, rows:
             case Outer(), OuterRows():
-                x = with_ones(self.form, rows.x)
+                x = self.form.with_ones(rows.x)
                 self.left[0] += moment(scaled(rows.g, rows.offsets, slopes), self.left[0])
                 self.right[0] += moment(x, self.right[0])
                 self.positions += len(rows.x)
-            case Conv(), ConvRows():
+            case Convolution(), ConvolutionRows():
                 self._add_pixels(self.form, rows, slopes)
             case Lookup(), LookupRows():
                 self.left[0] += torch.bincount(rows.ids, minlength=self.form.rows)
@@ -87,7 +82,9 @@ class MatrixSums:
     def sides(self) -> tuple[Tensor, Tensor]:
         """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
         rows, positions = max(1, self.rows), max(1, self.positions)
-        if isinstance(self.form, Lookup) or turned(self.form):
+        if isinstance(self.form, Lookup) or (
+            isinstance(self.form, Convolution) and self.form.transposed
+        ):
             return self.left / positions, self._right() / rows
         if self.factored:
             return self.left / rows, self._right() / positions
@@ -102,12 +99,12 @@ class MatrixSums:
         """The moments of prefixes, columns in the order of the weight."""
         return self.right if self.patches is None else self.patches.moments()
 
-    def _add_pixels(self, form: Conv, rows: ConvRows, slopes: Tensor | None) -> None:
+    def _add_pixels(self, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None) -> None:
         assert self.patches is not None
         wide, narrow = rows.wide, rows.narrow
         if slopes is not None:
             each = slopes.view(-1, *[1] * (wide.dim() - 1)).to(wide.dtype)
-            if turned(form):
+            if form.transposed:
                 wide = wide * each
             else:
                 narrow = narrow * each
@@ -118,10 +115,10 @@ class MatrixSums:
             into += moment(one.t(), into)
         self.positions += len(rows) * form.positions
 
-    def _add_gradients(self, rows: Factors, slopes: Tensor | None) -> None:
-        for start, stop in tiles(len(rows), self.piece.size, 8, SCRATCH):
-            part = _operators.take(self.form, rows, start, stop)
-            dense = _operators.restore(self.form, part)
+    def _add_gradients(self, rows: Rows, slopes: Tensor | None) -> None:
+        for start, stop in tiles(len(rows), self.piece.size, 8, 8 * CACHED):
+            part = rows.take(start, stop)
+            dense = self.form.restore(part)
             if slopes is not None:
                 dense = dense * slopes[start:stop, None].to(dense.dtype)
             found = self.piece.taken(dense)
@@ -132,7 +129,7 @@ class MatrixSums:
                 self.right[group] += moment(one.reshape(-1, self.piece.cols), self.right[group])
 
 
-def _patches(piece: Matrix, form: Conv, room: int) -> PixelSums | PatchSums:
+def _patches(piece: WeightMatrix, form: Convolution, room: int) -> PixelSums | PatchSums:
     """Pixel by pixel where that is less work, and there is room for it."""
     fits = whole(piece.cols) and PixelSums.bytes_of(form) <= room
     if fits and PixelSums.operations(form) < PatchSums.operations(form):
@@ -143,9 +140,9 @@ def _patches(piece: Matrix, form: Conv, room: int) -> PixelSums | PatchSums:
 class VectorSums:
     """The mean of v v^T, or only its diagonal where v is long."""
 
-    def __init__(self, piece: Vector, form: Form) -> None:
+    def __init__(self, piece: WeightVector, form: AnyForm) -> None:
         self.piece, self.form, self.rows = piece, form, 0
-        size = (piece.size,) if piece.size > FULL else (piece.size, piece.size)
+        size = (piece.size,) if piece.size > WHOLE else (piece.size, piece.size)
         self.moment = torch.zeros(size, dtype=torch.float64)
 
     @property
@@ -153,13 +150,13 @@ class VectorSums:
         """Bytes of the moment."""
         return 8 * self.moment.numel()
 
-    def add(self, rows: Factors, slopes: Tensor | None) -> None:
+    def add(self, rows: Rows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
         self.rows += len(rows)
-        values = sum(piece.size for piece in layout(self.form))
-        for start, stop in tiles(len(rows), values, 8, SCRATCH):
-            part = _operators.take(self.form, rows, start, stop)
-            found = self.piece.taken(_operators.restore(self.form, part))
+        values = self.form.restored_size
+        for start, stop in tiles(len(rows), values, 8, 8 * CACHED):
+            part = rows.take(start, stop)
+            found = self.piece.taken(self.form.restore(part))
             if slopes is not None:
                 found = found * slopes[start:stop, None].to(found.dtype)
             self.moment += moment(found, self.moment)
@@ -167,11 +164,6 @@ class VectorSums:
     def mean(self) -> Tensor:
         """`[size, size]` or `[size]`"""
         return self.moment / max(1, self.rows)
-
-
-def with_ones(form: Outer, x: Tensor) -> Tensor:
-    """The prefix `[S, C]` with the column of ones that the bias reads."""
-    return torch.cat([x, x.new_ones(len(x), 1)], 1) if form.bias and not form.ones else x
 
 
 def scaled(g: Tensor, offsets: Tensor | None, slopes: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from gradkeep.errors import AttributionError, BudgetError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Options(CurvatureOptions):
     """Of the first vector."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     if not 1 <= options.rank <= options.iterations:
         raise AttributionError(
             "arnoldi needs a rank of at least 1 and no fewer iterations",

@@ -10,10 +10,10 @@ from gradkeep.attribution._method import Method, NoOptions, Scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
-def _prepare(at: At, options: NoOptions) -> Scorer:
+def _prepare(at: CheckpointView, options: NoOptions) -> Scorer:
     question = at.question
     asked, train = at.queries(), at.train()
 
@@ -22,7 +22,7 @@ def _prepare(at: At, options: NoOptions) -> Scorer:
             asked,
             train,
             ids=asked.ids[question.positions[start:stop]],
-            plan=question.plan,
+            compute=question.compute,
             memory_budget=question.memory_budget,
         ).values
 

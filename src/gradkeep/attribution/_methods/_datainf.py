@@ -14,14 +14,13 @@ from gradkeep.attribution._fisher._score import layer_by_layer
 from gradkeep.attribution._fisher._stream import only, weighted
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.errors import AttributionError
-from gradkeep.query import Directions
-from gradkeep.query._forms import Outer
-from gradkeep.query._memory import DEFAULT
+from gradkeep.factors import Outer
+from gradkeep.query import DEFAULT_BUDGET, Directions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
     from gradkeep.query import Gradients
 
 
@@ -36,7 +35,7 @@ class Options:
     """The damping of all layers as it is, in place of the relative one."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     damping = Damping.told(options.damping, options.absolute_damping)
     asked, train = at.queries(), at.train()
     squared = train.norms(per_layer=True).double().square()
@@ -47,7 +46,7 @@ def _prepare(at: At, options: Options) -> Scorer:
         )
     lengths = dict(zip(train.forms, squared.T, strict=True))
     budget = at.question.memory_budget
-    limit = DEFAULT if budget is None else parse_bytes(budget)
+    limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
 
     def scores(name: str, positions: list[int]) -> Tensor:
         """(g_q . g_n - mean over m of (g_q . g_m)(g_m . g_n) / (damping + |g_m|^2)) / damping"""
@@ -72,7 +71,7 @@ def _by_kernel(
     found: Tensor,
     *,
     limit: int,
-    memory_budget: int | str | None,
+    memory_budget: float | str | None,
 ) -> None:
     """Takes share `[b, N]` x the products of all rows off `found`, some rows at a time."""
     del name
@@ -90,7 +89,7 @@ def _by_sums(
     found: Tensor,
     *,
     limit: int,
-    memory_budget: int | str | None,
+    memory_budget: float | str | None,
 ) -> None:
     """The same by sums of gradients, some queries at a time."""
     step = max(1, limit // (16 * rows.size + 4 * len(rows)))

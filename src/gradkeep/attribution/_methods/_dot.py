@@ -8,10 +8,10 @@ from gradkeep.attribution._method import Method, NoOptions, Scorer
 from gradkeep.attribution._products import products
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
-def _prepare(at: At, options: NoOptions) -> Scorer:
+def _prepare(at: CheckpointView, options: NoOptions) -> Scorer:
     return products(at, "loss")
 
 

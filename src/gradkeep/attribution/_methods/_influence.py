@@ -15,13 +15,12 @@ from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._products import products
 from gradkeep.attribution._solve import dual
 from gradkeep.errors import AttributionError
-from gradkeep.query import Directions
-from gradkeep.query._memory import DEFAULT
+from gradkeep.query import DEFAULT_BUDGET, Directions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 _VECTORS = 10
 """Vectors of float64 that a query has while it is solved."""
@@ -37,7 +36,7 @@ class Options(CurvatureOptions):
     """Of conjugate gradients; an error if they are not enough."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     if not 0 < options.tolerance < 1 or options.max_steps < 1:
         raise AttributionError(
             "conjugate gradients need a tolerance between 0 and 1, and some steps",
@@ -46,7 +45,7 @@ def _prepare(at: At, options: Options) -> Scorer:
     curved = curvature(at, options)
     question, asked, train = at.question, at.queries(), at.train()
     budget = question.memory_budget
-    limit = DEFAULT if budget is None else parse_bytes(budget)
+    limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
     if options.curvature == "fisher" and not question.per_layer and 16 * len(train) ** 2 <= limit:
         return _by_kernel(at, curved.damping)
     step = max(1, limit // 4 // (8 * _VECTORS * curved.space.size + 4 * len(train)))
@@ -80,13 +79,13 @@ def _prepare(at: At, options: Options) -> Scorer:
     return Scorer(score)
 
 
-def _by_kernel(at: At, damping: float) -> Scorer:
+def _by_kernel(at: CheckpointView, damping: float) -> Scorer:
     """With F = G^T G / N, g_q (F + damping)^-1 G^T = g_q G^T (G G^T / N + damping)^-1: no solving.
 
     N^3 / 3 operations once, N^2 a query.
     """
     train, budget = at.train(), at.question.memory_budget
-    kernel = query.gram(train, plan=at.question.plan, memory_budget=budget).values
+    kernel = query.gram(train, compute=at.question.compute, memory_budget=budget).values
     weight, pull = torch.full((len(train),), 1 / len(train)), torch.ones(len(train))
     solve = dual(kernel, weight=weight, pull=pull, damping=damping)
     asked = products(at, "loss")

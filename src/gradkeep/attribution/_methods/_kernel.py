@@ -17,7 +17,7 @@ from gradkeep.attribution._pulls import Pulls, Weight, pulls
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At, Question
+    from gradkeep.attribution._question import CheckpointView, Question
 
 MOST_ROWS = 10_000
 """Of more rows the kernel is not made: their projected gradients stand in for them."""
@@ -43,17 +43,19 @@ def _pool(question: Question, options: Options) -> Pulls:
     return pulls(question, options.weight, q=options.q)
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     found: Pulls = at.pooled
     if options.dim is None and _fits(at):
         return _exact(at, options, found)
     return _projected(at, options, found)
 
 
-def _exact(at: At, options: Options, found: Pulls) -> Scorer:
+def _exact(at: CheckpointView, options: Options, found: Pulls) -> Scorer:
     question = at.question
     train = at.train(found.of)
-    kernel = query.gram(train, plan=question.plan, memory_budget=question.memory_budget).values
+    kernel = query.gram(
+        train, compute=question.compute, memory_budget=question.memory_budget
+    ).values
     diagonal = float((kernel.diagonal().double() * found.weight).mean())
     damping = _solve.relative(options.damping, diagonal, what="damping")
     solve = _solve.dual(kernel, weight=found.weight, pull=found.pull, damping=damping)
@@ -65,7 +67,7 @@ def _exact(at: At, options: Options, found: Pulls) -> Scorer:
     return Scorer(score, plan=asked.plan)
 
 
-def _projected(at: At, options: Options, found: Pulls) -> Scorer:
+def _projected(at: CheckpointView, options: Options, found: Pulls) -> Scorer:
     projection = Projection(dim=options.dim or 4096, seed=options.seed)
     x, g = features(at, found.of, projection)
     damping = _solve.relative(options.damping, _solve.mean_square(x, found.weight), what="damping")
@@ -77,7 +79,7 @@ def _projected(at: At, options: Options, found: Pulls) -> Scorer:
     return Scorer(score, approximate=f"gradients projected to {projection.dim} numbers")
 
 
-def _fits(at: At) -> bool:
+def _fits(at: CheckpointView) -> bool:
     """Whether the kernel can be held twice, as itself and factored."""
     rows, budget = len(at.train_block), at.question.memory_budget
     if at.question.per_layer:

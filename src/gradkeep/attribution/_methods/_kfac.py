@@ -11,7 +11,7 @@ from gradkeep.attribution._fisher._score import influence
 from gradkeep.attribution._method import Method, Scorer
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 _APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronecker product"
 
@@ -31,15 +31,15 @@ class Options:
     """The name of the capture with drawn labels."""
 
 
-def _kfac(at: At, options: Options) -> Scorer:
+def _kfac(at: CheckpointView, options: Options) -> Scorer:
     return _prepare(at, options, corrected=False)
 
 
-def _ekfac(at: At, options: Options) -> Scorer:
+def _ekfac(at: CheckpointView, options: Options) -> Scorer:
     return _prepare(at, options, corrected=True)
 
 
-def _prepare(at: At, options: Options, *, corrected: bool) -> Scorer:
+def _prepare(at: CheckpointView, options: Options, *, corrected: bool) -> Scorer:
     damping = Damping.told(options.damping, options.absolute_damping)
     rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
     found = fisher(

@@ -14,7 +14,7 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Options:
     """Whose embeddings; by default the last that both splits keep."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     if options.k < 1:
         raise AttributionError("at least one neighbour must vote", found=f"k={options.k}")
     train, asked = embeddings(at, options.layer, method="knn-shapley")

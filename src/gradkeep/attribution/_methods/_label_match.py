@@ -10,10 +10,10 @@ from gradkeep.attribution._method import Method, NoOptions, Scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
-def _prepare(at: At, options: NoOptions) -> Scorer:
+def _prepare(at: CheckpointView, options: NoOptions) -> Scorer:
     train = column(at.train_block, "label", method="label-match")
     asked = column(at.query_block, "label", method="label-match")[at.question.positions]
 

@@ -19,7 +19,7 @@ from gradkeep.errors import AttributionError, BudgetError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Options:
     """Of the projection."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     damping, projection = (
         Damping.told(options.damping),
         TwoSided(options.rank, options.rank, options.seed),
@@ -69,7 +69,7 @@ def _prepare(at: At, options: Options) -> Scorer:
     return layer_by_layer(at, scores, f"weights projected to {options.rank} x {options.rank}")
 
 
-def _require_room(at: At, projection: TwoSided) -> None:
+def _require_room(at: CheckpointView, projection: TwoSided) -> None:
     budget, train = at.question.memory_budget, at.train()
     sizes = [projection.width(form.parameters) for form in train.forms.values()]
     rows = len(train) + len(at.query_block)

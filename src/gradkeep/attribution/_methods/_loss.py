@@ -10,10 +10,10 @@ from gradkeep.attribution._method import Method, NoOptions, Scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
-def _prepare(at: At, options: NoOptions) -> Scorer:
+def _prepare(at: CheckpointView, options: NoOptions) -> Scorer:
     # Rows that stay badly fitted are the ones with wrong labels: they harm, so the sign.
     scores = -column(at.train_block, "loss", method="loss").float().unsqueeze(0)
 

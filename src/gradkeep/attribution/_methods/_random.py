@@ -14,7 +14,7 @@ from gradkeep.attribution._projections import _random
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Options:
     seed: int = 0
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     question = at.question
     queries, train = at.query_block.ids[question.positions], at.train_block.ids.astype(np.uint64)
 

@@ -9,10 +9,10 @@ from gradkeep.attribution._method import Method, NoOptions, Scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
-def _prepare(at: At, options: NoOptions) -> Scorer:
+def _prepare(at: CheckpointView, options: NoOptions) -> Scorer:
     train = at.train()
     if at.question.per_layer:
         parts = train.norms(per_layer=True).double().square().float().T.unsqueeze(1)

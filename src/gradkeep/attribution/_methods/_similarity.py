@@ -13,7 +13,7 @@ from gradkeep.attribution._method import Method, Scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Options:
     """Whose embeddings; by default the last that both splits keep."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     train, asked = (
         functional.normalize(values, dim=1, eps=1e-30)
         for values in embeddings(at, options.layer, method="similarity")

@@ -12,7 +12,7 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.attribution._question import At
+    from gradkeep.attribution._question import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Options:
     """One learning rate per checkpoint; by default those it was captured with."""
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     places = at.question.places
     if options.lrs is not None and len(options.lrs) != len(places):
         raise AttributionError(

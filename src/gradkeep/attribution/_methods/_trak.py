@@ -17,7 +17,7 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.attribution._question import At, Question
+    from gradkeep.attribution._question import CheckpointView, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def _pool(question: Question, options: Options) -> Pulls:
     return pulls(question, "none")
 
 
-def _prepare(at: At, options: Options) -> Scorer:
+def _prepare(at: CheckpointView, options: Options) -> Scorer:
     found: Pulls = at.pooled
     projection = Projection(options.projection, options.dim, options.seed)
     x, g = features(at, found.of, projection)

@@ -8,13 +8,11 @@ import torch
 
 from gradkeep.attribution._projections._finite import require_finite
 from gradkeep.attribution._projections._room import require_room
-from gradkeep.attribution._projections._rows import add_rows, widened
+from gradkeep.attribution._projections._rows import add_rows
 from gradkeep.attribution._projections._sketch import sketch_of
 from gradkeep.attribution._projections._sum import Sum
-from gradkeep.query import _operators
-from gradkeep.query._factors import dtype_of
-from gradkeep.query._memory import shares
-from gradkeep.query._tiles import CACHED, tiles
+from gradkeep.factors import CACHED, tiles
+from gradkeep.query import memory_shares
 
 if TYPE_CHECKING:
     from gradkeep.attribution._projections._projection import Projection
@@ -29,7 +27,7 @@ def project(
     projection: Projection,
     *,
     model: object = 0,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
 ) -> torch.Tensor:
     """The projections `[N, k]` of a capture's gradients, all layers in one, float32 on the CPU.
 
@@ -52,14 +50,14 @@ def project(
     slopes = gradients.slopes()
     out = torch.empty(count, dim)
     for some in gradients.stream(batch_rows):
-        factors = {name: widened(rows) for name, rows in some.factors.items()}
-        kinds = {dtype_of(rows) for rows in factors.values()}
+        factors = {name: rows.widened() for name, rows in some.factors.items()}
+        kinds = {rows.example.dtype for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
         # Sums that stay in the cache while all layers are added to them.
         for start, stop in tiles(some.stop - some.start, 4 * dim, dtype.itemsize, 2 * CACHED):
             into = Sum(stop - start, dim, dtype=dtype, device=torch.device("cpu"))
             for name, form in gradients.forms.items():
-                taken = _operators.take(form, factors[name], start, stop)
+                taken = factors[name].take(start, stop)
                 add_rows(sketch, into, form, taken, scratch=scratch)
             out[some.start + start : some.start + stop] = into.values()
         if slopes is not None:
@@ -67,7 +65,7 @@ def project(
     return require_finite(out, gradients.ids)
 
 
-def tiling(gradients: Gradients, dim: int, memory_budget: int | str | None) -> tuple[int, int]:
+def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) -> tuple[int, int]:
     """Rows at a time and bytes of temporaries, for k numbers a row."""
     require_room(
         len(gradients) * dim * 4,
@@ -75,9 +73,9 @@ def tiling(gradients: Gradients, dim: int, memory_budget: int | str | None) -> t
         fix="choose a smaller dimension",
     )
     probe = gradients.rows([0]) if len(gradients) else None
-    row = sum(_operators.nbytes(rows) for rows in probe.factors.values()) if probe else 0
+    row = sum(rows.nbytes for rows in probe.factors.values()) if probe else 0
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
-    split = shares(
+    split = memory_shares(
         memory_budget,
         answer=len(gradients) * dim * 4,
         mapped=mapped,

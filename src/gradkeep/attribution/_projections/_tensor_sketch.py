@@ -17,13 +17,13 @@ import torch
 
 from gradkeep.attribution._projections import _random
 from gradkeep.attribution._projections._fold import folded
-from gradkeep.query._segments import sum_rows
+from gradkeep.factors import sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._projections._sum import Sum
-    from gradkeep.query._segments import Spans
+    from gradkeep.factors import Spans
 
 Way = Literal["matrix", "blocks", "spectrum"]
 _FEW = 1 << 14

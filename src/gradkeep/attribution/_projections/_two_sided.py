@@ -9,25 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.attribution._projections import _random
-from gradkeep.attribution._projections._bias import conv_bias, outer_bias
 from gradkeep.attribution._projections._finite import require_finite
 from gradkeep.attribution._projections._project import tiling
 from gradkeep.attribution._projections._projection import whole
-from gradkeep.attribution._projections._rows import parameters_of, widened
 from gradkeep.errors import AttributionError
-from gradkeep.query import _operators
-from gradkeep.query._factors import ConvRows, LookupRows, OuterRows, TiedRows
-from gradkeep.query._forms import Conv, Dense, Lookup, Outer, Tied, size_of
-from gradkeep.query._patches import patch_values, unfolded
-from gradkeep.query._segments import pad, spans
-from gradkeep.query._tiles import CACHED, tiles
+from gradkeep.factors import CACHED, pad, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gradkeep.factors import AnyForm, OuterProducts, Parameter, Rows
     from gradkeep.query import Gradients
-    from gradkeep.query._factors import Factors
-    from gradkeep.query._forms import Form, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +60,21 @@ def two_sided(
     projection: TwoSided,
     *,
     model: object = 0,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
 ) -> Tensor:
     """The projections `[N, K]` of a capture's gradients, those of all layers side by side.
 
     Of each weight's gradient sum_t u_t v_t^T, the numbers sum_t (L^T u_t)(M^T v_t)^T with normal
     matrices L / sqrt(rows) and M / sqrt(cols). Cost: T (R rows + C cols) products a row and layer.
     """
-    width = sum(projection.width(_parameters(form)) for form in gradients.forms.values())
+    width = sum(projection.width(form.restored_parameters) for form in gradients.forms.values())
     batch_rows, scratch = tiling(gradients, width, memory_budget)
     slopes = gradients.slopes()
     out = torch.empty(len(gradients), width)
     maps = _Maps(projection, model)
     for some in gradients.stream(batch_rows):
         parts = [
-            _layer(maps, form, widened(some.factors[name]), scratch)
+            _layer(maps, form, some.factors[name].widened(), scratch)
             for name, form in gradients.forms.items()
         ]
         values = torch.cat(parts, 1)
@@ -93,10 +85,10 @@ def two_sided(
 
 
 def two_sided_rows(
-    form: Form, rows: Factors, projection: TwoSided, *, model: object = 0, scratch: int = CACHED
+    form: AnyForm, rows: Rows, projection: TwoSided, *, model: object = 0, scratch: int = CACHED
 ) -> Tensor:
     """The projections `[B, K]` of one layer's gradients, in the dtype of the rows."""
-    return _layer(_Maps(projection, model), form, widened(rows), scratch)
+    return _layer(_Maps(projection, model), form, rows.widened(), scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,86 +139,49 @@ class _Maps:
         return self._made[side, name, size]
 
 
-def _layer(maps: _Maps, form: Form, rows: Factors, scratch: int) -> Tensor:
+def _layer(maps: _Maps, form: AnyForm, rows: Rows, scratch: int) -> Tensor:
     """One layer's projections `[B, K]`."""
+    parameters = form.restored_parameters
     if not len(rows):
-        return torch.empty(0, maps.projection.width(_parameters(form)))
-    weights = _weights(_parameters(form))
-    match form, rows:
-        case Outer(), OuterRows():
-            found = _outer(maps, weights[0], form, rows)
-            sums = outer_bias(form, rows)
-        case Conv(), ConvRows():
-            found = _conv(maps, weights[0], form, rows, scratch)
-            sums = conv_bias(form, rows)
-        case Lookup(), LookupRows():
-            found, sums = _lookup(maps, weights[0], rows), None
-        case Tied(), TiedRows():
-            found = _outer(maps, weights[0], form.outer, rows.outer)
-            found = found + _lookup(maps, weights[0], rows.lookup)
-            sums = outer_bias(form.outer, rows.outer)
-        case _:
-            return _restored(maps, form, rows, scratch)
-    parts = [_with_bias(maps, weights[0], found, sums).flatten(1)]
-    if len(weights) > 1 and sums is not None:
-        parts.append(_matrices(maps, weights[1], sums.unsqueeze(1)).flatten(1))
+        return torch.empty(0, maps.projection.width(parameters))
+    products = form.outer_products(rows, scratch=scratch)
+    if products is None:
+        return _restored(maps, form, rows, scratch)
+    weights = _weights(parameters)
+    like, kept = rows.example, maps.projection
+    high, wide = min(kept.rows, weights[0].rows), min(kept.cols, weights[0].cols)
+    found = like.new_zeros(len(rows), high, wide)
+    for part in products:
+        found[part.start : part.start + len(part.spans)] += _products(maps, weights[0], part)
+    bias = form.bias_gradients(rows)
+    parts = [_with_bias(maps, weights[0], found, bias).flatten(1)]
+    if len(weights) > 1 and bias is not None:
+        parts.append(_matrices(maps, weights[1], bias.unsqueeze(1)).flatten(1))
     return torch.cat(parts, 1)
 
 
-def _outer(maps: _Maps, weight: _Weight, form: Outer, rows: OuterRows) -> Tensor:
-    """The weight's part `[B, rows, cols]`, without its bias."""
-    x = rows.x[:, : form.d_in]
-    left, right = (x, rows.g) if form.transposed else (rows.g, x)
-    return _products(maps, weight, left, right, rows.offsets)
-
-
-def _products(
-    maps: _Maps,
-    weight: _Weight,
-    left: Tensor,
-    right: Tensor,
-    offsets: Tensor | None,
-    *,
-    first: int = 0,
-) -> Tensor:
-    """Sums over positions of products of both sides; `left` may be rows from `first` on."""
-    parts = spans(offsets, len(left))
-    one = left @ maps.left(weight)[first : first + left.shape[1]].to(left)
+def _products(maps: _Maps, weight: _Weight, part: OuterProducts) -> Tensor:
+    """Sums over positions of products of both sides `[b, rows, cols]`, without the bias."""
+    right = part.right
+    if part.left is None:
+        one = maps.left(weight).to(right)[part.ids]
+    else:
+        chosen = slice(part.first, part.first + part.left.shape[1])
+        one = part.left @ maps.left(weight)[chosen].to(right)
     other = right @ maps.right(weight)[: right.shape[1]].to(right)
-    if parts.uniform == 1:
+    if part.spans.uniform == 1:
         return one.unsqueeze(2) * other.unsqueeze(1)
-    return torch.bmm(pad(one, parts).transpose(1, 2), pad(other, parts))
+    return torch.bmm(pad(one, part.spans).transpose(1, 2), pad(other, part.spans))
 
 
-def _conv(maps: _Maps, weight: _Weight, form: Conv, rows: ConvRows, scratch: int) -> Tensor:
-    parts = []
-    item = rows.wide.element_size()
-    for start, stop in tiles(len(rows), 2 * patch_values(form), item, scratch):
-        _, groups = unfolded(form, ConvRows(rows.wide[start:stop], rows.narrow[start:stop]))
-        high = form.filters // form.groups
-        products = [
-            _products(maps, weight, group.g, group.x, group.offsets, first=number * high)
-            for number, group in enumerate(groups)
-        ]
-        parts.append(torch.stack(products).sum(0))
-    return torch.cat(parts)
-
-
-def _lookup(maps: _Maps, weight: _Weight, rows: LookupRows) -> Tensor:
-    parts = spans(rows.offsets, len(rows.ids))
-    one = maps.left(weight).to(rows.g)[rows.ids]
-    other = rows.g @ maps.right(weight)[: rows.g.shape[1]].to(rows.g)
-    return torch.bmm(pad(one, parts).transpose(1, 2), pad(other, parts))
-
-
-def _restored(maps: _Maps, form: Form, rows: Factors, scratch: int) -> Tensor:
+def _restored(maps: _Maps, form: AnyForm, rows: Rows, scratch: int) -> Tensor:
     """Gradients kept dense: each weight as a matrix between its two sides."""
-    parameters = _parameters(form)
+    parameters = form.restored_parameters
     weights = _weights(parameters)
     out = []
-    item = _operators.nbytes(rows) // max(1, len(rows))
+    item = rows.nbytes // max(1, len(rows))
     for start, stop in tiles(len(rows), item, 1, scratch):
-        dense = _operators.restore(form, _operators.take(form, rows, start, stop))
+        dense = form.restore(rows.take(start, stop))
         split = torch.split(dense, [parameter.size for parameter in parameters], 1)
         if weights[0].bias:
             found = _matrices(maps, weights[0], split[0].reshape(len(dense), weights[0].rows, -1))
@@ -252,8 +207,3 @@ def _with_bias(maps: _Maps, weight: _Weight, found: Tensor, sums: Tensor | None)
         return found
     left = sums @ maps.left(weight).to(sums)
     return found + left.unsqueeze(2) * maps.right(weight)[-1].to(sums)
-
-
-def _parameters(form: Form) -> tuple[Parameter, ...]:
-    size = form.size if isinstance(form, Dense) else size_of(form)
-    return parameters_of(form, size)

@@ -47,7 +47,9 @@ def run(experiment: Experiment) -> Path:
         )
 
     def side(split: str, layer: str | list[str]) -> Gradients:
-        return gk.gradients(store, split=split, checkpoint="final", name=names[split], layers=layer)
+        return gk.gradients(
+            store, split=split, checkpoints="final", name=names[split], layers=layer
+        )
 
     total: Any = 0.0
     for layer in layers:
@@ -55,7 +57,7 @@ def run(experiment: Experiment) -> Path:
         loading = _timed(lambda rows=rows: _read(rows))[0]
         computing, found = _timed(
             lambda queries=queries, rows=rows: gk.query.dot(
-                queries, rows, plan=experiment.method, memory_budget=experiment.memory_budget
+                queries, rows, compute=experiment.method, memory_budget=experiment.memory_budget
             )
         )
         times["layers"][layer] = {"load": loading, "compute": max(0.0, computing - loading)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution._projections._rows import add_rows, widened
+from gradkeep.attribution._projections._rows import add_rows
 from gradkeep.attribution._projections._sketch import sketch_of
 from gradkeep.attribution._projections._sum import Sum
 from gradkeep.capturing._footprint import rows_at_once
@@ -21,7 +21,6 @@ from gradkeep.capturing._prepare import Wishes, prepare
 from gradkeep.capturing._task import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.errors import CaptureError
-from gradkeep.query import _operators
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,7 +96,7 @@ class LayerTracer:
         device = next(self._model.parameters()).device
         into = Sum(rows, projector.proj_dim, dtype=torch.float32, device=device)
         for piece in pieces:
-            add_rows(sketch, into, piece.form, widened(piece.rows))
+            add_rows(sketch, into, piece.form, piece.rows.widened())
         return into.values() * math.sqrt(projector.proj_dim)
 
     def _by_name(self, pieces: Any, rows: int) -> dict[str, Tensor]:
@@ -146,7 +145,7 @@ def _trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _restored(piece: Piece) -> dict[str, Tensor]:
-    dense = _operators.restore(piece.form, piece.rows)
+    dense = piece.form.restore(piece.rows)
     parts = torch.split(dense, [parameter.size for parameter in piece.form.parameters], 1)
     return {
         parameter.name: part.reshape(len(dense), *parameter.shape)

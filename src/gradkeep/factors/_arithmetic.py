@@ -1,14 +1,34 @@
-"""Lengths and inner products of rows of numbers."""
+"""Lengths and inner products of rows of numbers, and how many rows are worked on at a time."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CACHED = 1 << 21
+"""Bytes of one temporary that several operators pass over: what stays in the cache."""
+RESTORED = 1 << 26
+"""Bytes of restored gradients: enough rows for a matrix product of a good shape."""
 _PIECE = 1 << 16
 _SHORT_PIECE = 1 << 11
 _FEW = 1 << 12
 """Below so many products at once, a library sums each of them in one go, without blocks."""
+
+
+def tiles(count: int, values: int, itemsize: int, scratch: int) -> Iterator[tuple[int, int]]:
+    """Rows `(start, stop)` of so many values each that fit into `scratch` bytes, at least one.
+
+    >>> list(tiles(5, 10, 4, 80))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    step = max(1, scratch // max(1, values * itemsize))
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
 
 
 def squared_lengths(rows: Tensor) -> Tensor:

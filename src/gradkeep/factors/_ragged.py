@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradkeep.query._tiles import CACHED
+from gradkeep.factors._arithmetic import CACHED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,6 @@ def pad(values: Tensor, parts: Spans) -> Tensor:
     out = values.new_zeros(len(parts), parts.longest, width)
     out[mask] = values
     return out
-
-
-def join_offsets(parts: Sequence[Tensor]) -> Tensor:
-    """The offsets of rows that are put behind each other."""
-    lengths = torch.cat([part.diff() for part in parts])
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def sum_pairs(

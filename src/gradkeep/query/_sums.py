@@ -10,16 +10,13 @@ import numpy as np
 import torch
 
 from gradkeep.errors import QueryError
-from gradkeep.query import _operators
-from gradkeep.query._factors import dtype_of
-from gradkeep.query._forms import size_of
-from gradkeep.query._memory import shares
-from gradkeep.query._tiles import tiles
+from gradkeep.factors import tiles
+from gradkeep.query._memory import memory_shares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.query._forms import Form, Parameter
+    from gradkeep.factors import AnyForm, Parameter
     from gradkeep.query._gradients import Gradients
 
 
@@ -31,7 +28,7 @@ class Directions:
     """What each group is called."""
     layers: Mapping[str, torch.Tensor]
     """`[K, P]` per layer"""
-    forms: Mapping[str, Form]
+    forms: Mapping[str, AnyForm]
     weights: str
     """The fingerprint of the model's weights."""
 
@@ -52,7 +49,7 @@ def mean(
     by: Any = None,
     weights: Any = None,
     ids: Any = None,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
 ) -> Directions:
     """The mean gradient of all rows, or of each group.
 
@@ -79,7 +76,7 @@ def total(
     by: Any = None,
     weights: Any = None,
     ids: Any = None,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
 ) -> Directions:
     """The (weighted) sum of the gradients of all rows, or of each group."""
     member, groups = _membership(gradients, by=by, weights=weights, ids=ids)
@@ -93,7 +90,7 @@ def squares(
     by: Any = None,
     weights: Any = None,
     ids: Any = None,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
 ) -> Directions:
     """The (weighted) sum of squared gradient entries of all rows, or of each group.
 
@@ -110,7 +107,7 @@ def variance(
     *,
     by: Any = None,
     ids: Any = None,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
 ) -> Directions:
     """The variance of every gradient entry over all rows, or over each group (divided by its size).
 
@@ -127,10 +124,10 @@ def variance(
     for some in gradients.stream(rows):
         for name, form in gradients.forms.items():
             count = some.stop - some.start
-            for start, stop in tiles(count, size_of(form), 8, scratch):
+            for start, stop in tiles(count, form.gradient_size, 8, scratch):
                 at = slice(some.start + start, some.start + stop)
-                part = _operators.take(form, some.factors[name], start, stop)
-                dense = _operators.restore(form, part)
+                part = some.factors[name].take(start, stop)
+                dense = form.restore(part)
                 if slopes is not None:
                     dense *= slopes[at].unsqueeze(1).to(dense.dtype)
                 dense -= centre[name][group[at]]
@@ -142,7 +139,7 @@ def variance(
 
 
 def along(
-    gradients: Gradients, directions: Directions, *, memory_budget: int | str | None = None
+    gradients: Gradients, directions: Directions, *, memory_budget: float | str | None = None
 ) -> torch.Tensor:
     """Products `[K, N]` of every row's gradient with given directions, such as a mean query."""
     if directions.weights != gradients.weights:
@@ -162,8 +159,8 @@ def along(
         found = torch.zeros(count, some.stop - some.start)
         for name, form in gradients.forms.items():
             factors = some.factors[name]
-            moved = directions.layers[name].to(dtype_of(factors))
-            found += _operators.against(form, factors, moved, scratch=scratch).float()
+            moved = directions.layers[name].to(factors.example.dtype)
+            found += form.along(factors, moved, scratch=scratch).float()
         out[:, some.start : some.stop] = found
     slopes = gradients.slopes()
     return out if slopes is None else out * slopes
@@ -172,14 +169,13 @@ def along(
 def _sums(
     gradients: Gradients,
     member: torch.Tensor,
-    memory_budget: int | str | None,
+    memory_budget: float | str | None,
     *,
     squares: bool,
 ) -> dict[str, torch.Tensor]:
     slopes = gradients.slopes()
     if slopes is not None:
         member = member * (slopes.double().square() if squares else slopes.double())
-    operator = _operators.squares if squares else _operators.total
     sums: dict[str, torch.Tensor] = {}
     rows, _ = _tiling(gradients, len(member), memory_budget, answer=0)
     for some in gradients.stream(rows):
@@ -188,13 +184,14 @@ def _sums(
             continue
         for name, form in gradients.forms.items():
             factors = some.factors[name]
-            found = operator(form, factors, part.to(dtype_of(factors)))
+            add_up = form.weighted_squares if squares else form.weighted_sum
+            found = add_up(factors, part.to(factors.example.dtype))
             if name in sums:
                 sums[name] += found
             else:
                 sums[name] = found
     for name, form in gradients.forms.items():
-        sums.setdefault(name, torch.zeros(len(member), size_of(form)))
+        sums.setdefault(name, torch.zeros(len(member), form.gradient_size))
     return {name: sums[name] for name in gradients.forms}
 
 
@@ -228,13 +225,13 @@ def _membership(
 
 
 def _tiling(
-    gradients: Gradients, groups: int, memory_budget: int | str | None, *, answer: int
+    gradients: Gradients, groups: int, memory_budget: float | str | None, *, answer: int
 ) -> tuple[int, int]:
     """Rows at a time and bytes of temporaries; the directions themselves count as the answer."""
     probe = gradients.rows([0])
-    row = sum(_operators.nbytes(rows) for rows in probe.factors.values())
+    row = sum(rows.nbytes for rows in probe.factors.values())
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
-    split = shares(
+    split = memory_shares(
         memory_budget,
         answer=answer + groups * gradients.size * 4,
         mapped=mapped,

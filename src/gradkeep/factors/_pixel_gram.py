@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.query._phases import gram_tile, phases
+from gradkeep.factors._arithmetic import CACHED
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from gradkeep.query._factors import ConvRows
-    from gradkeep.query._forms import Conv
-
-    Taps = dict[int, list[int]]
+    from gradkeep.factors._convolution import Convolution, ConvolutionRows
 
 
-def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tensor:
+def phases(form: Convolution) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
+    """Pixels that one residue of the stride reads, and how far from the position they are then.
+
+    Pixel `stride * i + dilation * a - padding` is pixel `i + shift` of the phase `residue`.
+    """
+    per_axis: list[dict[int, list[int]]] = []
+    for axis in range(len(form.size)):
+        found: dict[int, list[int]] = {}
+        for tap in range(form.kernel[axis]):
+            shift, residue = divmod(
+                tap * form.dilation[axis] - form.padding[axis], form.stride[axis]
+            )
+            found.setdefault(residue, []).append(shift)
+        per_axis.append(found)
+    for residues in itertools.product(*per_axis):
+        which = tuple(
+            slice(residue, None, step) for residue, step in zip(residues, form.stride, strict=True)
+        )
+        yield which, tuple(taps[r] for taps, r in zip(per_axis, residues, strict=True))
+
+
+def phase_pixels(form: Convolution) -> int:
+    """The number of positions of the wide array that lie whole strides apart."""
+    return math.prod(-(-size // step) for size, step in zip(form.size, form.stride, strict=True))
+
+
+def gram_tile(
+    form: Convolution, queries: int, train: int, *, itemsize: int, scratch: int
+) -> tuple[int, int]:
+    """How many queries and others meet at a time: about four temporaries of all pairs of pixels,
+    and the pixels of both sides laid out anew, twice where strides part them."""
+    pairs = min(scratch // 8, CACHED) // itemsize // max(phase_pixels(form), form.positions) ** 2
+    each = 2 * itemsize * (form.channels * math.prod(form.size) + form.filters * form.positions)
+    wide = max(1, min(train, pairs, scratch // 4 // each))
+    return max(1, min(queries, pairs // wide, scratch // 8 // each)), wide
+
+
+def pixel_gram(
+    form: Convolution, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int
+) -> Tensor:
     """Inner products `[Q, N]` of gradients, a bias of the narrow array included.
 
     With `P[s, s'] = x_s . x'_s'` over pixels and `R[t, t'] = g_t . g'_t'` over positions, the sum
@@ -44,7 +84,7 @@ def dot(form: Conv, queries: ConvRows, train: ConvRows, *, scratch: int) -> Tens
     return out
 
 
-def turn(form: Conv, array: Tensor) -> Tensor:
+def turn(form: Convolution, array: Tensor) -> Tensor:
     """`[B, C, *size]` -> `[groups, *size, B, C / groups]`, in which the rows are the inner axis."""
     count, size = len(array), array.shape[2:]
     parts = array.reshape(count, form.groups, -1, *size)
@@ -52,7 +92,7 @@ def turn(form: Conv, array: Tensor) -> Tensor:
     return parts.permute(order).contiguous()
 
 
-def _tile(form: Conv, left: list[Tensor], right: list[Tensor]) -> Tensor:
+def _tile(form: Convolution, left: list[Tensor], right: list[Tensor]) -> Tensor:
     axes = len(form.size)
     out = None
     for group in range(form.groups):
@@ -65,7 +105,7 @@ def _tile(form: Conv, left: list[Tensor], right: list[Tensor]) -> Tensor:
     return out
 
 
-def _near(form: Conv, left: Tensor, right: Tensor) -> Tensor:
+def _near(form: Convolution, left: Tensor, right: Tensor) -> Tensor:
     """The products of pixels, summed over the taps."""
     axes = len(form.size)
     near = None
@@ -78,7 +118,7 @@ def _near(form: Conv, left: Tensor, right: Tensor) -> Tensor:
     return near
 
 
-def _of_group(form: Conv, array: Tensor, group: int) -> Tensor:
+def _of_group(form: Convolution, array: Tensor, group: int) -> Tensor:
     """The part of a group, laid out anew unless it is already."""
     turned = array if array.dim() > len(form.size) + 2 else turn(form, array)
     return turned[group]

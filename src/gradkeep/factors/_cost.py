@@ -1,4 +1,7 @@
-"""Adds up operations, bytes, calls and seconds of the steps of a computation."""
+"""What products of gradients cost before they are computed: operations, bytes, calls, seconds.
+
+The steps and tiles that forms count are those of their algebra; a change there is a change here.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,56 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradkeep.query._machine import Machine
 
 VALUE = 4
 """Bytes of a float32."""
+SCRATCH = 1 << 28
+"""Bytes of temporaries, where nobody sets a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpeeds:
+    """Speeds in float32, from which the time of an operator is predicted.
+
+    The defaults are those of one core of a server; only their ratios matter for a choice.
+    """
+
+    flops: float = 75e9
+    """Operations a second of a large matrix product."""
+    batched: float = 40e9
+    """Operations a second of many small matrix products in one call."""
+    convolution: float = 65e9
+    """Operations a second of a convolution."""
+    matrix: float = 5e-7
+    """Seconds for each matrix of such a batch."""
+    result: float = 4e-10
+    """Seconds for each value of a matrix product's result, beside its operations."""
+    operand: float = 3e-10
+    """Seconds for each value of a matrix product's operands, read from memory."""
+    touch: float = 1e-10
+    """Seconds for each value that an operator passes over in the cache."""
+    fold: float = 2e-10
+    """Seconds for each value that is summed in the cache."""
+    write: float = 4e-10
+    """Seconds for each value written to memory."""
+    turn: float = 1e-9
+    """Seconds for each value of a transposed copy."""
+    run: float = 7e-9
+    """Seconds for each contiguous run of a copy made of short ones."""
+    call: float = 3e-6
+    """Seconds for an operator on nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSize:
+    """How many rows meet how many, and how many positions they have on average."""
+
+    n_train: int
+    n_query: int
+    t_train: float = 1.0
+    t_query: float = 1.0
+    scratch: int = SCRATCH
+    """Bytes that temporaries may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +86,10 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Tally:
+class CostCounter:
     """Adds up the steps of one way on one machine."""
 
-    machine: Machine
+    machine: MachineSpeeds
     flops: float = 0.0
     values: float = 0.0
     calls: float = 0.0
@@ -96,9 +145,9 @@ class Tally:
         """Operators that do next to nothing."""
         self._add(0, 0, count, 0)
 
-    def repeat(self, times: float, steps: Callable[[Tally], None]) -> None:
+    def repeat(self, times: float, steps: Callable[[CostCounter], None]) -> None:
         """The same steps several times, while what is held so far stays."""
-        part = Tally(self.machine)
+        part = CostCounter(self.machine)
         steps(part)
         self._add(*(times * x for x in (part.flops, part.values, part.calls, part.seconds)))
         self.scratch += part.scratch
@@ -119,7 +168,7 @@ class Tally:
         self.seconds += seconds
 
 
-def _rate(speeds: Machine, columns: float) -> float:
+def _rate(speeds: MachineSpeeds, columns: float) -> float:
     """Operations a second of one of many products: narrow results fill few lanes."""
     narrow, known = columns / (columns + 64), 144 / (144 + 64)  # measured at 144 columns
     return min(max(speeds.flops, speeds.batched), speeds.batched * narrow / known)

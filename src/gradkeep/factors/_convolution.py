@@ -1,0 +1,504 @@
+"""Convolutions: sums over taps of products of shifted pixels and positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
+from gradkeep.factors._cost import VALUE
+from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
+from gradkeep.factors._outer import Outer, OuterRows, count_linear
+from gradkeep.factors._pixel_gram import gram_tile, phase_pixels, phases, pixel_gram
+from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gradkeep.factors._cost import CostCounter, ProductSize
+    from gradkeep.factors._form import ArraySource
+
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvolutionRows:
+    """Raw pixels of B rows."""
+
+    wide: Tensor
+    """`[B, C, *size]`"""
+    narrow: Tensor
+    """`[B, D, *out]`"""
+
+    def __len__(self) -> int:
+        return len(self.wide)
+
+    @property
+    def example(self) -> Tensor:
+        """An array that has the dtype and device of all."""
+        return self.wide
+
+    @property
+    def positions(self) -> float:
+        """The number of positions of all rows together."""
+        return float(self.narrow[:, 0].numel())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return nbytes(self.wide, self.narrow)
+
+    def take(self, start: int, stop: int) -> ConvolutionRows:
+        """A view of some rows."""
+        return ConvolutionRows(self.wide[start:stop], self.narrow[start:stop])
+
+    def widened(self) -> ConvolutionRows:
+        """The same rows with 32 bits a number at least."""
+        return ConvolutionRows(widened(self.wide), widened(self.narrow))
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Form[ConvolutionRows]):
+    """Convolutions: `W[d, c, a]` = sum over i of `narrow[d, i] * wide[c, stride*i + dilation*a - padding]`.
+
+    Of a convolution the wide array is the raw input `[C, *size]` and the narrow one the output's
+    gradient `[D, *out]`; of a transposed one they change places. Positions outside of `wide` count
+    as zero. With groups, `c` runs over the channels of the group of `d`: the weight is
+    `[D, C / groups, *kernel]`.
+    """
+
+    kind: ClassVar[str] = "conv"
+    computes: ClassVar[tuple[Compute, ...]] = ("factored", "gram", "half", "restored")
+    rows_type: ClassVar[type[Any]] = ConvolutionRows
+    parameters: tuple[Parameter, ...]
+    wide: str
+    narrow: str
+    channels: int
+    """C, the channels of the wide array."""
+    filters: int
+    """D, the channels of the narrow array."""
+    size: tuple[int, ...]
+    out: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    """Zeros before the first position of the wide array; those behind it follow from `out`."""
+    dilation: tuple[int, ...]
+    groups: int = 1
+    bias: Literal["narrow", "wide"] | None = None
+    """Which array is summed over its positions for the gradient of the bias."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that hold the factors."""
+        return (self.wide, self.narrow)
+
+    @property
+    def positions(self) -> int:
+        """T, the number of positions of the narrow array."""
+        return math.prod(self.out)
+
+    @property
+    def taps(self) -> int:
+        """The number of offsets of the kernel."""
+        return math.prod(self.kernel)
+
+    @property
+    def weight_size(self) -> int:
+        """Values of the weight."""
+        return self.filters * (self.channels // self.groups) * self.taps
+
+    @property
+    def restored_size(self) -> int:
+        """P, the bias included."""
+        bias = {"narrow": self.filters, "wide": self.channels, None: 0}[self.bias]
+        return self.weight_size + bias
+
+    @property
+    def factored(self) -> bool:
+        """Inputs and the gradients of outputs are kept as the layer had them."""
+        return True
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a transposed convolution, whose patches are of the suffix."""
+        return self.wide.endswith("suffix")
+
+    @property
+    def fixed_positions(self) -> float:
+        """T, that of every row."""
+        return float(self.positions)
+
+    def as_outer(
+        self, rows: ConvolutionRows, *, prefix: str, suffix: str
+    ) -> tuple[Outer, OuterRows] | None:
+        """A linear layer on patches, if there is one group and its bias reads the same positions."""
+        if self.groups > 1 or self.bias == "wide" or self.positions == 1:
+            return None
+        linear, (only,) = self.unfolded(rows)
+        return replace(linear, parameters=self.parameters, prefix=prefix, suffix=suffix), only
+
+    def read(self, source: ArraySource) -> ConvolutionRows:
+        """The rows that some arrays hold."""
+        return ConvolutionRows(source.tensor(self.wide), source.tensor(self.narrow))
+
+    def tensors(self, rows: ConvolutionRows) -> dict[str, Tensor]:
+        """Both arrays by their names."""
+        return {self.wide: rows.wide, self.narrow: rows.narrow}
+
+    def offsets(self, rows: ConvolutionRows, array: str) -> Tensor | None:
+        """None: one image a row."""
+        del rows, array
+        return None
+
+    def weight_blocks(self) -> tuple[WeightBlock, ...]:
+        """A matrix for each group, and the bias as their last column or by itself."""
+        inner = self.channels // self.groups * self.taps
+        high = self.filters // self.groups
+        if self.bias == "narrow":
+            return (WeightMatrix(self.groups, high, inner + 1, bias=self.weight_size),)
+        weight = WeightMatrix(self.groups, high, inner)
+        if self.bias == "wide":
+            return (weight, WeightVector(self.channels, self.weight_size))
+        return (weight,)
+
+    def products(
+        self, queries: ConvolutionRows, train: ConvolutionRows, compute: Compute, *, scratch: int
+    ) -> Tensor:
+        """Inner products `[Q, N]`, by patches or by the Gram matrix of pixels."""
+        if compute == "gram":
+            return self._gram(queries, train, scratch=scratch)
+        return self._factored(queries, train, scratch=scratch)
+
+    def _factored(
+        self, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int
+    ) -> Tensor:
+        """Inner products `[Q, N]` of patches, as of a linear layer on them.
+
+        2 T^2 (C / groups * taps + D / groups) operations a pair and group.
+        """
+        out = train.wide.new_zeros(len(queries), len(train))
+        for first, last in self._tiles(queries, scratch // 3):
+            linear, left = self.unfolded(queries.take(first, last))
+            for start, stop in self._tiles(train, scratch // 3):
+                right = self.unfolded(train.take(start, stop))[1]
+                for one, other in zip(left, right, strict=True):
+                    out[first:last, start:stop] += linear.products(
+                        one, other, "factored", scratch=scratch // 3
+                    )
+        if self.bias == "wide":
+            out += self._sums(queries) @ self._sums(train).t()
+        return out
+
+    def _gram(self, queries: ConvolutionRows, train: ConvolutionRows, *, scratch: int) -> Tensor:
+        """Inner products `[Q, N]` by the pixel Gram matrix, the bias included."""
+        out = pixel_gram(self, queries, train, scratch=scratch)
+        if self.bias == "wide":
+            out += self._sums(queries) @ self._sums(train).t()
+        return out
+
+    def restore(self, rows: ConvolutionRows) -> Tensor:
+        """Gradients `[B, P]`: of each row and group, the narrow array times the patches.
+
+        2 T D C / groups * taps operations a row.
+        """
+        count, groups = len(rows), self.groups
+        weights = self.weight_size
+        out = rows.wide.new_empty(count, self.restored_size)
+        narrow = rows.narrow.reshape(count, groups, self.filters // groups, self.positions)
+        inner = self.channels // groups * self.taps
+        into = out[:, :weights].view(count, groups, narrow.shape[2], inner)
+        # A tile of patches at a time: written and read again while it is in the cache.
+        for start, stop in self._tiles(rows, CACHED):
+            read = self.columns(rows.wide[start:stop])
+            torch.matmul(narrow[start:stop], read.transpose(2, 3), out=into[start:stop])
+        if self.bias is not None:
+            out[:, weights:] = self._sums(rows)
+        return out
+
+    def squared_norms(self, rows: ConvolutionRows) -> Tensor:
+        """Squared lengths `[B]`, of the patches as of a linear layer, or restored where T is large."""
+        out = rows.wide.new_zeros(len(rows))
+        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
+        if self.positions * (inner + outer) >= inner * outer:
+            # Patches that are only multiplied once need not be laid out by position.
+            for start, stop in tiles(
+                len(rows), self.restored_size, rows.wide.element_size(), CACHED
+            ):
+                out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
+            return out
+        for start, stop in self._tiles(rows, CACHED):
+            linear, parts = self.unfolded(rows.take(start, stop))
+            for part in parts:
+                out[start:stop] += linear.squared_norms(part)
+        if self.bias == "wide":
+            out += squared_lengths(self._sums(rows))
+        return out
+
+    def weighted_sum(self, rows: ConvolutionRows, weights: Tensor) -> Tensor:
+        """Weighted sums `[K, P]`: the weight gradient of a batch whose narrow arrays are scaled.
+
+        2 B T D C / groups * taps operations for each of K, or once if no row is in two sums.
+        """
+        out = rows.wide.new_zeros(len(weights), self.restored_size)
+        sums = None if self.bias is None else self._sums(rows)
+        wide = self.padded(rows.wide)
+        for one, into in zip(weights, out, strict=True):
+            chosen = one.nonzero()[:, 0]
+            if len(chosen) == 0:
+                continue
+            share, image, narrow = one[chosen], wide, rows.narrow
+            if len(chosen) < len(one):
+                image, narrow = image[chosen], narrow[chosen]
+            if sums is not None:
+                into[self.weight_size :] = share @ sums[chosen]
+            scaled = narrow * share.view(-1, *[1] * (narrow.dim() - 1))
+            into[: self.weight_size] = self._weight_gradient(image, scaled).flatten()
+        return out
+
+    def half(self, rows: ConvolutionRows, directions: Tensor, *, scratch: int) -> Tensor:
+        """Products with dense directions W `[K, P]`: the convolution with W, times the narrow array.
+
+        2 K T D C / groups * taps operations a row, and never a gradient; as `[K, B]`.
+        """
+        groups, count = self.groups, len(directions)
+        out = rows.wide.new_zeros(count, len(rows))
+        item = rows.wide.element_size()
+        room = scratch // 4 // (item * self.weight_size)
+        kinds = min(scratch // 4, CACHED) // (item * self.filters * self.positions)
+        kinds = max(1, min(count, kinds, room))
+        shape = (groups, self.filters // groups, self.channels // groups, *self.kernel)
+        for first in range(0, count, kinds):
+            kernel = directions[first : first + kinds, : self.weight_size].view(-1, *shape)
+            some = len(kernel)
+            kernel = kernel.transpose(0, 1).reshape(-1, *shape[2:])
+            values = some * self.filters * self.positions + self.padded_values
+            for start, stop in tiles(len(rows), values, item, min(scratch // 2, 4 * CACHED)):
+                moved = _CONVOLVE[len(self.size)](
+                    self.padded(rows.wide[start:stop]),
+                    kernel,
+                    stride=self.stride,
+                    dilation=self.dilation,
+                    groups=groups,
+                )
+                moved = moved.reshape(stop - start, groups, some, -1)
+                narrow = rows.narrow[start:stop].reshape(stop - start, groups, 1, -1)
+                out[first : first + some, start:stop] = moved.mul_(narrow).sum((1, 3)).t()
+        if self.bias is not None:
+            out += directions[:, self.weight_size :] @ self._sums(rows).t()
+        return out
+
+    def temporaries(self, rows: ConvolutionRows) -> int:
+        """Values of the temporaries of a row while it is restored: its patches, and it padded."""
+        del rows
+        return self.patch_values + self.padded_values
+
+    def _sums(self, rows: ConvolutionRows) -> Tensor:
+        """The gradients of the bias."""
+        return (rows.wide if self.bias == "wide" else rows.narrow).flatten(2).sum(2)
+
+    def _tiles(self, rows: ConvolutionRows, scratch: int) -> list[tuple[int, int]]:
+        """Rows whose patches, twice while they are laid out, fit."""
+        values = 2 * self.patch_values
+        return list(tiles(len(rows), values, rows.wide.element_size(), scratch))
+
+    def _weight_gradient(self, image: Tensor, narrow: Tensor) -> Tensor:
+        shape = (self.filters, self.channels // self.groups, *self.kernel)
+        axes = len(self.size)
+        gradients = torch.ops.aten.convolution_backward(
+            narrow,
+            image,
+            narrow.new_empty(1).expand(shape),
+            None,
+            self.stride,
+            [0] * axes,
+            self.dilation,
+            False,
+            [0] * axes,
+            self.groups,
+            (False, True, False),
+        )
+        weight: Tensor = gradients[1]
+        return weight
+
+    def padded(self, wide: Tensor) -> Tensor:
+        """The wide array with zeros around it, cut behind the last position that is read."""
+        amounts: list[int] = []
+        for length, size, before in zip(self.reach, self.size, self.padding, strict=True):
+            amounts = [before, max(0, length - size - before), *amounts]
+        if any(amounts):
+            wide = F.pad(wide, amounts)
+        for axis, length in enumerate(self.reach, start=2):
+            wide = wide.narrow(axis, 0, length)
+        return wide
+
+    @property
+    def reach(self) -> list[int]:
+        """The size of the padded array, up to the last position that is read."""
+        return [
+            (out - 1) * step + (taps - 1) * spread + 1
+            for out, step, taps, spread in zip(
+                self.out, self.stride, self.kernel, self.dilation, strict=True
+            )
+        ]
+
+    def patches(self, wide: Tensor) -> Tensor:
+        """A view `[B, C, *kernel, *out]` of the padded array: what each tap reads at each position."""
+        whole = self.padded(wide)
+        axes = range(2, whole.dim())
+        taps = [whole.stride(axis) * self.dilation[axis - 2] for axis in axes]
+        steps = [whole.stride(axis) * self.stride[axis - 2] for axis in axes]
+        shape = (*whole.shape[:2], *self.kernel, *self.out)
+        return whole.as_strided(shape, (*whole.stride()[:2], *taps, *steps))
+
+    def columns(self, wide: Tensor) -> Tensor:
+        """Patches as matrices `[B, groups, C / groups * taps, T]`."""
+        shape = (len(wide), self.groups, self.channels // self.groups * self.taps, self.positions)
+        return self.patches(wide).reshape(shape)
+
+    def unfolded(self, rows: ConvolutionRows) -> tuple[Outer, list[OuterRows]]:
+        """The convolution as a linear layer on patches, one for each group, T positions a row."""
+        count, groups, length = len(rows), self.groups, self.positions
+        inner, outer = self.channels // groups, self.filters // groups
+        linear = Outer((), "", "", inner * self.taps, outer, bias=self.bias == "narrow")
+        axes = len(self.size)
+        order = [0, *range(2 + axes, 2 + 2 * axes), 1, *range(2, 2 + axes)]
+        x = self.patches(rows.wide).permute(order).reshape(count * length, groups, -1)
+        g = rows.narrow.flatten(2).transpose(1, 2).reshape(count * length, groups, outer)
+        offsets = torch.arange(count + 1) * length
+        return linear, [OuterRows(x[:, i], g[:, i], offsets) for i in range(groups)]
+
+    @property
+    def patch_values(self) -> int:
+        """The number of values that a row's patches have."""
+        return self.channels * self.taps * self.positions + self.filters * self.positions
+
+    @property
+    def padded_values(self) -> int:
+        """The number of values that a row's padded array has."""
+        lengths = zip(self.reach, self.size, self.padding, strict=True)
+        return self.channels * math.prod(max(long, size + before) for long, size, before in lengths)
+
+    def outer_products(self, rows: ConvolutionRows, *, scratch: int) -> Iterator[OuterProducts]:
+        """Of each group, the narrow array times patches, some rows at a time."""
+        for start, stop in tiles(
+            len(rows), 2 * self.patch_values, rows.wide.element_size(), scratch
+        ):
+            _, groups = self.unfolded(rows.take(start, stop))
+            for number, group in enumerate(groups):
+                first = number * group.g.shape[1]
+                yield OuterProducts(start, group.x, group.spans, left=group.g, first=first)
+
+    def count_outer_products(self, rows: ConvolutionRows) -> float:
+        """Every group has its own patches."""
+        del rows
+        return float(self.positions * self.groups)
+
+    @property
+    def unfolds(self) -> bool:
+        """Patches have to be laid out."""
+        return True
+
+    def bias_gradients(self, rows: ConvolutionRows) -> Tensor | None:
+        """`[B, D]` or, of a transposed convolution, `[B, C]`; None without a bias."""
+        return None if self.bias is None else self._sums(rows)
+
+    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+        """Patches as of a linear layer, or the products of all pixels."""
+        if compute == "gram":
+            self._count_gram(counter, load)
+        else:
+            self._count_factored(counter, load)
+
+    def _count_factored(self, counter: CostCounter, load: ProductSize) -> None:
+        """Patches of both sides laid out, then one linear layer for each group."""
+        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
+        each = (self.channels * self.taps + self.filters) * self.positions
+        ours, theirs = (
+            max(1.0, min(count, load.scratch // 6 // (each * VALUE)))
+            for count in (load.n_query, load.n_train)
+        )
+        visits = math.ceil(load.n_query / ours)
+        for count in (load.n_query, load.n_train * visits):
+            counter.copy(count * self.channels * self.taps * self.positions, run=self.kernel[-1])
+            counter.turn(count * self.filters * self.positions)
+        meetings = visits * math.ceil(load.n_train / theirs) * self.groups
+        one = replace(
+            load,
+            n_query=int(ours),
+            n_train=int(theirs),
+            t_query=self.positions,
+            t_train=self.positions,
+            scratch=load.scratch // 3,
+        )
+        counter.hold(2 * each * (ours + theirs))
+        counter.repeat(meetings, lambda part: count_linear(part, inner, outer, one))
+
+    def _count_gram(self, counter: CostCounter, load: ProductSize) -> None:
+        """Pixels laid out, the products of all pairs, their sums along the kernel."""
+        groups, length = self.groups, self.positions
+        high, wide = gram_tile(
+            self, load.n_query, load.n_train, itemsize=VALUE, scratch=load.scratch
+        )
+        rounds = math.ceil(load.n_train / wide)
+        count = rounds * math.ceil(load.n_query / high) * groups
+        each = self.channels * math.prod(self.size) + self.filters * length
+        counter.turn((load.n_train + load.n_query * rounds) * each)
+        counter.product(high * length, wide * length, self.filters / groups, times=count)
+        meetings = load.n_train * load.n_query * groups
+        for at, (which, shifts) in enumerate(phases(self)):
+            size = [len(range(*part.indices(n))) for part, n in zip(which, self.size, strict=True)]
+            area = math.prod(size)
+            counter.product(high * area, wide * area, self.channels / groups, times=count)
+            for axis, taps in enumerate(shifts):
+                whole = any(shift >= 0 and shift + self.out[axis] <= size[axis] for shift in taps)
+                size[axis] = self.out[axis]
+                if len(taps) > 1 or not whole:
+                    passes = len(taps) + (0 if whole else 1)
+                    counter.touch(meetings * math.prod(size) ** 2, passes, run=wide * self.out[-1])
+                    counter.call(count * passes * 6)
+            if at:
+                counter.touch(meetings * length**2, run=wide * self.out[-1])
+        counter.touch(meetings * length**2, run=wide * self.out[-1])
+        counter.fold(meetings * length**2)
+        self._count_bias(counter, load.n_train + load.n_query)
+        counter.call(count * 12)
+        counter.hold(
+            4 * max(phase_pixels(self), length) ** 2 * high * wide + 2 * each * (high + wide)
+        )
+
+    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+        """Each query's weight as the kernel of a convolution, then one pass and a sum."""
+        results = load.n_query * load.n_train * self.filters * self.positions
+        inner = self.channels // self.groups * self.taps
+        counter.write(load.n_train * self.channels * math.prod(self.size))
+        counter.convolve(2.0 * results * inner, results, self.channels / self.groups)
+        counter.touch(results)
+        counter.fold(results)
+        each = self.filters * self.positions * VALUE
+        room = load.scratch // 4 // (self.filters * inner * VALUE)
+        kinds = max(1, min(load.n_query, room, min(load.scratch // 4, CACHED) // each))
+        rows = max(1, min(load.scratch // 4, 4 * CACHED) // (kinds * each))
+        counter.call(math.ceil(load.n_query / kinds) * math.ceil(load.n_train / rows) * 20)
+        self._count_bias(counter, load.n_train)
+        counter.hold(2 * kinds * min(rows, load.n_train) * each / VALUE)
+
+    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+        """Patches of so many rows, times the narrow array."""
+        del positions
+        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
+        counter.copy(rows * self.channels * self.taps * self.positions, run=self.out[-1])
+        counter.write(rows * self.channels * math.prod(self.size))
+        counter.batch(rows * self.groups, outer, inner, self.positions)
+        self._count_bias(counter, rows)
+        counter.call(12)
+
+    def _count_bias(self, counter: CostCounter, rows: float) -> None:
+        if self.bias is not None:
+            wide = self.channels * math.prod(self.size)
+            counter.fold(rows * (wide if self.bias == "wide" else self.filters * self.positions))

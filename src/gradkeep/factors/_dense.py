@@ -1,0 +1,183 @@
+"""Gradients that are kept as they are, or as a sketch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gradkeep.factors._arithmetic import pairwise, squared_lengths
+from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage, nbytes, widened
+from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.factors._cost import CostCounter, ProductSize
+    from gradkeep.factors._form import ArraySource
+
+WHOLE = 512
+"""A gradient of at most so many values is one vector; curvature has its whole matrix."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseRows:
+    """Gradients, or sketches of them, of B rows."""
+
+    values: Tensor
+    """`[B, P]`"""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def example(self) -> Tensor:
+        """An array that has the dtype and device of all."""
+        return self.values
+
+    @property
+    def positions(self) -> float:
+        """One a row."""
+        return float(len(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return nbytes(self.values)
+
+    def take(self, start: int, stop: int) -> DenseRows:
+        """A view of some rows."""
+        return DenseRows(self.values[start:stop])
+
+    def widened(self) -> DenseRows:
+        """The same rows with 32 bits a number at least."""
+        return DenseRows(widened(self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Form[DenseRows]):
+    """Anything: the gradient itself `[P]`, or a sketch of it."""
+
+    kind: ClassVar[str] = "dense"
+    computes: ClassVar[tuple[Compute, ...]] = ("dense",)
+    rows_type: ClassVar[type[Any]] = DenseRows
+    parameters: tuple[Parameter, ...]
+    gradient: str
+    size: int
+    sketch: bool = False
+    """Whether the array is a random projection, whose products are estimates."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that hold the gradient."""
+        return (self.gradient,)
+
+    @property
+    def restored_size(self) -> int:
+        """The values that are kept: P, or those of the sketch."""
+        return self.size
+
+    @property
+    def restored_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters, or the sketch itself."""
+        if self.sketch or self.gradient_size != self.size:
+            return (Parameter(self.gradient, (self.size,)),)
+        return self.parameters
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the gradient itself."""
+        return not self.sketch
+
+    @property
+    def storage(self) -> Storage:
+        """The gradient itself."""
+        return "dense"
+
+    def read(self, source: ArraySource) -> DenseRows:
+        """The rows that an array holds."""
+        return DenseRows(source.tensor(self.gradient))
+
+    def tensors(self, rows: DenseRows) -> dict[str, Tensor]:
+        """The gradients by the name of their array."""
+        return {self.gradient: rows.values}
+
+    def offsets(self, rows: DenseRows, array: str) -> Tensor | None:
+        """None: one gradient a row."""
+        del rows, array
+        return None
+
+    def role(self, array: str) -> ArrayRole:
+        """What the array holds."""
+        del array
+        return "projection" if self.sketch else "gradient"
+
+    def weight_blocks(self) -> tuple[WeightBlock, ...]:
+        """Weights with the biases that follow them, vectors by themselves; small ones as one vector."""
+        if self.sketch or self.size <= WHOLE:
+            return (WeightVector(self.size),)
+        blocks: list[WeightBlock] = []
+        at, parameters = 0, list(self.parameters)
+        while parameters:
+            first = parameters.pop(0)
+            if len(first.shape) < 2:
+                blocks.append(WeightVector(first.size, at))
+                at += first.size
+                continue
+            rows, cols = first.shape[0], first.size // max(1, first.shape[0])
+            follows = bool(parameters) and parameters[0].shape == first.shape[:1]
+            bias = at + first.size if follows else None
+            blocks.append(WeightMatrix(1, rows, cols + follows, at, bias=bias))
+            at += first.size + (parameters.pop(0).size if follows else 0)
+        return tuple(blocks)
+
+    def restore(self, rows: DenseRows) -> Tensor:
+        """The gradients `[B, P]` themselves."""
+        self.check_rows(rows)
+        return rows.values
+
+    def squared_norms(self, rows: DenseRows) -> Tensor:
+        """Squared lengths `[B]`; 2 P operations a row."""
+        return squared_lengths(rows.values)
+
+    def weighted_sum(self, rows: DenseRows, weights: Tensor) -> Tensor:
+        """Weighted sums `[K, B] @ [B, P]`."""
+        return weights @ rows.values
+
+    def products(
+        self, queries: DenseRows, train: DenseRows, compute: Compute, *, scratch: int
+    ) -> Tensor:
+        """Inner products `[Q, P] @ [P, N]`; 2 P operations a pair, no temporaries."""
+        del compute, scratch
+        return pairwise(queries.values, train.values)
+
+    def half(self, rows: DenseRows, directions: Tensor, *, scratch: int) -> Tensor:
+        """Products with dense directions, `[K, P] @ [P, B]`."""
+        del scratch
+        return pairwise(directions, rows.values)
+
+    def temporaries(self, rows: DenseRows) -> int:
+        """None: there is nothing to restore."""
+        del rows
+        return 0
+
+    def _half_is_less(self, rows: DenseRows, directions: int) -> bool:
+        """Always: nothing needs to be restored."""
+        del rows, directions
+        return True
+
+    def same_layout(self, other: Form[Any]) -> bool:
+        """Whether both are kept whole."""
+        return isinstance(other, Dense)
+
+    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+        """One matrix product."""
+        del compute
+        counter.product(load.n_query, load.n_train, self.gradient_size)
+
+    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+        """One matrix product."""
+        self.count_products(counter, load, "dense")
+
+    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+        """Nothing."""
+        del counter, rows, positions

@@ -1,0 +1,409 @@
+"""Linear layers: products of prefixes times products of suffixes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradkeep.factors._arithmetic import CACHED, inner, pairwise, squared_lengths, tiles
+from gradkeep.factors._cost import VALUE
+from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, Storage, nbytes, widened
+from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_columns, sum_pairs, sum_rows
+from gradkeep.factors._weights import WeightBlock, WeightMatrix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradkeep.factors._cost import CostCounter, ProductSize
+    from gradkeep.factors._form import ArraySource
+
+_STEPS = 8
+"""Operators on a tile that do next to nothing: slices, views, assignments."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OuterRows:
+    """Positions of B rows one after the other, S = sum of T_i in all."""
+
+    x: Tensor
+    """Prefix `[S, d_in]`, or `[S, d_in + 1]` if the form says `ones`."""
+    g: Tensor
+    """Suffix `[S, d_out]`"""
+    offsets: Tensor | None = None
+    """`[B + 1]` int64 on the CPU; None: one position a row, B = S."""
+
+    def __len__(self) -> int:
+        return len(self.x) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def spans(self) -> Spans:
+        """Where each row's positions are."""
+        return spans(self.offsets, len(self.x))
+
+    @property
+    def example(self) -> Tensor:
+        """An array that has the dtype and device of all."""
+        return self.g
+
+    @property
+    def positions(self) -> float:
+        """The number of positions of all rows together."""
+        return float(len(self.g))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return nbytes(self.x, self.g, self.offsets)
+
+    def take(self, start: int, stop: int) -> OuterRows:
+        """A view of some rows."""
+        if self.offsets is None:
+            return OuterRows(self.x[start:stop], self.g[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        low, high = int(offsets[0]), int(offsets[-1])
+        return OuterRows(self.x[low:high], self.g[low:high], offsets - low)
+
+    def widened(self) -> OuterRows:
+        """The same rows with 32 bits a number at least."""
+        return OuterRows(widened(self.x), widened(self.g), self.offsets)
+
+    def at_positions(self, used: Tensor) -> OuterRows:
+        """Only the positions `[S]` that are used, of rows that have several."""
+        assert self.offsets is not None
+        if bool(used.all()):
+            return self
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), used.cpu().long().cumsum(0)])
+        return OuterRows(self.x[used], self.g[used], before[self.offsets])
+
+
+@dataclass(frozen=True, slots=True)
+class Outer(Form[OuterRows]):
+    """Linear layers: gradient `[d_out, d_in]` = suffix `[T, d_out]`^T @ prefix `[T, d_in]`.
+
+    With `bias`, the gradient of the bias, the sum of the suffix over T, follows the weight's; it
+    is the same as a prefix with one more column of ones. `ones` says that the kept prefix has that
+    column already (a truncated SVD does not leave it constant).
+    """
+
+    kind: ClassVar[str] = "outer"
+    computes: ClassVar[tuple[Compute, ...]] = ("factored", "half", "restored")
+    rows_type: ClassVar[type[Any]] = OuterRows
+    parameters: tuple[Parameter, ...]
+    prefix: str
+    suffix: str
+    d_in: int
+    d_out: int
+    bias: bool = False
+    ones: bool = False
+    transposed: bool = False
+    """Whether the weight is laid out `[d_in, d_out]`."""
+    error: float = 0.0
+    """The largest relative error of a kept gradient, where its rank was cut."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that hold the factors."""
+        return (self.prefix, self.suffix)
+
+    @property
+    def restored_size(self) -> int:
+        """P, the bias included."""
+        return self.d_in * self.d_out + (self.d_out if self.bias else 0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether no rank was cut."""
+        return self.error == 0
+
+    @property
+    def factored(self) -> bool:
+        """Whether prefixes and suffixes are kept as the layer had them."""
+        return not self.ones
+
+    @property
+    def storage(self) -> Storage:
+        """Factors, with all their positions or fewer."""
+        return "low rank" if self.error > 0 else "factors"
+
+    @property
+    def prefix_array(self) -> str | None:
+        """The array of the prefix."""
+        return self.prefix
+
+    def with_prefix(self, array: str) -> Outer:
+        """The same with the prefix in another array."""
+        return replace(self, prefix=array)
+
+    def as_outer(
+        self, rows: OuterRows, *, prefix: str, suffix: str
+    ) -> tuple[Outer, OuterRows] | None:
+        """Itself, if its rows have several positions."""
+        del prefix, suffix
+        return None if rows.offsets is None else (self, rows)
+
+    def read(self, source: ArraySource) -> OuterRows:
+        """The rows that some arrays hold."""
+        prefix, suffix = source.tensor(self.prefix), source.tensor(self.suffix)
+        return OuterRows(prefix, suffix, source.offsets(self.suffix))
+
+    def tensors(self, rows: OuterRows) -> dict[str, Tensor]:
+        """Prefixes and suffixes by the names of their arrays."""
+        return {self.prefix: rows.x, self.suffix: rows.g}
+
+    def offsets(self, rows: OuterRows, array: str) -> Tensor | None:
+        """Where each row's positions begin and end."""
+        del array
+        return rows.offsets
+
+    def weight_blocks(self) -> tuple[WeightBlock, ...]:
+        """One matrix `[d_out, d_in]` with the bias as its last column."""
+        weights = self.d_in * self.d_out
+        bias = weights if self.bias else None
+        width = self.d_in + self.bias
+        return (WeightMatrix(1, self.d_out, width, bias=bias, transposed=self.transposed),)
+
+    def products(
+        self, queries: OuterRows, train: OuterRows, compute: Compute, *, scratch: int
+    ) -> Tensor:
+        """Inner products `[Q, N]`: sum over t, t' of `(x_t . x'_t' + bias) (g_t . g'_t')`.
+
+        2 T T' (d_in + d_out) operations a pair, in two matrix products for all pairs of a tile.
+        """
+        plus_one = self.bias and not self.ones
+
+        def product(left: slice, right: slice) -> Tensor:
+            inputs = pairwise(queries.x[left], train.x[right])
+            grads = pairwise(queries.g[left], train.g[right])
+            return grads.addcmul_(inputs, grads) if plus_one else grads.mul_(inputs)
+
+        return sum_pairs(queries.spans, train.spans, product, like=train.x, scratch=scratch)
+
+    def restore(self, rows: OuterRows) -> Tensor:
+        """Gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations a row."""
+        parts = rows.spans
+        out = rows.x.new_empty(len(rows), self.restored_size)
+        weight, bias = self.split(out)
+        left, right = (rows.g, rows.x[:, : self.d_in])
+        if self.transposed:
+            left, right = right, left
+        if parts.uniform == 1:
+            torch.mul(left[:, :, None], right[:, None, :], out=weight)
+        else:
+            torch.bmm(pad(left, parts).transpose(1, 2), pad(right, parts), out=weight)
+        if bias is not None:
+            bias.copy_(sum_rows(self._bias_terms(rows), parts))
+        return out
+
+    def squared_norms(self, rows: OuterRows) -> Tensor:
+        """Squared lengths `[B]` from each row's Gram matrices, or restored where T is large."""
+        parts = rows.spans
+        if parts.uniform == 1:
+            inputs = squared_lengths(rows.x)
+            if self.bias and not self.ones:
+                inputs = inputs + 1
+            return inputs * squared_lengths(rows.g)
+        out = rows.x.new_empty(len(rows))
+        if len(rows) == 0:
+            return out
+        both = self.d_in + self.d_out
+        gram = parts.longest * both < self.d_in * self.d_out
+        needed = parts.longest * (3 * parts.longest + both) if gram else self.restored_size
+        for start, stop in tiles(len(rows), needed, rows.x.element_size(), CACHED):
+            some = rows.take(start, stop)
+            out[start:stop] = (
+                self._gram_norms(some) if gram else squared_lengths(self.restore(some))
+            )
+        return out
+
+    def weighted_sum(self, rows: OuterRows, weights: Tensor) -> Tensor:
+        """Weighted sums `[K, P]`: `(w g)^T x` over the positions of the rows with a weight.
+
+        2 S d_in d_out operations for each of K, or once if no row has a weight in two sums.
+        """
+        parts = rows.spans
+        out = rows.x.new_zeros(len(weights), self.restored_size)
+        where = row_of(parts, rows.x.device)
+        terms = self._bias_terms(rows) if self.bias else None
+        for one, into in zip(weights, out, strict=True):
+            each = one[where]
+            x, g = rows.x[:, : self.d_in], rows.g
+            chosen = each.nonzero()[:, 0]
+            weight, bias = self.split(into[None])
+            if bias is not None and terms is not None:
+                bias[0] = each[chosen] @ terms[chosen]
+            if len(chosen) < len(each):
+                x, g, each = x[chosen], g[chosen], each[chosen]
+            g = g * each[:, None]
+            torch.mm(*((x.t(), g) if self.transposed else (g.t(), x)), out=weight[0])
+        return out
+
+    def weighted_squares(self, rows: OuterRows, weights: Tensor) -> Tensor:
+        """Weighted sums of squared gradients `[K, P]`; if each row has one position, of squares."""
+        if rows.spans.uniform != 1:
+            return Form.weighted_squares(self, rows, weights)
+        return self.weighted_sum(OuterRows(rows.x.square(), rows.g.square()), weights)
+
+    def half(self, rows: OuterRows, directions: Tensor, *, scratch: int) -> Tensor:
+        """Products with dense directions W `[K, P]`: sum over t of `g_t . (W x_t)`, as `[K, B]`.
+
+        2 K T d_in d_out operations a row, and never a gradient.
+        """
+        parts = rows.spans
+        out = rows.x.new_zeros(len(directions), len(rows))
+        left, right = (rows.g, rows.x[:, : self.d_in])
+        if self.transposed:
+            left, right = right, left
+        terms = self._bias_terms(rows) if self.bias else None
+        values = max(1, min(scratch // 4, CACHED) // rows.x.element_size() // left.shape[1])
+        # Many positions at a time and few directions: matrix products of a good shape.
+        positions = max(parts.longest, min(1024, values))
+        # Weights that a bias follows are laid out anew, one half of the temporaries.
+        room = scratch // 2 // (rows.x.element_size() * self.restored_size)
+        kinds = max(1, min(values // positions, room))
+        for first in range(0, len(directions), kinds):
+            weight, bias = self.split(directions[first : first + kinds])
+            matrix = weight.reshape(-1, weight.shape[2]).t()
+            for start, stop in parts.tiles(positions):
+                at = slice(parts.bounds[start], parts.bounds[stop])
+                moved = (right[at] @ matrix).view(-1, len(weight), left.shape[1])
+                summed = moved.mul_(left[at, None, :]).sum(2)
+                if bias is not None and terms is not None:
+                    summed.addmm_(terms[at], bias.t())
+                out[first : first + kinds, start:stop] = sum_columns(
+                    summed.t(), parts.cut(start, stop)
+                )
+        return out
+
+    def split(self, dense: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Views of dense gradients `[B, P]`: the weights in their layout, and the biases `[B, d_out]`."""
+        shape = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
+        weight = dense[:, : self.d_in * self.d_out].view(-1, *shape)
+        return weight, dense[:, self.d_in * self.d_out :] if self.bias else None
+
+    def temporaries(self, rows: OuterRows) -> int:
+        """Values of the temporaries of a row while it is restored."""
+        parts = rows.spans
+        return self.d_out if parts.uniform is not None else parts.longest * (self.d_in + self.d_out)
+
+    def _bias_terms(self, rows: OuterRows) -> Tensor:
+        """What each position adds to the gradient of the bias, `[S, d_out]`."""
+        return rows.g * rows.x[:, self.d_in :] if self.ones else rows.g
+
+    def _gram_norms(self, rows: OuterRows) -> Tensor:
+        parts = rows.spans
+        x, g = pad(rows.x, parts), pad(rows.g, parts)
+        inputs, grads = torch.bmm(x, x.transpose(1, 2)), torch.bmm(g, g.transpose(1, 2))
+        if self.bias and not self.ones:
+            inputs.add_(1)
+        return inner(inputs.flatten(1), grads.flatten(1))
+
+    def outer_products(self, rows: OuterRows, *, scratch: int) -> Iterator[OuterProducts]:
+        """Suffixes times prefixes, in the layout of the weight."""
+        del scratch
+        x = rows.x[:, : self.d_in]
+        left, right = (x, rows.g) if self.transposed else (rows.g, x)
+        yield OuterProducts(0, right, rows.spans, left=left)
+
+    def count_outer_products(self, rows: OuterRows) -> float:
+        """One for each position."""
+        return 1.0 if rows.spans.uniform == 1 else len(rows.g) / len(rows)
+
+    def bias_gradients(self, rows: OuterRows) -> Tensor | None:
+        """Sums of suffixes over positions `[B, d_out]`; None without a bias."""
+        return sum_rows(self._bias_terms(rows), rows.spans) if self.bias else None
+
+    def with_ones(self, x: Tensor) -> Tensor:
+        """The prefix `[S, C]` with the column of ones that the bias reads."""
+        return torch.cat([x, x.new_ones(len(x), 1)], 1) if self.bias and not self.ones else x
+
+    def same_layout(self, other: Form[Any]) -> bool:
+        """Whether both keep the same columns."""
+        return isinstance(other, Outer) and (self.ones, self.bias) == (other.ones, other.bias)
+
+    def shared_prefix(self, other: Form[Any]) -> tuple[str, str] | None:
+        """The prefixes of both sides, if they are as the layer had them."""
+        if self.ones or not isinstance(other, Outer):
+            return None
+        return f"{self.prefix} {self.bias}", other.prefix
+
+    def join(self, parts: Sequence[OuterRows]) -> OuterRows:
+        """Layers that share a prefix as one layer with all their outputs."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        return OuterRows(first.x, torch.cat([part.g for part in parts], 1), first.offsets)
+
+    def joined(self, rows: OuterRows) -> Outer:
+        """The form of joined rows: as many outputs as they have."""
+        return replace(self, d_out=rows.g.shape[1])
+
+    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+        """Both matrix products of every tile, one pass over their product, and its sums."""
+        del compute
+        count_linear(counter, self.d_in, self.d_out, load)
+
+    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+        """Each query's weight times every position, then one pass and a sum."""
+        positions = load.n_train * load.t_train
+        high_side, inner = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
+        values = max(1, min(load.scratch // 4, CACHED) // VALUE // high_side)
+        room = max(1, load.scratch // 2 // (VALUE * high_side * inner))
+        high = min(positions, max(load.t_train, min(1024, values)))
+        kinds = max(1.0, min(load.n_query, room, values // max(1.0, high)))
+        count = math.ceil(positions / max(1.0, high)) * math.ceil(load.n_query / kinds)
+        counter.product(high, kinds * high_side, inner, times=count)
+        counter.touch(load.n_query * positions * high_side)
+        counter.fold(load.n_query * positions * high_side)
+        if self.bias:
+            counter.write(load.n_query * high_side * inner)
+        counter.call(count * _STEPS)
+        counter.hold(2 * high * kinds * high_side)
+
+    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+        """The gradients of so many rows."""
+        if positions == 1:
+            counter.write(rows * self.d_in * self.d_out)
+        else:
+            counter.batch(rows, self.d_out, self.d_in, positions)
+        if self.bias:
+            counter.write(rows * self.d_out * positions)
+        counter.call(_STEPS)
+
+
+def count_linear(counter: CostCounter, d_in: int, d_out: int, load: ProductSize) -> None:
+    """Both matrix products of every tile, one pass over their product, and its sums."""
+    ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
+    high, wide = pair_tile(load)
+    count = ours / high * (theirs / wide)
+    counter.product(high, wide, d_in, times=count)
+    counter.product(high, wide, d_out, times=count)
+    count_pair_sums(counter, load)
+    counter.hold(3 * high * wide)
+
+
+def pair_tile(load: ProductSize) -> tuple[float, float]:
+    """Positions of queries and of others whose products are formed at a time."""
+    ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
+    values = max(1, min(load.scratch // 3, CACHED) // VALUE)
+    wide = max(1.0, min(theirs, max(load.t_train, min(2048, values))))
+    high = max(1.0, min(ours, max(load.t_query, values // wide)))
+    return high, max(1.0, min(theirs, max(load.t_train, values // high)))
+
+
+def count_pair_sums(counter: CostCounter, load: ProductSize) -> None:
+    """The elementwise product of two matrices of all positions, summed for each pair of rows."""
+    ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
+    high, wide = pair_tile(load)
+    count = math.ceil(ours / high) * math.ceil(theirs / wide)
+    counter.touch(ours * theirs)
+    if load.t_query != 1:
+        counter.fold(ours * theirs)
+    if load.t_train != 1:
+        # Short sums along a row cannot use the processor's lanes.
+        counter.copy(load.n_query * theirs, run=max(1.0, load.t_train))
+    counter.touch(load.n_query * load.n_train, passes=2)
+    counter.call(count * _STEPS)

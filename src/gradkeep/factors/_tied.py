@@ -1,0 +1,191 @@
+"""A weight used as an embedding and as a linear layer: both uses, and where they meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter
+from gradkeep.factors._outer import Outer, OuterRows, count_pair_sums, pair_tile
+from gradkeep.factors._ragged import sum_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from gradkeep.factors._cost import CostCounter, ProductSize
+    from gradkeep.factors._form import ArraySource
+    from gradkeep.factors._lookup import Lookup, LookupRows
+    from gradkeep.factors._weights import WeightBlock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiedRows:
+    """Both uses of a weight by the same B rows."""
+
+    lookup: LookupRows
+    outer: OuterRows
+
+    def __len__(self) -> int:
+        return len(self.lookup)
+
+    @property
+    def example(self) -> Tensor:
+        """An array that has the dtype and device of all."""
+        return self.outer.g
+
+    @property
+    def positions(self) -> float:
+        """The positions of the linear layer, of all rows together."""
+        return self.outer.positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of both uses."""
+        return self.lookup.nbytes + self.outer.nbytes
+
+    def take(self, start: int, stop: int) -> TiedRows:
+        """A view of some rows."""
+        return TiedRows(self.lookup.take(start, stop), self.outer.take(start, stop))
+
+    def widened(self) -> TiedRows:
+        """The same rows with 32 bits a number at least."""
+        return TiedRows(self.lookup.widened(), self.outer.widened())
+
+
+@dataclass(frozen=True, slots=True)
+class Tied(Form[TiedRows]):
+    """One weight `[rows, width]` used as an embedding and as a linear layer: the uses add up.
+
+    The bias of the linear layer, if it has one, follows the weight.
+    """
+
+    kind: ClassVar[str] = "tied"
+    computes: ClassVar[tuple[Compute, ...]] = ("factored", "half", "restored")
+    rows_type: ClassVar[type[Any]] = TiedRows
+    parameters: tuple[Parameter, ...]
+    lookup: Lookup
+    outer: Outer
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that hold the factors of both uses."""
+        return (*self.lookup.arrays, *self.outer.arrays)
+
+    @property
+    def restored_size(self) -> int:
+        """P: both uses add up."""
+        return self.outer.restored_size
+
+    def read(self, source: ArraySource) -> TiedRows:
+        """The rows that some arrays hold."""
+        return TiedRows(self.lookup.read(source), self.outer.read(source))
+
+    def tensors(self, rows: TiedRows) -> dict[str, Tensor]:
+        """The tensors of both uses by the names of their arrays."""
+        return self.lookup.tensors(rows.lookup) | self.outer.tensors(rows.outer)
+
+    def offsets(self, rows: TiedRows, array: str) -> Tensor | None:
+        """Where each row's tokens, or positions, begin and end."""
+        if array in self.lookup.arrays:
+            return rows.lookup.offsets
+        return rows.outer.offsets
+
+    def weight_blocks(self) -> tuple[WeightBlock, ...]:
+        """The matrix that both uses add up to."""
+        return self.outer.weight_blocks()
+
+    def products(
+        self, queries: TiedRows, train: TiedRows, compute: Compute, *, scratch: int
+    ) -> Tensor:
+        """Inner products `[Q, N]`: the products of like uses and, both ways, of unlike ones."""
+        out = self.lookup.products(queries.lookup, train.lookup, compute, scratch=scratch)
+        out += self.outer.products(queries.outer, train.outer, compute, scratch=scratch)
+        out += self.cross(queries.lookup, train.outer, scratch=scratch)
+        out += self.cross(train.lookup, queries.outer, scratch=scratch).t()
+        return out
+
+    def cross(self, tokens: LookupRows, uses: OuterRows, *, scratch: int) -> Tensor:
+        """Inner products of the embedding's part with the linear layer's part.
+
+        The sum over tokens t and positions t' of `h_t'[id_t] (g_t . x_t')`, where h is the suffix of
+        the linear layer; 2 T T' width operations a pair.
+        """
+        x = uses.x[:, : self.outer.d_in]
+
+        def product(left: slice, right: slice) -> Tensor:
+            chosen = uses.g[right].index_select(1, tokens.ids[left])
+            return (tokens.g[left] @ x[right].t()).mul_(chosen.t())
+
+        return sum_pairs(tokens.spans, uses.spans, product, like=x, scratch=scratch)
+
+    def restore(self, rows: TiedRows) -> Tensor:
+        """Gradients `[B, P]`: the sum of both uses, then the bias."""
+        out = self.outer.restore(rows.outer)
+        out[:, : self.lookup.rows * self.lookup.width] += self.lookup.restore(rows.lookup)
+        return out
+
+    def squared_norms(self, rows: TiedRows) -> Tensor:
+        """Squared lengths `[B]`: of each use, and twice the product of both."""
+        out = self.lookup.squared_norms(rows.lookup)
+        out = out + self.outer.squared_norms(rows.outer)
+        for row in range(len(rows)):
+            one = rows.take(row, row + 1)
+            out[row] += 2 * self.cross(one.lookup, one.outer, scratch=RESTORED)[0, 0]
+        return out
+
+    def weighted_sum(self, rows: TiedRows, weights: Tensor) -> Tensor:
+        """Weighted sums `[K, P]` of both uses."""
+        out = self.outer.weighted_sum(rows.outer, weights)
+        out[:, : self.lookup.rows * self.lookup.width] += self.lookup.weighted_sum(
+            rows.lookup, weights
+        )
+        return out
+
+    def half(self, rows: TiedRows, directions: Tensor, *, scratch: int) -> Tensor:
+        """Products with dense directions `[K, P]`, of both uses."""
+        out = self.outer.half(rows.outer, directions, scratch=scratch)
+        weights = directions[:, : self.lookup.rows * self.lookup.width]
+        return out.add_(self.lookup.half(rows.lookup, weights, scratch=scratch))
+
+    def temporaries(self, rows: TiedRows) -> int:
+        """Values of the temporaries of a row while it is restored: one use beside the other."""
+        values = self.lookup.temporaries(rows.lookup) + self.outer.temporaries(rows.outer)
+        return values + self.lookup.rows * self.lookup.width
+
+    def outer_products(self, rows: TiedRows, *, scratch: int) -> Iterator[OuterProducts]:
+        """Those of both uses."""
+        yield from self.outer.outer_products(rows.outer, scratch=scratch)
+        yield from self.lookup.outer_products(rows.lookup, scratch=scratch)
+
+    def count_outer_products(self, rows: TiedRows) -> float:
+        """Those of the linear layer; tokens only add a row of the weight."""
+        return self.outer.count_outer_products(rows.outer)
+
+    def bias_gradients(self, rows: TiedRows) -> Tensor | None:
+        """Those of the linear layer."""
+        return self.outer.bias_gradients(rows.outer)
+
+    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+        """Both uses, and twice where they meet."""
+        self.lookup.count_products(counter, load, compute)
+        self.outer.count_products(counter, load, compute)
+        for _ in range(2):
+            high, wide = pair_tile(load)
+            ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
+            count = ours / high * (theirs / wide)
+            counter.product(high, wide, self.lookup.width, times=count)
+            counter.copy(ours * theirs, run=1)
+            count_pair_sums(counter, load)
+
+    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+        """Both uses."""
+        self.lookup.count_half(counter, load)
+        self.outer.count_half(counter, load)
+
+    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+        """One use beside the other."""
+        self.outer.count_restore(counter, rows, positions)
+        counter.write(2 * rows * self.gradient_size)

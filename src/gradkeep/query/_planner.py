@@ -1,0 +1,165 @@
+"""Which way of computing products of gradients is the fastest here: what each costs, and the choice."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gradkeep._budgets import format_bytes
+from gradkeep.errors import QueryError
+from gradkeep.factors import RESTORED, VALUE, CostCounter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradkeep.factors import AnyForm, Compute, Cost, MachineSpeeds, ProductSize
+
+_NAMES: dict[str, tuple[Compute, ...]] = {
+    "factored": ("factored", "dense"),
+    "gram": ("gram", "factored", "dense"),
+    "half": ("half", "dense"),
+    "restored": ("restored", "dense"),
+    "dense": ("dense", "restored"),
+    "naive": ("dense", "restored"),
+    "recon": ("restored", "dense"),
+    "ted": ("gram", "factored", "dense"),
+    "restore": ("restored", "dense"),
+}
+"""What may be asked for, and the ways it stands for: the first that the form has."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStep:
+    """How one layer was multiplied."""
+
+    layer: str
+    form: str
+    compute: Compute
+    predicted_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueryPlan:
+    """What was done, layer by layer, and in how many bytes."""
+
+    steps: tuple[QueryStep, ...]
+    query_rows: int
+    """Queries held at once."""
+    train_rows: int
+    """Training rows held at once."""
+    scratch: int
+    """Bytes of temporaries."""
+    memory: int
+    """Bytes planned for in all."""
+
+    def __str__(self) -> str:
+        rows = [
+            f"{s.layer}: {s.form}, {s.compute}, {s.predicted_seconds:.3g} s" for s in self.steps
+        ]
+        held = (
+            f"{self.query_rows} queries against {self.train_rows} rows at a time "
+            f"in {format_bytes(self.memory)}"
+        )
+        return "\n".join([*rows, held])
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeChoice:
+    """The way that was chosen, and what every way would cost."""
+
+    compute: Compute
+    cost: Cost
+    alternatives: Mapping[Compute, Cost]
+
+
+def choose_compute(
+    form: AnyForm,
+    load: ProductSize,
+    speeds: MachineSpeeds,
+    *,
+    force: str | None = None,
+    scratch: int | None = None,
+) -> ComputeChoice:
+    """The way with the least predicted time among those whose temporaries fit into `scratch`.
+
+    `force` names a way for every form; where a form does not have it, its nearest is taken. If no
+    way fits, the one with the smallest temporaries is.
+
+    >>> from gradkeep.factors import MachineSpeeds, Outer, Parameter, ProductSize
+    >>> form = Outer((Parameter("w", (256, 64)),), "x", "g", d_in=64, d_out=256)
+    >>> choose_compute(form, ProductSize(1500, 297), MachineSpeeds()).compute
+    'factored'
+    >>> choose_compute(form, ProductSize(1500, 297), MachineSpeeds(), force="naive").compute
+    'restored'
+    """
+    if scratch is not None:
+        load = replace(load, scratch=scratch)
+    costs = {compute: cost(form, load, compute, speeds) for compute in form.computes}
+    if force is not None:
+        chosen = forced(form, force)
+    else:
+        fitting = [compute for compute in costs if costs[compute].scratch <= load.scratch]
+        if fitting:
+            chosen = min(fitting, key=lambda way: costs[way].seconds)
+        else:
+            chosen = min(costs, key=lambda way: costs[way].scratch)
+    return ComputeChoice(chosen, costs[chosen], costs)
+
+
+def forced(form: AnyForm, name: str) -> Compute:
+    """The way of this form that a name stands for."""
+    if name not in _NAMES:
+        near = difflib.get_close_matches(name, _NAMES, n=1)
+        raise QueryError(
+            "there is no such way to compute products of gradients",
+            found=name,
+            expected=f"one of {', '.join(_NAMES)}",
+            fix=f"did you mean {near[0]!r}?" if near else "leave it out to let the planner choose",
+        )
+    return next(compute for compute in _NAMES[name] if compute in form.computes)
+
+
+def cost(form: AnyForm, load: ProductSize, compute: Compute, speeds: MachineSpeeds) -> Cost:
+    """What the products of all queries with all rows cost in one of the ways.
+
+    >>> from gradkeep.factors import MachineSpeeds, Outer, Parameter, ProductSize
+    >>> form = Outer((Parameter("w", (256, 64)),), "x", "g", d_in=64, d_out=256)
+    >>> load, speeds = ProductSize(1500, 300), MachineSpeeds()
+    >>> 50 < cost(form, load, "restored", speeds).flops / cost(form, load, "factored", speeds).flops < 52
+    True
+    """
+    counter = CostCounter(speeds)
+    if compute == "half":
+        visits = _restore_queries(counter, form, load)
+        counter.repeat(visits, lambda part: form.count_half(part, _share(load, visits)))
+    elif compute == "restored":
+        visits = _restore_queries(counter, form, load)
+        counter.repeat(visits, lambda part: _count_restored(part, form, _share(load, visits)))
+    else:
+        form.count_products(counter, load, compute)
+    return counter.cost()
+
+
+def _restore_queries(counter: CostCounter, form: AnyForm, load: ProductSize) -> int:
+    """Restores all queries; how many times the others must be gone through for them."""
+    fit = max(1, load.scratch // 2 // (form.gradient_size * VALUE))
+    form.count_restore(counter, load.n_query, load.t_query)
+    counter.hold(min(load.n_query, fit) * form.gradient_size)
+    return max(1, math.ceil(load.n_query / fit))
+
+
+def _share(load: ProductSize, visits: int) -> ProductSize:
+    return replace(load, n_query=math.ceil(load.n_query / visits), scratch=load.scratch // 2)
+
+
+def _count_restored(counter: CostCounter, form: AnyForm, load: ProductSize) -> None:
+    """The others restored in tiles, and multiplied with the queries."""
+    size = form.gradient_size
+    rows = max(1, min(load.n_train, min(load.scratch, RESTORED) // (size * VALUE)))
+    count = load.n_train / rows
+    counter.repeat(math.ceil(count), lambda part: form.count_restore(part, rows, load.t_train))
+    counter.product(load.n_query, rows, size, times=count)
+    counter.call(8 * count)
+    counter.hold(rows * size)
