@@ -143,7 +143,7 @@ def compare(name: str) -> bool:
     print(f"{name}: {size:,} parameters, {TRAIN} x {TEST}, damping {DAMPING} x mean eigenvalue")
     kept, store = timed(capture, net, train, test)
     asked, ours = timed(ask, store, damping=DAMPING)
-    alike = ask(capture(net, train, test, plan="factors"), damping=DAMPING)
+    alike = ask(capture(net, train, test, keep="factors"), damping=DAMPING)
     print(f"  {'ours, from disk':<24}{asked:>8.2f} s")
     print(f"  {'capture':<24}{kept:>8.2f} s")
     if WITHOUT in sys.argv:

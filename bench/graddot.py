@@ -100,7 +100,7 @@ def best(function, *arguments):
 
 def ask(store: gk.Store, plan: str | None) -> gk.query.Products:
     queries, train = gk.gradients(store, split="test"), gk.gradients(store, split="train")
-    return gk.query.dot(queries, train, plan=plan)
+    return gk.query.dot(queries, train, compute=plan)
 
 
 def compare(name: str) -> bool:

@@ -110,11 +110,11 @@ def captured(setting: truths.Setting, runs: int) -> World:
             common = {"split": split, "run": f"run-{run}", "progress": False}
             task = gk.Classification()
             gk.capture(
-                store, net, [batch], task=task, checkpoint=sources, embeddings=[last], **common
+                store, net, [batch], task=task, checkpoints=sources, embeddings=[last], **common
             )
         drawn = gk.Classification(labels="sampled")
         train = {"split": "train", "run": f"run-{run}", "progress": False, "name": "sampled"}
-        gk.capture(store, net, [setting.train], task=drawn, checkpoint=final, **train)
+        gk.capture(store, net, [setting.train], task=drawn, checkpoints=final, **train)
     took = time.process_time() - began
     kept = len(store.captures())
     print(f"  {kept} captures in {took:.1f} CPU s, {took / kept:.3f} each")

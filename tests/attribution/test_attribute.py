@@ -32,7 +32,7 @@ def world(tmp_path_factory):
             [batch],
             task=gk.Classification(),
             split=split,
-            checkpoint=sources,
+            checkpoints=sources,
             progress=False,
         )
         for name, state in states.items():

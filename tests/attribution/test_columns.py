@@ -37,7 +37,7 @@ def world(tmp_path_factory):
             [data[split]],
             task=gk.Classification(),
             split=split,
-            checkpoint=states,
+            checkpoints=states,
             embeddings=["0", "1"],
             progress=False,
         )

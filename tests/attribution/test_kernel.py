@@ -42,7 +42,7 @@ def world(tmp_path_factory):
             [batch],
             task=gk.Classification(),
             split=split,
-            checkpoint=states,
+            checkpoints=states,
             progress=False,
         )
         for name, state in states.items():
@@ -133,7 +133,7 @@ def test_trak_is_the_ridged_inverse_of_projected_gradients(world, dim, ridge):
         by = gk.Projection(dim=dim, seed=3)
         x, g = (
             gk.project(
-                gk.gradients(store, split=s, checkpoint=name, of="output"), by, model=number
+                gk.gradients(store, split=s, checkpoints=name, of="output"), by, model=number
             ).double()
             for s in ("train", "test")
         )

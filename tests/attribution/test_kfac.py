@@ -343,7 +343,7 @@ def test_queries_may_be_kept_in_another_way(name):
         [(x.float() if x.is_floating_point() else x, y)],
         task=gk.Classification(),
         split="dense",
-        plan="dense",
+        keep="dense",
         progress=False,
     )
     one = gk.attribute(store, method="ekfac").numpy()
@@ -353,7 +353,7 @@ def test_queries_may_be_kept_in_another_way(name):
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "float16-scaled", "int8-scaled"])
 def test_factors_with_fewer_bits_give_nearly_the_same(encoding):
-    plain = gk.attribute(world("conv", plan="factors")[0], method="ekfac").numpy()
+    plain = gk.attribute(world("conv", compute="factors")[0], method="ekfac").numpy()
     store, *_ = world("conv", plan="factors", encoding=encoding)
     found = gk.attribute(store, method="ekfac").numpy()
     assert np.corrcoef(found.ravel(), plain.ravel())[0, 1] > 0.99
@@ -370,7 +370,7 @@ def test_a_model_in_double_precision():
             [batch],
             task=gk.Classification(),
             split=split,
-            plan="factors",
+            keep="factors",
             progress=False,
         )
     for method in ("kfac", "ekfac", "logra", "datainf"):
@@ -415,7 +415,7 @@ def test_sampled_labels_make_the_fisher_matrix():
         task=task,
         split="train",
         name="sampled",
-        plan="factors",
+        keep="factors",
         progress=False,
     )
     drawn = torch.from_numpy(
@@ -497,7 +497,7 @@ def test_several_checkpoints_are_averaged():
             [(torch.randn(rows, 3), torch.arange(rows) % 3)],
             task=gk.Classification(),
             split=split,
-            checkpoint=states,
+            checkpoints=states,
             progress=False,
         )
     both = gk.attribute(store, method="ekfac").numpy()

@@ -27,7 +27,7 @@ def store(tmp_path_factory):
             [batch],
             task=gk.Classification(),
             split=split,
-            checkpoint=states,
+            checkpoints=states,
             progress=False,
         )
     return found
@@ -188,7 +188,7 @@ def test_several_runs_are_averaged(store, tmp_path):
                 task=gk.Classification(),
                 split=split,
                 run=run,
-                checkpoint={"final": state},
+                checkpoints={"final": state},
                 progress=False,
             )
     both = gk.attribute(made, method="kernel", weight="none", run=["r0", "r1"])
@@ -210,7 +210,7 @@ def test_captures_of_different_rows_are_refused(tmp_path):
                 [batch],
                 task=gk.Classification(),
                 split=split,
-                checkpoint={name: state},
+                checkpoints={name: state},
                 progress=False,
             )
     with pytest.raises(AttributionError, match="different rows"):

@@ -187,7 +187,7 @@ def test_scores_do_not_depend_on_the_batch_size_or_the_plan(name, tmp_path):
     for size in (1, 4, 9):
         train = kept(store, model, batch, task, batch_size=size, name=f"by-{size}")
         for plan in (None, "naive", "recon", "ted", "half"):
-            found = gk.query.dot(queries, train, plan=plan)
+            found = gk.query.dot(queries, train, compute=plan)
             assert error(found.values, truth) < 1e-5, (size, plan)
     dense = kept(store, model, batch, task, name="dense", plan="dense")
     assert error(gk.query.dot(queries, dense).values, truth) < 1e-5
@@ -227,7 +227,7 @@ def test_a_convolution_of_any_geometry_is_autograds(data):
     assert error(flat(restored), truth) < 1e-5
     how = data.draw(st.sampled_from(["naive", "recon", "ted", "half", None]))
     outputs = gk.query.Gradients(found.key, found.block, found.forms, "output")
-    assert error(gk.query.dot(outputs, outputs, plan=how).values, truth @ truth.T) < 1e-5
+    assert error(gk.query.dot(outputs, outputs, compute=how).values, truth @ truth.T) < 1e-5
 
 
 def _place():
@@ -314,10 +314,12 @@ def test_checkpoints_are_summed_by_their_weights(tmp_path):
         (torch.randn(3, 4), torch.randint(0, 3, (3,))),
     )
     for split, batch in (("train", train), ("test", test)):
-        gk.capture(store, model, [batch], task=task, split=split, checkpoint=states, progress=False)
+        gk.capture(
+            store, model, [batch], task=task, split=split, checkpoints=states, progress=False
+        )
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    queries = [gk.gradients(store, split="test", checkpoint=name) for name in states]
-    rows = [gk.gradients(store, split="train", checkpoint=name) for name in states]
+    queries = [gk.gradients(store, split="test", checkpoints=name) for name in states]
+    rows = [gk.gradients(store, split="train", checkpoints=name) for name in states]
     lr = [0.1, 0.05, 0.01]
     truth = 0
     for state, weight in zip(states.values(), lr, strict=True):

@@ -102,7 +102,7 @@ def test_layers_are_done_as_the_backward_pass_comes_by(tmp_path, shape):
             task=gk.Classification(),
             split="train",
             name=name,
-            plan="dense",
+            keep="dense",
             memory_budget=budget,
             progress=False,
         )

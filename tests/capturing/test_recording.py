@@ -35,7 +35,7 @@ def test_every_row_is_the_gradient_at_the_weights_of_its_step(store, reduction):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     truth = []
     plain = copy.deepcopy(model)
-    with gk.recording(model, store, checkpoint="epoch-1", reduction=reduction) as rec:
+    with gk.recording(store, model, checkpoints="epoch-1", reduction=reduction) as rec:
         at = 0
         for x, y in batches():
 
@@ -72,19 +72,19 @@ def test_every_row_is_the_gradient_at_the_weights_of_its_step(store, reduction):
 def test_another_divisor_is_multiplied_back(store):
     model = make()
     x, y = batches()[0]
-    with gk.recording(model, store, checkpoint="one") as rec, rec.batch(range(5), divisor=7.0):
+    with gk.recording(store, model, checkpoints="one") as rec, rec.batch(range(5), divisor=7.0):
         (nn.functional.cross_entropy(model(x), y, reduction="sum") / 7).backward()
-    with gk.recording(model, store, checkpoint="two", reduction="sum") as rec, rec.batch(range(5)):
+    with gk.recording(store, model, checkpoints="two", reduction="sum") as rec, rec.batch(range(5)):
         nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
     one, two = (
-        gk.gradients(store, split="train", checkpoint=c).restore(range(5)) for c in ("one", "two")
+        gk.gradients(store, split="train", checkpoints=c).restore(range(5)) for c in ("one", "two")
     )
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 
 
 def step(model, store, checkpoint, *, ids=range(5), backward=True, fails=False):
     x, y = batches()[0]
-    with gk.recording(model, store, checkpoint=checkpoint) as rec:
+    with gk.recording(store, model, checkpoints=checkpoint) as rec:
         with rec.batch(ids):
             loss = nn.functional.cross_entropy(model(x), y)
             if backward:
@@ -94,7 +94,7 @@ def step(model, store, checkpoint, *, ids=range(5), backward=True, fails=False):
 
 
 def enter(model, store, checkpoint):
-    with gk.recording(model, store, checkpoint=checkpoint):
+    with gk.recording(store, model, checkpoints=checkpoint):
         pass
 
 

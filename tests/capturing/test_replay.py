@@ -298,12 +298,12 @@ def test_checkpoints_that_do_not_fit_are_refused(store, model, data, tmp_path):
     state = {name.replace("0.", "first."): v for name, v in model.state_dict().items()}
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(CaptureError, match="do not fit the model"):
-        capture(store, model, data, checkpoint={"epoch-1": state})
+        capture(store, model, data, checkpoints={"epoch-1": state})
     with pytest.raises(CaptureError, match="no such checkpoint"):
-        capture(store, model, data, checkpoint={"epoch-1": tmp_path / "none.pt"})
+        capture(store, model, data, checkpoints={"epoch-1": tmp_path / "none.pt"})
     (tmp_path / "bad.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(CaptureError, match="cannot be read"):
-        capture(store, model, data, checkpoint={"epoch-1": tmp_path / "bad.pt"})
+        capture(store, model, data, checkpoints={"epoch-1": tmp_path / "bad.pt"})
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -319,10 +319,10 @@ def test_checkpoints_come_from_files_folders_and_wrappers(store, model, data, tm
         "b": tmp_path / "hub",
         "c": gk.Weights(state, step=3, lr=0.1),
     }
-    found = capture(store, model, data, checkpoint=sources)
+    found = capture(store, model, data, checkpoints=sources)
     assert [one.key.checkpoint for one in found] == ["a", "b", "c"]
     assert {c.name: c.lr for c in store.checkpoints()} == {"a": None, "b": None, "c": 0.1}
-    assert len({gk.gradients(store, split="train", checkpoint=n).weights for n in "abc"}) == 1
+    assert len({gk.gradients(store, split="train", checkpoints=n).weights for n in "abc"}) == 1
 
 
 def test_uncovered_parameters_are_dense_an_error_or_skipped(store, data):
@@ -421,7 +421,7 @@ def test_queries_and_train_from_different_weights_or_layers_are_refused(store, m
         gk.query.dot(test, train)
     with torch.no_grad():
         model[0].weight += 1
-    capture(store, model, data, split="late", checkpoint="later")
+    capture(store, model, data, split="late", checkpoints="later")
     late = gk.gradients(store, split="late", layers="0")
     with pytest.raises(QueryError, match="different weights"):
         gk.query.dot(late, train)
@@ -437,7 +437,7 @@ def test_a_query_that_is_not_there_is_told(store, model, data):
     with pytest.raises(gk.GradkeepError, match="no captured layer matches"):
         gk.gradients(store, split="train", layers="conv*")
     with pytest.raises(QueryError, match="no such way"):
-        gk.query.dot(train, train, plan="factord")
+        gk.query.dot(train, train, compute="factord")
 
 
 def test_a_query_budget_below_the_least_names_it(store, model, data):

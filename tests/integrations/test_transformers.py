@@ -95,7 +95,7 @@ def test_what_is_kept_is_the_gradient_at_the_saved_checkpoint(tmp_path):
         tmp_path / "kept" / "checkpoint-4"
     )
     saved.eval()
-    found = gk.gradients(store, split="train", checkpoint="checkpoint-4").restore([7])
+    found = gk.gradients(store, split="train", checkpoints="checkpoint-4").restore([7])
     one = {name: value.unsqueeze(0) for name, value in TRAIN[7].items()}
     saved(**one).loss.backward()
     weights = dict(saved.named_parameters())

@@ -1,33 +1,70 @@
-"""Capturing per-sample gradients: layer types, hooks, replay, the recorder for running loops."""
+"""Capturing per-sample gradients: layer rules, tasks, replay, the recorder for running loops."""
 
-from gradkeep.capturing._captured import Captured, CaptureWarning, KeptLayer
-from gradkeep.capturing._classification import Classification
-from gradkeep.capturing._language import LanguageModelling
-from gradkeep.capturing._planned import Planned, PlannedLayer, plan
-from gradkeep.capturing._recording import Recording, recording
-from gradkeep.capturing._regression import Regression
+from gradkeep.capturing._batches import batch_size, rows_of, to_device
+from gradkeep.capturing._calls import LayerCall
+from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
+from gradkeep.capturing._footprint import rows_at_once
+from gradkeep.capturing._mode import Mode, in_mode
+from gradkeep.capturing._plan import CapturePlan, PlannedLayer, plan
+from gradkeep.capturing._recording import GradientRecording, recording
 from gradkeep.capturing._replay import capture
-from gradkeep.capturing._table import Layers, ListedLayer, layers
-from gradkeep.capturing._task import Measured, Task
-from gradkeep.capturing._weights import Weights
+from gradkeep.capturing._report import (
+    Captured,
+    CaptureWarning,
+    KeptLayer,
+    LayerTable,
+    ListedLayer,
+    layers,
+)
+from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
+from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis, by_sample
+from gradkeep.capturing.rules._rules import (
+    LayerRule,
+    layer_rules,
+    register_layer_rule,
+    unregister_layer_rule,
+)
+from gradkeep.capturing.tasks._language import LanguageModelling
+from gradkeep.capturing.tasks._supervised import Classification, Regression
+from gradkeep.capturing.tasks._task import Measured, Task
 
 __all__ = [
+    "CapturePlan",
+    "CaptureSettings",
     "CaptureWarning",
     "Captured",
     "Classification",
+    "GradientRecording",
     "KeptLayer",
     "LanguageModelling",
-    "Layers",
+    "LayerCall",
+    "LayerGradients",
+    "LayerRule",
+    "LayerTable",
     "ListedLayer",
     "Measured",
-    "Planned",
+    "Mode",
     "PlannedLayer",
-    "Recording",
+    "PreparedCapture",
     "Regression",
+    "SampleAxis",
     "Task",
     "Weights",
+    "batch_size",
+    "by_sample",
     "capture",
+    "fingerprint_weights",
+    "in_mode",
+    "layer_rules",
     "layers",
+    "load_weights",
     "plan",
+    "prepare_capture",
+    "put_weights",
     "recording",
+    "register_layer_rule",
+    "rows_at_once",
+    "rows_of",
+    "to_device",
+    "unregister_layer_rule",
 ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class LayerCall:
     """One call of a watched module; the suffixes are filled in when the backward pass ran."""
 
     module: nn.Module
@@ -68,7 +68,7 @@ class Call:
 @contextlib.contextmanager
 def watching(
     modules: Sequence[nn.Module], *, by_hooks: bool = False, light: Collection[nn.Module] = ()
-) -> Iterator[list[Call]]:
+) -> Iterator[list[LayerCall]]:
     """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
 
     Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
@@ -76,7 +76,7 @@ def watching(
     it and make it again when the module's turn comes in the backward pass. With `by_hooks` the suffixes are filled by whatever backward pass the caller
     runs; else by `fill`.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
@@ -85,7 +85,7 @@ def watching(
             return  # under no_grad, or cut off from the loss: the check of the first batch tells
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        call = Call(
+        call = LayerCall(
             module=module,
             args=args,
             kwargs=kwargs,
@@ -114,7 +114,10 @@ def watching(
 
 
 def fill(
-    calls: Sequence[Call], target: torch.Tensor, *, arrived: Callable[[Call], None] | None = None
+    calls: Sequence[LayerCall],
+    target: torch.Tensor,
+    *,
+    arrived: Callable[[LayerCall], None] | None = None,
 ) -> None:
     """Run the backward pass from the summed target to the calls; no weight gradient is computed.
 
@@ -150,7 +153,7 @@ def fill(
         call.suffixes[index] = gradient
 
 
-def _passing(call: Call, index: int, arrived: Callable[[Call], None]) -> Any:
+def _passing(call: LayerCall, index: int, arrived: Callable[[LayerCall], None]) -> Any:
     number = call.edges[index].output_nr
 
     def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -181,7 +184,7 @@ def _ends(wanted: set[Any]) -> set[Any]:
     return {node for node in wanted if not reaches[node]}
 
 
-def _into(call: Call, index: int) -> Any:
+def _into(call: LayerCall, index: int) -> Any:
     def keep(gradient: torch.Tensor) -> None:
         before = call.suffixes[index]
         # A second backward pass through the same graph adds up, as gradients do.

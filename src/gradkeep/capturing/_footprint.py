@@ -10,7 +10,7 @@ from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError
 
 if TYPE_CHECKING:
-    from gradkeep.capturing._prepare import Prepared
+    from gradkeep.capturing._first_batch import PreparedCapture
 
 _SHARE_OF_SEGMENTS = 4
 """A quarter of a budget goes to the two segments that are being filled and written."""
@@ -20,7 +20,7 @@ _NEAR = 32 << 20
 _LEAST_ROWS = 8
 
 
-def row_footprint(prepared: Prepared, batch: Any, rows: int) -> int:
+def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     """Bytes that one sample occupies at the peak: what backward needs, gradients, and a copy.
 
     Measured on a batch: the tensors that autograd saves, twice (for gradients beside them), and
@@ -56,7 +56,7 @@ def rows_within(budget: int, footprint: int) -> int:
     return int(rows)
 
 
-def rows_at_once(prepared: Prepared, rows: int) -> int:
+def rows_at_once(prepared: PreparedCapture, rows: int) -> int:
     """How many samples to run at once: so few that their factors stay near the cache.
 
     Larger batches do not run faster, and each of their fresh pages costs a fault. A handful of

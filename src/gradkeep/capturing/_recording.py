@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 import gradkeep.store as gs
-from gradkeep.capturing import _select, _storing
-from gradkeep.capturing._calls import Call, watching
-from gradkeep.capturing._measures import arrays_for, norms, plain
+from gradkeep._public import renamed_arguments
+from gradkeep.capturing._calls import LayerCall, watching
+from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._positions import LAYS, possible
-from gradkeep.capturing._resume import before
-from gradkeep.capturing._rules import piece_of
-from gradkeep.capturing._storing import rows_to_store
-from gradkeep.capturing._units import DENSE_WAYS, units_of
+from gradkeep.capturing._resume import earlier_run
+from gradkeep.capturing._row_values import arrays_for, norms, plain
+from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
+from gradkeep.capturing.rules._rules import DENSE_RULES, unit_gradients
+from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.errors import CaptureError
 from gradkeep.factors import form_to_fields
+from gradkeep.query import select_layers
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import nn
-
-    from gradkeep.capturing._piece import Piece
-    from gradkeep.capturing._select import Selection
-    from gradkeep.capturing._storing import Keeping
-    from gradkeep.capturing._units import Unit
+    from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.factors import Storage
+    from gradkeep.query import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
 
 
-class Recording:
+class GradientRecording:
     """A recording under way; made by `gk.recording`."""
 
     def __init__(
@@ -46,7 +47,7 @@ class Recording:
         store: Store,
         key: CaptureKey,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[LayerUnit],
         *,
         reduction: Reduction,
         encoding: Encoding,
@@ -54,7 +55,7 @@ class Recording:
         self.key = key
         self._store, self._model, self._units = store, model, list(units)
         self._reduction, self._encoding = reduction, encoding
-        self._kept: list[Keeping] | None = None
+        self._kept: list[LayerKeeping] | None = None
         self._writer: Writer | None = None
         self._names: tuple[str, ...] = ()
         self.rows = 0
@@ -78,9 +79,9 @@ class Recording:
             self._take(own, calls, float(scale), dict(keep or {}))
 
     def _take(
-        self, ids: np.ndarray[Any, Any], calls: list[Call], scale: float, keep: dict[str, Any]
+        self, ids: np.ndarray[Any, Any], calls: list[LayerCall], scale: float, keep: dict[str, Any]
     ) -> None:
-        by_module: dict[nn.Module, list[Call]] = {}
+        by_module: dict[nn.Module, list[LayerCall]] = {}
         for call in calls:
             if all(suffix is None for suffix in call.suffixes):
                 continue
@@ -93,8 +94,8 @@ class Recording:
             )
         pieces = {unit: _piece(unit, by_module, len(ids)) for unit in self._units}
         if self._kept is None:
-            wanted: dict[Unit, Storage | None] = {}
-            self._kept = _storing.choose(
+            wanted: dict[LayerUnit, Storage | None] = {}
+            self._kept = choose_storage(
                 pieces, encoding=self._encoding, wanted=wanted, tolerance=0.0
             )
         factors, arrays = rows_to_store(self._kept, pieces)
@@ -145,20 +146,21 @@ class Recording:
             self._writer.__exit__(RuntimeError, RuntimeError("abandoned"), None)
 
 
+@renamed_arguments(checkpoint="checkpoints")
 @contextlib.contextmanager
 def recording(
-    model: nn.Module,
     store: Store | str | os.PathLike[str],
+    model: nn.Module,
     *,
-    checkpoint: str,
+    checkpoints: str,
     split: str = "train",
     run: str = "main",
     name: str = "main",
-    layers: Selection | Sequence[str | type] = None,
+    layers: LayerChoice = None,
     encoding: Encoding = "plain",
     reduction: Reduction = "mean",
     uncovered: Literal["error", "skip"] = "error",
-) -> Iterator[Recording]:
+) -> Iterator[GradientRecording]:
     """Keep the per-sample gradients of a training loop as it runs, at the weights of each step.
 
     Only layers with a factor rule can be recorded (linear, convolution, embedding, normalisation);
@@ -167,35 +169,42 @@ def recording(
 
     >>> import gradkeep as gk, tempfile
     >>> model, store = torch.nn.Linear(4, 3), gk.open(tempfile.mkdtemp())
-    >>> with gk.recording(model, store, checkpoint="epoch-1") as rec:
+    >>> with gk.recording(store, model, checkpoints="epoch-1") as rec:
     ...     for ids in ([0, 1], [2, 3]):
     ...         with rec.batch(ids):
     ...             model(torch.randn(2, 4)).square().sum(1).mean().backward()
     >>> len(gk.gradients(store, split="train"))
     4
     """
-    opened = store if isinstance(store, gs.Store) else gs.open(store)
-    key = gs.CaptureKey(checkpoint, split, run, name)
-    if before(opened, key) is not None:
+    if isinstance(store, nn.Module):
+        warnings.warn(
+            "recording(model, store) is now recording(store, model)",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+        store, model = model, store  # type: ignore[assignment]
+    opened = gs.open(store)
+    key = gs.CaptureKey(checkpoints, split, run, name)
+    if earlier_run(opened, key) is not None:
         raise CaptureError(
             "there is such a capture already, and training cannot be resumed in the middle of one",
             path=opened.backend.describe(key.folder),
-            fix="use another checkpoint= or name=, or delete it first",
+            fix="use another checkpoints= or name=, or delete it first",
         )
     if reduction not in ("mean", "sum"):
         raise CaptureError(f"no reduction {reduction!r}", expected="'mean' or 'sum'")
-    units = _select.selected(units_of(model), layers)
-    without = [unit for unit in units if unit.way in DENSE_WAYS]
+    units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
+    without = [unit for unit in units if unit.rule in DENSE_RULES]
     if without and uncovered == "error":
         raise CaptureError(
             "some layers cannot be recorded while training",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in without),
             fix="pass uncovered='skip', choose layers=, or replay the checkpoint with gk.capture",
         )
-    units = [unit for unit in units if unit.way not in DENSE_WAYS]
+    units = [unit for unit in units if unit.rule not in DENSE_RULES]
     with in_mode(model, "train" if model.training else "eval"):
         pass  # only the checks: a loop switches modes itself
-    rec = Recording(opened, key, model, units, reduction=reduction, encoding=encoding)
+    rec = GradientRecording(opened, key, model, units, reduction=reduction, encoding=encoding)
     try:
         yield rec
     except BaseException:
@@ -204,7 +213,9 @@ def recording(
     rec.finish()
 
 
-def _piece(unit: Unit, calls: Mapping[nn.Module, list[Call]], rows: int) -> Piece:
+def _piece(
+    unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]], rows: int
+) -> LayerGradients:
     own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
     if not own:
         raise CaptureError(
@@ -212,9 +223,9 @@ def _piece(unit: Unit, calls: Mapping[nn.Module, list[Call]], rows: int) -> Piec
             fix="leave it out with layers='!...'",
         )
     shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
-    for lay in LAYS:
-        if all(possible(shape, rows, lay) for shape in shapes):
-            return piece_of(dataclasses.replace(unit, lay=lay), own, rows=rows)
+    for axis in SAMPLE_AXES:
+        if all(possible(shape, rows, axis) for shape in shapes):
+            return unit_gradients(dataclasses.replace(unit, axis=axis), own, rows=rows)
     raise CaptureError(
         f"layer {unit.name} was not called with one row per sample",
         found=f"input {tuple(own[0].input.shape)} for {rows} ids",

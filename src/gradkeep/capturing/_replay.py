@@ -7,27 +7,40 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep import remat
-from gradkeep._budgets import parse_bytes
+from gradkeep._budgets import parse_budget
 from gradkeep._progress import progress as shown
-from gradkeep.capturing import _footprint, _weights
-from gradkeep.capturing._alarms import Alarms
-from gradkeep.capturing._batches import digests, moved, rows_of, size_of
-from gradkeep.capturing._captured import Captured, CaptureWarning, kept_layer
-from gradkeep.capturing._embeddings import modules_named, seeing_outputs, vectors
-from gradkeep.capturing._loader import batches_of
-from gradkeep.capturing._measures import arrays_for, measured_values, norms
+from gradkeep._public import renamed_arguments
+from gradkeep.capturing._batches import batch_size, batches_of, digests, rows_of, to_device
+from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
+from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
+from gradkeep.capturing._keeping import rows_to_store
 from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._prepare import Prepared, Wishes, prepare
-from gradkeep.capturing._resume import Before, before
-from gradkeep.capturing._storing import rows_to_store
-from gradkeep.capturing._task import Task
+from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
+from gradkeep.capturing._resume import EarlierRun, earlier_run
+from gradkeep.capturing._row_values import (
+    RowAlarms,
+    arrays_for,
+    measured_values,
+    modules_named,
+    norms,
+    seeing_outputs,
+    vectors,
+)
+from gradkeep.capturing._weights import (
+    Source,
+    Weights,
+    fingerprint_weights,
+    load_weights,
+    put_weights,
+)
+from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
 from gradkeep.factors import form_to_fields
 
@@ -39,21 +52,20 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
-    from gradkeep.capturing._loader import Batches, Ids
+    from gradkeep.capturing._batches import Batches, Ids
+    from gradkeep.capturing._first_batch import KeepChoice, Uncovered
     from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing._prepare import Plan
-    from gradkeep.capturing._select import Selection
-    from gradkeep.capturing._settle import Uncovered
-    from gradkeep.capturing._tracer import Of
+    from gradkeep.query import GradientOf, LayerChoice
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
-Checkpoints = Mapping[str, "_weights.Weights | _weights.Source"]
+Checkpoints = Mapping[str, "Weights | Source"]
 _TRIED = 32
 """Samples with which it is found out how each layer is captured."""
 _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
 
+@overload
 def capture(
     store: Store | str | os.PathLike[str],
     model: nn.Module,
@@ -61,14 +73,70 @@ def capture(
     *,
     task: Task,
     split: str,
-    checkpoint: str | Checkpoints = "final",
+    checkpoints: str = ...,
+    run: str = ...,
+    name: str = ...,
+    layers: LayerChoice = ...,
+    encoding: Encoding = ...,
+    keep: KeepChoice = ...,
+    tolerance: float = ...,
+    of: GradientOf | None = ...,
+    uncovered: Uncovered = ...,
+    mode: Mode | None = ...,
+    ids: Ids | None = ...,
+    embeddings: Sequence[str] = ...,
+    memory_budget: float | str | None = ...,
+    resume: bool = ...,
+    step: int | None = ...,
+    lr: float | None = ...,
+    progress: bool = ...,
+) -> Captured: ...
+
+
+@overload
+def capture(
+    store: Store | str | os.PathLike[str],
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    task: Task,
+    split: str,
+    checkpoints: Checkpoints,
+    run: str = ...,
+    name: str = ...,
+    layers: LayerChoice = ...,
+    encoding: Encoding = ...,
+    keep: KeepChoice = ...,
+    tolerance: float = ...,
+    of: GradientOf | None = ...,
+    uncovered: Uncovered = ...,
+    mode: Mode | None = ...,
+    ids: Ids | None = ...,
+    embeddings: Sequence[str] = ...,
+    memory_budget: float | str | None = ...,
+    resume: bool = ...,
+    step: int | None = ...,
+    lr: float | None = ...,
+    progress: bool = ...,
+) -> list[Captured]: ...
+
+
+@renamed_arguments(checkpoint="checkpoints", plan="keep")
+def capture(
+    store: Store | str | os.PathLike[str],
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    task: Task,
+    split: str,
+    checkpoints: str | Checkpoints = "final",
     run: str = "main",
     name: str = "main",
-    layers: Selection | Sequence[str | type] = None,
+    layers: LayerChoice = None,
     encoding: Encoding = "plain",
-    plan: Plan = None,
+    keep: KeepChoice = None,
     tolerance: float = 0.0,
-    of: Of | None = None,
+    of: GradientOf | None = None,
     uncovered: Uncovered = "dense",
     mode: Mode | None = None,
     ids: Ids | None = None,
@@ -81,9 +149,9 @@ def capture(
 ) -> Captured | list[Captured]:
     """Replay a model over a loader and keep every sample's gradients, loss, output and label.
 
-    `checkpoint` names the weights that the model has now; a mapping of names to state dicts, files
-    or folders captures one after the other and puts the model's weights back. Each layer is kept
-    as factors or dense, whichever is smaller. Cost: about one forward and backward pass, without
+    `checkpoints` names the weights that the model has now; a mapping of names to state dicts, files
+    or folders captures one after the other, puts the model's weights back and gives a list. Each
+    layer is kept as `keep` says: "exact" (the default) as factors or dense, whichever is smaller. Cost: about one forward and backward pass, without
     the gradients of weights. Interrupted, it resumes after the last whole segment.
 
     `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
@@ -104,28 +172,30 @@ def capture(
             found=type(task).__name__,
             fix="pass gk.Classification(), or a subclass of gk.Task with losses(model, batch)",
         )
-    opened = store if isinstance(store, gs.Store) else gs.open(store)
+    budget = None if memory_budget is None else parse_budget(memory_budget)
     replay = _Replay(
-        store=opened,
+        store=gs.open(store),
         model=model,
         batches=batches_of(loader, ids),
         task=task,
-        wishes=Wishes(layers, of, uncovered, encoding, plan, tolerance),
+        settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=tuple(embeddings),
-        budget=_bytes_of(memory_budget),
-        recompute=_fraction_of(memory_budget),
+        budget=budget if isinstance(budget, int) else None,
+        recompute=remat.memory_budget(budget, mode="planned")
+        if isinstance(budget, float)
+        else None,
         resume=resume,
         progress=progress,
         mode=mode,
     )
-    if isinstance(checkpoint, str):
-        return replay.one(gs.CaptureKey(checkpoint, split, run, name), step=step, lr=lr)
+    if isinstance(checkpoints, str):
+        return replay.one(gs.CaptureKey(checkpoints, split, run, name), step=step, lr=lr)
     original = {key: value.clone() for key, value in model.state_dict().items()}
     done = []
     try:
-        for label, given in checkpoint.items():
-            weights = given if isinstance(given, _weights.Weights) else _weights.Weights(given)
-            _weights.put_into(model, _weights.load(weights.source), name=label)
+        for label, given in checkpoints.items():
+            weights = given if isinstance(given, Weights) else Weights(given)
+            put_weights(model, load_weights(weights.source), name=label)
             key = gs.CaptureKey(label, split, run, name)
             done.append(replay.one(key, step=weights.step, lr=weights.lr))
     finally:
@@ -143,7 +213,7 @@ class _Replay:
         model: nn.Module,
         batches: Batches,
         task: Task,
-        wishes: Wishes,
+        settings: CaptureSettings,
         embeddings: tuple[str, ...],
         budget: int | None,
         recompute: MemoryBudget | None,
@@ -152,7 +222,7 @@ class _Replay:
         mode: Mode | None,
     ) -> None:
         self.store, self.model, self.batches, self.task = store, model, batches, task
-        self.wishes, self.budget, self.resume, self.progress = wishes, budget, resume, progress
+        self.settings, self.budget, self.resume, self.progress = settings, budget, resume, progress
         self.mode: Mode | None = mode
         self.recompute = recompute
         self.watched = modules_named(model, embeddings)
@@ -162,8 +232,8 @@ class _Replay:
         """Capture the weights that the model has now."""
         started, cpu = time.perf_counter(), time.process_time()
         with in_mode(self.model, self.mode), _no_gradients_left(self.model):
-            weights = _weights.fingerprint(self.model)
-            earlier = before(self.store, key)
+            weights = fingerprint_weights(self.model)
+            earlier = earlier_run(self.store, key)
             if earlier is not None and not self.resume:
                 raise CaptureError(
                     "there is such a capture already",
@@ -172,7 +242,7 @@ class _Replay:
                 )
             first = self._first_batch()
             prepared, at_once = self._prepared(first, earlier)
-            values = self._values(prepared, rows_of(first, 0, min(2, size_of(first))))[1]
+            values = self._values(prepared, rows_of(first, 0, min(2, batch_size(first))))[1]
             schema = self._schema(prepared, values, weights, earlier)
             self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
             if earlier is not None and earlier.sealed:
@@ -200,26 +270,28 @@ class _Replay:
             return batch
         raise CaptureError("the loader gave no batch", fix="check that the data set is not empty")
 
-    def _prepared(self, first: Any, earlier: Before | None) -> tuple[Prepared, int]:
+    def _prepared(self, first: Any, earlier: EarlierRun | None) -> tuple[PreparedCapture, int]:
         """How to capture, and how many samples at once."""
-        rows = min(size_of(first), _TRIED if self.budget is None else 2)
-        batch = moved(rows_of(first, 0, rows), self.device)
+        rows = min(batch_size(first), _TRIED if self.budget is None else 2)
+        batch = to_device(rows_of(first, 0, rows), self.device)
         as_before = None if earlier is None else earlier.storages
-        prepared = prepare(self.model, self.task, batch, self.wishes, as_before=as_before)
+        prepared = prepare_capture(self.model, self.task, batch, self.settings, as_before=as_before)
         if not prepared.kept:
             raise CaptureError(
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
-        at_once = _footprint.rows_at_once(prepared, rows)
+        at_once = rows_at_once(prepared, rows)
         if self.budget is None:
             return prepared, at_once
-        footprint = _footprint.row_footprint(prepared, batch, rows)
-        return prepared, min(at_once, _footprint.rows_within(self.budget, footprint))
+        footprint = row_footprint(prepared, batch, rows)
+        return prepared, min(at_once, rows_within(self.budget, footprint))
 
-    def _values(self, prepared: Prepared, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _values(
+        self, prepared: PreparedCapture, batch: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The gradients and the other values of one batch, by array."""
-        own = moved(batch, self.device)
+        own = to_device(batch, self.device)
         within: AbstractContextManager[Any] = contextlib.nullcontext()
         if self.recompute is not None:
             # A part of a batch lies elsewhere in it each time: to a plan that is another step.
@@ -232,7 +304,7 @@ class _Replay:
             factors, gradients = rows_to_store(prepared.kept, traced.pieces)
             lengths = norms(prepared.kept, factors).cpu()
         values = measured_values(traced.measured)
-        values |= vectors(seen, size_of(batch))
+        values |= vectors(seen, batch_size(batch))
         values["norms"] = lengths.float().numpy()
         values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
         values["example"] = digests(batch)
@@ -240,10 +312,10 @@ class _Replay:
 
     def _schema(
         self,
-        prepared: Prepared,
+        prepared: PreparedCapture,
         values: dict[str, Any],
         weights: str,
-        earlier: Before | None,
+        earlier: EarlierRun | None,
     ) -> Schema:
         gradients = tuple(array for keeping in prepared.kept for array in keeping.arrays)
         rows = earlier.schema.rows_per_segment if earlier is not None else self._rows(prepared)
@@ -266,15 +338,15 @@ class _Replay:
             },
         )
 
-    def _rows(self, prepared: Prepared) -> int:
+    def _rows(self, prepared: PreparedCapture) -> int:
         """A power of two of rows per segment."""
-        most = _footprint.segment_bytes(self.budget)
+        most = segment_bytes(self.budget)
         rows = 1
         while 2 * rows * prepared.row_bytes <= most and rows < 1 << 16:
             rows *= 2
         return rows
 
-    def _check_sealed(self, earlier: Before, schema: Schema, first: Any) -> int:
+    def _check_sealed(self, earlier: EarlierRun, schema: Schema, first: Any) -> int:
         earlier.schema.require_same(schema, path=earlier.path)
         ids = next(iter(self.batches))[0]
         earlier.check(ids, digests(first))
@@ -284,11 +356,11 @@ class _Replay:
         self,
         key: CaptureKey,
         schema: Schema,
-        prepared: Prepared,
+        prepared: PreparedCapture,
         at_once: int,
-        earlier: Before | None,
+        earlier: EarlierRun | None,
     ) -> tuple[int, list[str]]:
-        alarms = Alarms()
+        alarms = RowAlarms()
         reused = done = 0
         total = self.batches.num_rows
         bar = shown(f"capture {key.split} at {key.checkpoint}", "rows")
@@ -314,11 +386,11 @@ class _Replay:
     def _append(
         self,
         writer: Writer,
-        prepared: Prepared,
+        prepared: PreparedCapture,
         ids: np.ndarray[Any, Any],
         batch: Any,
         at_once: int,
-        alarms: Alarms,
+        alarms: RowAlarms,
     ) -> int:
         """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
         start, count = 0, len(ids)
@@ -338,20 +410,12 @@ class _Replay:
         return at_once
 
 
-def _bytes_of(budget: float | str | None) -> int | None:
-    return None if budget is None or isinstance(budget, float) else parse_bytes(budget)
-
-
-def _fraction_of(budget: float | str | None) -> MemoryBudget | None:
-    return remat.memory_budget(budget, mode="planned") if isinstance(budget, float) else None
-
-
-def _keeps_outputs(prepared: Prepared, values: dict[str, Any]) -> bool:
+def _keeps_outputs(prepared: PreparedCapture, values: dict[str, Any]) -> bool:
     wanted = prepared.tracer.of
     return wanted == "output" or (wanted is None and "slope" in values)
 
 
-def _about(prepared: Prepared) -> list[str]:
+def _about(prepared: PreparedCapture) -> list[str]:
     found = []
     if prepared.tracer.unused:
         names = ", ".join(unit.name for unit in prepared.tracer.unused)
@@ -385,9 +449,9 @@ def _half_of(rows: int, error: BaseException) -> int:
 @contextlib.contextmanager
 def _no_gradients_left(model: nn.Module) -> Any:
     """Whatever happens, the parameters' `.grad` is what it was."""
-    before = {parameter: parameter.grad for parameter in model.parameters()}
+    earlier_run = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         yield
     finally:
-        for parameter, gradient in before.items():
+        for parameter, gradient in earlier_run.items():
             parameter.grad = gradient

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Before:
+class EarlierRun:
     """The schema and the rows of an earlier run."""
 
     path: str
@@ -50,7 +50,7 @@ class Before:
                 )
 
 
-def before(store: Store, key: CaptureKey) -> Before | None:
+def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
     """What is in the store of this capture; None if nothing is."""
     if key not in store.captures():
         return None
@@ -63,4 +63,4 @@ def before(store: Store, key: CaptureKey) -> Before | None:
     if "example" in names:
         digests = block.column("example")
         examples = dict(zip(block.ids.tolist(), np.asarray(digests).tolist(), strict=True))
-    return Before(block.path, block.schema, sealed, examples)
+    return EarlierRun(block.path, block.schema, sealed, examples)

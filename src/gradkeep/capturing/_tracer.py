@@ -1,29 +1,32 @@
-"""One batch through the model: what it measures, and every layer's gradients per sample."""
+"""One pass forward and back: the calls of every layer, and its gradients from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gradkeep.capturing import _module, _whole
-from gradkeep.capturing._batches import size_of
-from gradkeep.capturing._calls import Call, fill, watching
-from gradkeep.capturing._rules import piece_of
-from gradkeep.capturing._soon import Soon
-from gradkeep.capturing._units import watched
+from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._calls import LayerCall, fill, watching
+from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
+from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.capturing.rules._rules import unit_gradients
+from gradkeep.capturing.rules._units import watched
 from gradkeep.errors import CaptureError
+from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from gradkeep.capturing._piece import Piece
-    from gradkeep.capturing._task import Measured, Task
-    from gradkeep.capturing._units import Unit
+    from torch import nn
 
-Of = Literal["loss", "output"]
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.query import GradientOf
+
 """Whose gradient is kept."""
 
 
@@ -32,7 +35,7 @@ class Traced:
     """What one batch gave."""
 
     measured: Measured
-    pieces: dict[Unit, Piece]
+    pieces: dict[LayerUnit, LayerGradients]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,50 +44,50 @@ class Tracer:
 
     model: nn.Module
     task: Task
-    of: Of | None = None
+    of: GradientOf | None = None
     """None: the output's if the task gives it with its slope, else the loss's."""
-    units: Sequence[Unit] = ()
-    unused: Sequence[Unit] = ()
+    units: Sequence[LayerUnit] = ()
+    unused: Sequence[LayerUnit] = ()
     """Units that the loss did not depend on when the first batch ran."""
-    aside: frozenset[Unit] = frozenset()
+    aside: frozenset[LayerUnit] = frozenset()
     """Those of them whose modules take part, such as the whole model that holds a spare scale."""
 
     def run(
-        self, batch: Any, *, dense: Collection[Unit] = (), light: Collection[nn.Module] = ()
+        self, batch: Any, *, dense: Collection[LayerUnit] = (), light: Collection[nn.Module] = ()
     ) -> Traced:
         """The gradients of every unit for every sample of the batch.
 
         Those of `dense` units are made as soon as the backward pass comes by, and their factors
         are given back; the inputs of `light` modules are left to autograd meanwhile.
         """
-        rows = size_of(batch)
+        rows = batch_size(batch)
         modules = watched([*self.units, *self.unused])
         measured, target, calls = self.forward(modules, batch, light=light)
-        by_module: dict[nn.Module, list[Call]] = {}
+        by_module: dict[nn.Module, list[LayerCall]] = {}
         for call in calls:
             by_module.setdefault(call.module, []).append(call)
-        soon = Soon(dense, by_module, rows)
+        soon = DenseDuringBackward(dense, by_module, rows)
         fill(calls, target, arrived=soon.arrived if dense else None)
         self._check_unused(by_module)
-        pieces: dict[Unit, Piece] = dict(soon.pieces)
-        again: dict[tuple[Any, ...], list[Unit]] = {}
+        pieces: dict[LayerUnit, LayerGradients] = dict(soon.pieces)
+        again: dict[tuple[Any, ...], list[LayerUnit]] = {}
         with torch.no_grad():
             for unit in self.units:
                 if unit in pieces:
                     continue
-                if unit.way in ("module", "one by one"):
-                    again.setdefault((unit.modules[0], unit.way, unit.lay), []).append(unit)
-                elif unit.way != "whole":
-                    pieces[unit] = piece_of(unit, self._calls(unit, by_module), rows=rows)
+                if unit.rule in ("module", "one by one"):
+                    again.setdefault((unit.modules[0], unit.rule, unit.axis), []).append(unit)
+                elif unit.rule != "whole":
+                    pieces[unit] = unit_gradients(unit, self._calls(unit, by_module), rows=rows)
             for units in again.values():
-                pieces |= _module.pieces(units, self._calls(units[0], by_module), rows=rows)
-        if whole := [unit for unit in self.units if unit.way == "whole"]:
-            pieces |= _whole.pieces(whole, self.target, self.model, batch, rows=rows)
+                pieces |= module_gradients(units, self._calls(units[0], by_module), rows=rows)
+        if whole := [unit for unit in self.units if unit.rule == "whole"]:
+            pieces |= whole_model_gradients(whole, self.target, self.model, batch, rows=rows)
         return Traced(measured, {unit: pieces[unit] for unit in self.units})
 
     def forward(
         self, modules: Sequence[nn.Module], batch: Any, *, light: Collection[nn.Module] = ()
-    ) -> tuple[Measured, torch.Tensor, list[Call]]:
+    ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
         with watching(modules, light=light) as calls:
             measured, target = self._measure(batch)
@@ -95,7 +98,7 @@ class Tracer:
         return self._measure(batch)[1]
 
     def _measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
-        rows = size_of(batch)
+        rows = batch_size(batch)
         with torch.enable_grad():
             measured = self.task.measure(self.model, batch)
             _check_shape("losses", measured.losses, rows)
@@ -116,7 +119,7 @@ class Tracer:
         _check_shape("outputs", outputs, rows)
         return measured, outputs
 
-    def _calls(self, unit: Unit, calls: dict[nn.Module, list[Call]]) -> list[Call]:
+    def _calls(self, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> list[LayerCall]:
         own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
         if not own:
             raise CaptureError(
@@ -125,7 +128,7 @@ class Tracer:
             )
         return own
 
-    def _check_unused(self, calls: dict[nn.Module, list[Call]]) -> None:
+    def _check_unused(self, calls: dict[nn.Module, list[LayerCall]]) -> None:
         for unit in self.unused:
             if unit not in self.aside and passed(unit, calls):
                 raise CaptureError(
@@ -134,7 +137,7 @@ class Tracer:
                 )
 
 
-def passed(unit: Unit, calls: dict[nn.Module, list[Call]]) -> bool:
+def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
     """Whether the backward pass came by a module of the unit."""
     return any(
         suffix is not None
@@ -159,3 +162,56 @@ def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
             f"the {what} do not depend on any trainable parameter",
             fix="check that parameters have requires_grad=True and that the task does not detach",
         )
+
+
+DENSE_RULES = ("module", "one by one", "whole")
+"""Ways that run the layer once more, some layers at a time."""
+
+
+class DenseDuringBackward:
+    """Dense gradients of the units whose calls all have their suffixes.
+
+    A unit waits until all calls of its modules were passed; modules that belong to several units
+    are let go when the last of those is done.
+    """
+
+    def __init__(
+        self, units: Collection[LayerUnit], calls: Mapping[nn.Module, list[LayerCall]], rows: int
+    ) -> None:
+        self.pieces: dict[LayerUnit, LayerGradients] = {}
+        self._rows = rows
+        self._calls = calls
+        self._waiting: dict[nn.Module, set[LayerUnit]] = {}
+        self._missing: dict[LayerUnit, int] = {}
+        for unit in units:
+            if unit.rule in DENSE_RULES:
+                continue
+            modules = list(dict.fromkeys(unit.modules))
+            self._missing[unit] = sum(len(calls.get(module, ())) for module in modules)
+            for module in modules:
+                self._waiting.setdefault(module, set()).add(unit)
+
+    @torch.no_grad()
+    def arrived(self, call: LayerCall) -> None:
+        """A call has its suffixes."""
+        for unit in list(self._waiting.get(call.module, ())):
+            self._missing[unit] -= 1
+            if self._missing[unit] == 0:
+                self._make(unit)
+        if self._waiting.get(call.module):
+            call.keep_input()
+
+    def _make(self, unit: LayerUnit) -> None:
+        modules = list(dict.fromkeys(unit.modules))
+        own = [call for module in modules for call in self._calls[module]]
+        made = unit_gradients(unit, own, rows=self._rows)
+        if made.form.storage != "dense":
+            values = made.form.restore(made.rows)
+            form = Dense(made.form.parameters, f"{unit.name}.gradient", values.shape[1])
+            made = LayerGradients(form, DenseRows(values))
+        self.pieces[unit] = made
+        for module in modules:
+            self._waiting[module].discard(unit)
+            if not self._waiting[module]:
+                for call in self._calls[module]:
+                    call.let_go()

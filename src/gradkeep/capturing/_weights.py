@@ -36,7 +36,7 @@ class Weights:
     lr: float | None = None
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint_weights(model: nn.Module) -> str:
     """A digest of all parameters and buffers with their names, shapes and types."""
     digest = xxhash.xxh3_128()
     for name, value in sorted(model.state_dict().items()):
@@ -48,7 +48,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def load(source: Source) -> Mapping[str, torch.Tensor]:
+def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
     """The state dict in a file (.pt, .bin, .safetensors) or a folder as Hugging Face writes it.
 
     Files are read without running code from them.
@@ -87,11 +87,11 @@ def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
         if not file.exists():
             continue
         if not name.endswith(".json"):
-            return load(file)
+            return load_weights(file)
         merged: dict[str, torch.Tensor] = {}
         parts = sorted(set(json.loads(file.read_text())["weight_map"].values()))
         for part in parts:
-            merged.update(load(path / part))
+            merged.update(load_weights(path / part))
         return merged
     raise CaptureError(
         "no weights in this folder", path=path, expected=f"one of {', '.join(_IN_FOLDERS)}"
@@ -106,7 +106,7 @@ def _unwrapped(loaded: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     return loaded
 
 
-def put_into(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
+def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
     """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix."""
     own = model.state_dict()
     for prefix in ("", *_PREFIXES):

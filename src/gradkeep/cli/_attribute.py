@@ -75,7 +75,7 @@ def attribute(
         layers=layer,
         run=run or "main",
         name=capture,
-        plan=plan,
+        compute=plan,
         memory_budget=memory_budget,
         save=save,
         progress=True,

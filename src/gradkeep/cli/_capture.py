@@ -19,6 +19,13 @@ ConfigArgument = Annotated[
 ]
 
 
+_PASSED = (
+    *("run", "name", "layers", "encoding", "keep", "tolerance", "of", "uncovered", "mode"),
+    *("embeddings", "memory_budget"),
+)
+"""Choices of the file that are passed on as they are."""
+
+
 def capture(
     config: ConfigArgument,
     split: Annotated[
@@ -35,32 +42,19 @@ def capture(
     store = gk.open(given.folder / given.store)
     done: list[Captured] = []
     for name in split or list(given.data):
-        options: dict[str, Any] = {"checkpoint": given.weights() or "final"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gk.CaptureWarning)  # the notes are printed below
-            found = gk.capture(
-                store,
-                model,
-                given.loader(name),
-                task=task,
-                split=name,
-                run=given.run,
-                name=given.name,
-                layers=given.layers,
-                encoding=given.encoding,  # type: ignore[arg-type]
-                plan=given.plan,
-                tolerance=given.tolerance,
-                of=given.of,  # type: ignore[arg-type]
-                uncovered=given.uncovered,  # type: ignore[arg-type]
-                mode=given.mode,  # type: ignore[arg-type]
-                embeddings=given.embeddings,
-                memory_budget=given.memory_budget,
-                **options,
-            )
-        done += found if isinstance(found, list) else [found]
+            options: dict[str, Any] = {
+                "checkpoints": given.weights() or "final",
+                "task": task,
+                "split": name,
+                **{part: getattr(given, part) for part in _PASSED},
+            }
+            found = gk.capture(store, model, given.loader(name), **options)
+        found = found if isinstance(found, list) else [found]
+        done += found
         if not json:
-            for one in done[-len(found) :] if isinstance(found, list) else [found]:
-                print(one)
+            print(*found, sep="\n")
     if json:
         print_json([dataclasses.asdict(one) for one in done])
     else:
@@ -94,7 +88,7 @@ def plan(
         queries=len(given.loader(queries).dataset),  # type: ignore[arg-type]
         layers=given.layers,
         encoding=given.encoding,  # type: ignore[arg-type]
-        storage=given.plan,
+        keep=given.keep,
         tolerance=given.tolerance,
         memory_budget=memory_budget if memory_budget is not None else given.memory_budget,
         mode=given.mode,  # type: ignore[arg-type]

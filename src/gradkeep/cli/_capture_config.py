@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -41,7 +42,7 @@ class CaptureConfig:
     name: str = "main"
     layers: Any = None
     encoding: str = "plain"
-    plan: Any = None
+    keep: Any = None
     tolerance: float = 0.0
     of: str | None = None
     uncovered: str = "dense"
@@ -129,6 +130,14 @@ def read_config(path: str) -> CaptureConfig:
         raise CaptureError("this is not YAML", path=path, found=str(error)) from error
     if not isinstance(content, Mapping):
         raise CaptureError("a configuration is a mapping", path=path, found=type(content).__name__)
+    content = dict(content)
+    if "plan" in content and "keep" not in content:
+        warnings.warn(
+            f"{path}: the key plan is now keep; the old name goes away in the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        content["keep"] = content.pop("plan")
     known = [part.name for part in fields(CaptureConfig) if part.name != "folder"]
     for key in content:
         if key not in known:

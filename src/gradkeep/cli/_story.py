@@ -69,7 +69,7 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
             [batch],
             task=gk.Classification(),
             split=split,
-            checkpoint=checkpoints,
+            checkpoints=checkpoints,
             progress=False,
         )
         found += kept if isinstance(kept, list) else [kept]

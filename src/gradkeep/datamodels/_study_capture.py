@@ -47,7 +47,7 @@ def capture_models(
                 loader,
                 task=Classification() if task is None else task,
                 split=split,
-                checkpoint=str(index),
+                checkpoints=str(index),
                 run=study.name,
                 **{"mode": "eval", "progress": False, **options},
             )

@@ -67,7 +67,7 @@ class Replays:
                     loader,
                     task=self.task,
                     split=split,
-                    checkpoint=checkpoint,
+                    checkpoints=checkpoint,
                     run=self.run,
                     step=step,
                     lr=lr,

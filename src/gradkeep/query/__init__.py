@@ -5,6 +5,8 @@
 ['along', 'check_pairs', 'choose_compute', 'cosine', 'dot', 'gradients']
 """
 
+from typing import TYPE_CHECKING
+
 from gradkeep._public import lazy_names
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine, check_pairs
 from gradkeep.query._gradients import (
@@ -22,14 +24,15 @@ from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_
 from gradkeep.query._products import Products, TopRows, cosine, dot, gram, top
 from gradkeep.query._sums import Directions, along, mean, squares, total, variance
 
-__getattr__ = lazy_names(
-    __name__,
-    renamed={
-        "Plan": "gradkeep.query.QueryPlan",
-        "Step": "gradkeep.query.QueryStep",
-        "Top": "gradkeep.query.TopRows",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take every name for one that may exist
+    __getattr__ = lazy_names(
+        __name__,
+        renamed={
+            "Plan": "gradkeep.query.QueryPlan",
+            "Step": "gradkeep.query.QueryStep",
+            "Top": "gradkeep.query.TopRows",
+        },
+    )
 
 __all__ = [
     "DEFAULT_BUDGET",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.capturing._batches import rows_of, size_of
+from gradkeep.capturing._batches import batch_size, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ def per_sample_gradients(
     """
     weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
     rows: list[tuple[torch.Tensor, ...]] = []
-    for row in range(size_of(batch)):
+    for row in range(batch_size(batch)):
         value = target(model, rows_of(batch, row, row + 1)).sum()
         found = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
         rows.append(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradkeep.capturing import _weights
-from gradkeep.capturing._batches import moved
+from gradkeep.capturing import fingerprint_weights
+from gradkeep.capturing._batches import to_device
 from gradkeep.capturing._mode import in_mode
 from gradkeep.errors import AttributionError
 
@@ -31,7 +31,7 @@ class Replayed:
     ) -> None:
         self.space, self.model, self.data, self.task, self.mode = space, model, data, task, mode
         with in_mode(model, mode):
-            given = _weights.fingerprint(model)
+            given = fingerprint_weights(model)
         if given != space.weights:
             raise AttributionError(
                 "the model has other weights than the checkpoint that was captured",
@@ -61,7 +61,7 @@ class Replayed:
         device = self.weights[0].device
         with in_mode(self.model, self.mode), torch.enable_grad():
             for batch in self.data:
-                rows += product(moved(batch, device), vectors, total)
+                rows += product(to_device(batch, device), vectors, total)
         if not rows:
             raise AttributionError("the data holds no batch", fix="pass data= with batches")
         return total / rows

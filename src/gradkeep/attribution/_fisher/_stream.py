@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.factors import CACHED, ConvolutionRows, OuterRows, tiles
-from gradkeep.query import shares as divided
+from gradkeep.query import memory_shares as divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

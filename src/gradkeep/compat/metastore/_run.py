@@ -7,7 +7,7 @@ import shutil
 import time
 import warnings
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.metastore._config import Experiment
     from gradkeep.query import Gradients
+    from gradkeep.store import Encoding
 
 
 def run(experiment: Experiment) -> Path:
@@ -43,7 +44,7 @@ def run(experiment: Experiment) -> Path:
     for split, data in (("train", train), ("test", test)):
         part = _first(data, counts[split], split)
         times["collect"][split] = _collect(
-            experiment, store, network, part, layers, split=split, plan=storage, name=names[split]
+            experiment, store, network, part, layers, split=split, keep=storage, name=names[split]
         )
 
     def side(split: str, layer: str | list[str]) -> Gradients:
@@ -86,7 +87,7 @@ def _collect(
     layers: list[str],
     *,
     split: str,
-    plan: str,
+    keep: str,
     name: str,
 ) -> float:
     from torch.utils.data import DataLoader
@@ -100,8 +101,8 @@ def _collect(
             split=split,
             name=name,
             layers=layers,
-            plan=plan,
-            encoding=experiment.encoding,  # type: ignore[arg-type]
+            keep=keep,
+            encoding=cast("Encoding", experiment.encoding),
             mode="eval",
         )
     )
@@ -118,11 +119,11 @@ def _first(data: Any, rows: int, split: str) -> Any:
 
 
 def _load_weights(experiment: Experiment, network: Any) -> None:
-    from gradkeep.capturing._weights import load, put_into
+    from gradkeep.capturing import load_weights, put_weights
 
     path = experiment.checkpoint
     if path is not None and path.exists():
-        put_into(network, load(path), name=str(path))
+        put_weights(network, load_weights(path), name=str(path))
         return
     warnings.warn(
         f"no checkpoint{'' if path is None else f' at {path}'}: the model has random weights "

@@ -16,9 +16,9 @@ import torch
 from gradkeep.attribution._projections._rows import add_rows
 from gradkeep.attribution._projections._sketch import sketch_of
 from gradkeep.attribution._projections._sum import Sum
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
-from gradkeep.capturing._prepare import Wishes, prepare
-from gradkeep.capturing._task import Measured, Task
+from gradkeep.capturing.tasks._task import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.errors import CaptureError
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._piece import Piece
-    from gradkeep.capturing._prepare import Prepared
+    from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector
 
@@ -43,7 +43,7 @@ class LayerTracer:
     def __init__(self, model: nn.Module, task: AbstractModelOutput, names: Sequence[str]) -> None:
         self._model, self._task = model, _AsTask(task)
         self._names = list(names)
-        self._prepared: tuple[Prepared, int] | None = None
+        self._prepared: tuple[PreparedCapture, int] | None = None
         self._refused = False
 
     def reset(self) -> None:
@@ -79,11 +79,11 @@ class LayerTracer:
             weights.append(traced.measured.slopes)
         return torch.cat(projections), torch.cat(weights).unsqueeze(1)
 
-    def _ready(self, batch: Sequence[Tensor]) -> tuple[Prepared, int]:
+    def _ready(self, batch: Sequence[Tensor]) -> tuple[PreparedCapture, int]:
         if self._prepared is None:
             rows = min(len(batch[0]), _TRIED)
             some = [field[:rows] for field in batch]
-            prepared = prepare(self._model, self._task, some, Wishes(of="output"))
+            prepared = prepare_capture(self._model, self._task, some, CaptureSettings(of="output"))
             self._prepared = (prepared, rows_at_once(prepared, rows))
         return self._prepared
 
@@ -144,7 +144,7 @@ def _trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def _restored(piece: Piece) -> dict[str, Tensor]:
+def _restored(piece: LayerGradients) -> dict[str, Tensor]:
     dense = piece.form.restore(piece.rows)
     parts = torch.split(dense, [parameter.size for parameter in piece.form.parameters], 1)
     return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.capturing._weights import fingerprint
+from gradkeep.capturing import fingerprint_weights
 from gradkeep.compat.trak import _solved
 from gradkeep.compat.trak._given import (
     chosen_parameters,
@@ -164,7 +164,7 @@ class TRAKer:
         self._load(checkpoint)
         self.saver.open_model(
             number,
-            weights=fingerprint(self.model),
+            weights=fingerprint_weights(self.model),
             overwrite=_allow_featurizing_already_registered,
         )
         self._last_ind = 0
@@ -237,7 +237,9 @@ class TRAKer:
         number = checked_model_id(model_id)
         name = checked_experiment(exp_name)
         self._load(checkpoint)
-        self.saver.open_experiment(name, int(num_targets), number, weights=fingerprint(self.model))
+        self.saver.open_experiment(
+            name, int(num_targets), number, weights=fingerprint_weights(self.model)
+        )
         self.ckpt_loaded = number
         self._last_ind_target = 0
 

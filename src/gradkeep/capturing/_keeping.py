@@ -1,28 +1,29 @@
-"""How each layer is kept: as factors, dense or with its rank cut, whichever takes fewer bytes."""
+"""How each layer is kept, as factors, dense or with its rank cut, and the arrays that hold it."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.capturing._arrays import arrays_of, as_stored
 from gradkeep.capturing._low_rank import cut_rank
 from gradkeep.errors import CaptureError
 from gradkeep.factors import Dense, DenseRows, OuterRows
+from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from gradkeep.capturing._piece import Piece
-    from gradkeep.capturing._units import Unit
+    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.factors import AnyForm, Outer, Rows, Storage
-    from gradkeep.store import Array, Encoding
+    from gradkeep.store import Encoding
 
 ALIASES: dict[str, Storage | None] = {
+    "exact": None,
     "auto": None,
     "factors": "factors",
     "ted": "factors",
@@ -36,10 +37,10 @@ ALIASES: dict[str, Storage | None] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Keeping:
+class LayerKeeping:
     """How one layer is kept, with its bytes per row as the first batch had them."""
 
-    unit: Unit
+    unit: LayerUnit
     form: AnyForm
     storage: Storage
     arrays: tuple[Array, ...]
@@ -57,31 +58,31 @@ class Keeping:
         return 4 * self.unit.size
 
 
-def storage_of(plan: str) -> Storage | None:
-    """The storage that a plan's name asks for; None: whichever is smallest."""
-    if plan not in ALIASES:
+def storage_named(keep: str) -> Storage | None:
+    """The storage that a name asks for; None: whichever is smallest."""
+    if keep not in ALIASES:
         raise CaptureError(
-            f"no plan {plan!r}",
+            f"no way to keep gradients is called {keep!r}",
             expected=", ".join(ALIASES),
-            fix="leave plan out to let every layer be kept in the smallest way",
+            fix="leave keep out to let every layer be kept in the smallest exact way",
         )
-    return ALIASES[plan]
+    return ALIASES[keep]
 
 
-def choose(
-    pieces: Mapping[Unit, Piece],
+def choose_storage(
+    pieces: Mapping[LayerUnit, LayerGradients],
     *,
     encoding: Encoding,
-    wanted: Mapping[Unit, Storage | None],
+    wanted: Mapping[LayerUnit, Storage | None],
     tolerance: float,
-) -> list[Keeping]:
+) -> list[LayerKeeping]:
     """The smallest way to keep each layer that is allowed, measured on the pieces of one batch.
 
     Cutting the rank is allowed by a tolerance above 0. A prefix that several layers read is kept
     once.
     """
-    kept: list[Keeping] = []
-    owners: list[tuple[torch.Tensor, Keeping]] = []
+    kept: list[LayerKeeping] = []
+    owners: list[tuple[torch.Tensor, LayerKeeping]] = []
     for unit, piece in pieces.items():
         ways: list[Storage] = ["factors", "dense"]
         if piece.form.storage == "dense":
@@ -116,8 +117,13 @@ def choose(
 
 
 def _keeping(
-    unit: Unit, piece: Piece, storage: Storage, *, encoding: Encoding, tolerance: float
-) -> Keeping:
+    unit: LayerUnit,
+    piece: LayerGradients,
+    storage: Storage,
+    *,
+    encoding: Encoding,
+    tolerance: float,
+) -> LayerKeeping:
     form, rows = stored(unit.name, piece, storage, tolerance=tolerance)
     arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
@@ -127,7 +133,7 @@ def _keeping(
         for array in arrays
     )
     values = piece.rows.nbytes / count / piece.rows.example.element_size()
-    return Keeping(
+    return LayerKeeping(
         unit=unit,
         form=form,
         storage=storage,
@@ -139,11 +145,13 @@ def _keeping(
     )
 
 
-def _as_outer(name: str, piece: Piece) -> tuple[Outer, OuterRows] | None:
+def _as_outer(name: str, piece: LayerGradients) -> tuple[Outer, OuterRows] | None:
     return piece.form.as_outer(piece.rows, prefix=f"{name}.prefix", suffix=f"{name}.suffix")
 
 
-def stored(name: str, piece: Piece, storage: Storage, *, tolerance: float) -> tuple[AnyForm, Rows]:
+def stored(
+    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
+) -> tuple[AnyForm, Rows]:
     """The gradients of a piece in the form they are kept in."""
     outer = _as_outer(name, piece) if storage == "low rank" else None
     if outer is not None:
@@ -156,10 +164,10 @@ def stored(name: str, piece: Piece, storage: Storage, *, tolerance: float) -> tu
 
 
 def rows_to_store(
-    kept: Sequence[Keeping], pieces: Mapping[Unit, Piece]
-) -> tuple[dict[Unit, Rows], dict[str, Any]]:
+    kept: Sequence[LayerKeeping], pieces: Mapping[LayerUnit, LayerGradients]
+) -> tuple[dict[LayerUnit, Rows], dict[str, Any]]:
     """The factors as they are kept, by layer, and their arrays by name, for one batch."""
-    factors: dict[Unit, Rows] = {}
+    factors: dict[LayerUnit, Rows] = {}
     for keeping in kept:
         piece = pieces[keeping.unit]
         form, rows = stored(keeping.unit.name, piece, keeping.storage, tolerance=keeping.tolerance)
@@ -177,13 +185,15 @@ def rows_to_store(
 
 
 def _drop_idle_positions(
-    kept: Sequence[Keeping], factors: dict[Unit, Rows], pieces: Mapping[Unit, Piece]
+    kept: Sequence[LayerKeeping],
+    factors: dict[LayerUnit, Rows],
+    pieces: Mapping[LayerUnit, LayerGradients],
 ) -> None:
     """Leave out positions whose suffix is zero in every layer that shares the prefix.
 
     With a loss at one token, or padding, that is most of them.
     """
-    groups: dict[str, list[Keeping]] = {}
+    groups: dict[str, list[LayerKeeping]] = {}
     for keeping in kept:
         prefix = keeping.form.prefix_array
         if prefix is not None and keeping.storage == "factors":
@@ -211,14 +221,18 @@ def _drop_idle_positions(
 
 
 def _reads(
-    pieces: Mapping[Unit, Piece], one: Keeping, other: Keeping, rows: OuterRows, first: OuterRows
+    pieces: Mapping[LayerUnit, LayerGradients],
+    one: LayerKeeping,
+    other: LayerKeeping,
+    rows: OuterRows,
+    first: OuterRows,
 ) -> bool:
     return _is_same(pieces[one.unit].source, pieces[other.unit].source) or torch.equal(
         rows.x, first.x
     )
 
 
-def _with_shared_prefix(keeping: Keeping, owner: Keeping) -> Keeping:
+def _with_shared_prefix(keeping: LayerKeeping, owner: LayerKeeping) -> LayerKeeping:
     shared = owner.form.prefix_array
     assert shared is not None
     own = tuple(array for array in keeping.arrays if array.name != keeping.form.prefix_array)
@@ -240,7 +254,7 @@ def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (same and one.shape == other.shape and one.dtype == other.dtype)
 
 
-def _check_same(keeping: Keeping, form: AnyForm) -> None:
+def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
     expected = keeping.form
     if form.prefix_array is not None and expected.prefix_array is not None:
         form = form.with_prefix(expected.prefix_array)
@@ -249,5 +263,32 @@ def _check_same(keeping: Keeping, form: AnyForm) -> None:
             f"layer {keeping.unit.name} has another shape in this batch than in the first one",
             found=str(form),
             expected=str(expected),
-            fix=f"pass plan={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
+            fix=f"pass keep={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
         )
+
+
+def arrays_of(name: str, form: AnyForm, rows: Rows, encoding: Encoding) -> tuple[Array, ...]:
+    """The arrays that hold a layer's factors, shaped as some rows of it are."""
+    made = []
+    for array, values in form.tensors(rows).items():
+        whole = not values.dtype.is_floating_point
+        double = values.dtype == torch.float64
+        made.append(
+            Array(
+                array,
+                dtype="int64" if whole else "float64" if double else "float32",
+                shape=tuple(values.shape[1:]),
+                kind=form.role(array),
+                encoding="plain" if whole or double else encoding,
+                layer=name,
+                ragged=form.offsets(rows, array) is not None,
+            )
+        )
+    return tuple(made)
+
+
+def as_stored(array: Array, values: torch.Tensor, form: AnyForm, rows: Rows) -> Any:
+    """A tensor of some rows as the writer takes it."""
+    given = values.detach().cpu().numpy()
+    offsets = form.offsets(rows, array.name)
+    return given if offsets is None else Ragged(given, offsets.numpy())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradkeep.capturing._task import Measured, Task, call, logits_of
+from gradkeep.capturing.tasks._task import Measured, Task, call, logits_of
 from gradkeep.errors import CaptureError
 
 

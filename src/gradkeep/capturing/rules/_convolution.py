@@ -9,43 +9,42 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradkeep.capturing._piece import Piece
-from gradkeep.capturing._positions import by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
 from gradkeep.factors import Convolution, ConvolutionRows, Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.capturing._calls import Call
-    from gradkeep.capturing._positions import Lay
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._gradients import SampleAxis
     from gradkeep.factors import Parameter
 
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def applies(module: nn.Module) -> bool:
+def is_convolution(module: nn.Module) -> bool:
     """The convolutions of torch, whatever their stride, padding, dilation and groups."""
     return isinstance(module, _PLAIN + _TURNED)
 
 
-def piece(
+def convolution_gradients(
     name: str,
     module: nn.Module,
     parameters: tuple[Parameter, ...],
-    calls: Sequence[Call],
+    calls: Sequence[LayerCall],
     *,
     rows: int,
-    lay: Lay,
-) -> Piece:
+    axis: SampleAxis,
+) -> LayerGradients:
     """One call: the pixels. Several calls, or several images per sample: their summed gradients."""
-    if len(calls) == 1 and lay == "first":
+    if len(calls) == 1 and axis == "first":
         call = calls[0]
         return _pixels(name, module, parameters, call.input, call.suffix(), call.original)
     total: torch.Tensor | None = None
     for call in calls:
-        images, suffixes = by_sample(call.input, rows, lay), by_sample(call.suffix(), rows, lay)
-        if lay == "first":
+        images, suffixes = by_sample(call.input, rows, axis), by_sample(call.suffix(), rows, axis)
+        if axis == "first":
             images, suffixes = images.unsqueeze(1), suffixes.unsqueeze(1)
         for position in range(images.shape[1]):
             one = _pixels(
@@ -55,7 +54,7 @@ def piece(
             total = gradient if total is None else total + gradient
     assert total is not None
     form = Dense(parameters, f"{name}.gradient", total.shape[1])
-    return Piece(form, DenseRows(total))
+    return LayerGradients(form, DenseRows(total))
 
 
 def _pixels(
@@ -65,7 +64,7 @@ def _pixels(
     images: torch.Tensor,
     suffix: torch.Tensor,
     source: torch.Tensor | None,
-) -> Piece:
+) -> LayerGradients:
     images = images.to(suffix.dtype)
     turned = isinstance(module, _TURNED)
     padding = _before(module)
@@ -91,7 +90,7 @@ def _pixels(
         bias=None if len(parameters) == 1 else "wide" if turned else "narrow",
     )
     assert math.prod(parameters[0].shape) <= form.gradient_size
-    return Piece(form, ConvolutionRows(wide, narrow), source)
+    return LayerGradients(form, ConvolutionRows(wide, narrow), source)
 
 
 def _before(module: Any) -> tuple[int, ...]:

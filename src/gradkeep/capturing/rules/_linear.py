@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gradkeep.capturing._piece import Piece
-from gradkeep.capturing._positions import by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
 from gradkeep.factors import Outer, OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.capturing._calls import Call
-    from gradkeep.capturing._positions import Lay
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._gradients import SampleAxis
     from gradkeep.factors import Parameter
 
 
-def applies(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """`nn.Linear`, and the `Conv1D` of Hugging Face, which is a linear layer laid out the other way."""
     return isinstance(module, nn.Linear) or is_turned(module)
 
@@ -29,18 +28,18 @@ def is_turned(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def piece(
+def linear_gradients(
     name: str,
     module: nn.Module,
     parameters: tuple[Parameter, ...],
-    calls: Sequence[Call],
+    calls: Sequence[LayerCall],
     *,
     rows: int,
-    lay: Lay,
-) -> Piece:
+    axis: SampleAxis,
+) -> LayerGradients:
     """All positions of all calls of each sample, one after the other."""
-    inputs = [by_sample(call.input, rows, lay) for call in calls]
-    suffixes = [by_sample(call.suffix(), rows, lay) for call in calls]
+    inputs = [by_sample(call.input, rows, axis) for call in calls]
+    suffixes = [by_sample(call.suffix(), rows, axis) for call in calls]
     d_in, d_out = inputs[0].shape[-1], suffixes[0].shape[-1]
     xs = [x.reshape(rows, -1, d_in) for x in inputs]
     gs = [g.reshape(rows, -1, d_out) for g in suffixes]
@@ -59,4 +58,4 @@ def piece(
         transposed=is_turned(module),
     )
     kept = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
-    return Piece(form, kept, calls[0].original if len(calls) == 1 else None)
+    return LayerGradients(form, kept, calls[0].original if len(calls) == 1 else None)

@@ -12,36 +12,35 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradkeep.capturing._piece import Piece
-from gradkeep.capturing._positions import by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
 from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.capturing._calls import Call
-    from gradkeep.capturing._positions import Lay
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._gradients import SampleAxis
     from gradkeep.factors import Parameter
 
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def applies(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Layer, group, RMS and (with running statistics) batch normalisation."""
     if isinstance(module, _BATCH):
         return module.running_mean is not None
     return isinstance(module, nn.LayerNorm | nn.GroupNorm) or _is_rms(module)
 
 
-def piece(
+def norm_gradients(
     name: str,
     module: nn.Module,
     parameters: tuple[Parameter, ...],
-    calls: Sequence[Call],
+    calls: Sequence[LayerCall],
     *,
     rows: int,
-    lay: Lay,
-) -> Piece:
+    axis: SampleAxis,
+) -> LayerGradients:
     """The summed gradients of scale and shift over all positions of all calls."""
     total: torch.Tensor | None = None
     for call in calls:
@@ -54,17 +53,17 @@ def piece(
                 term = _normalised(module, call.input.to(g.dtype)).mul_(g)
             if isinstance(module, nn.LayerNorm) or _is_rms(module):
                 # The parameter has the shape of the last dimensions.
-                kept = by_sample(term, rows, lay).reshape(rows, -1, parameter.size)
+                kept = by_sample(term, rows, axis).reshape(rows, -1, parameter.size)
                 parts.append(kept.sum(1))
             else:
-                channels = by_sample(term, rows, lay)
-                if lay != "first":
+                channels = by_sample(term, rows, axis)
+                if axis != "first":
                     channels = channels.transpose(1, 2)
                 parts.append(channels.reshape(rows, parameter.size, -1).sum(2))
         gradient = torch.cat(parts, 1)
         total = gradient if total is None else total + gradient
     assert total is not None
-    return Piece(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
+    return LayerGradients(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
 
 
 def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:

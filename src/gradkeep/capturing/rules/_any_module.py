@@ -1,7 +1,4 @@
-"""Any module at all: each sample's gradient by running that module alone for one sample.
-
-Its inputs and its outputs' gradients are known, so the model around it is not run again.
-"""
+"""Layers without a rule: dense gradients by running the module, or the whole model, for each sample."""
 
 from __future__ import annotations
 
@@ -14,19 +11,21 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradkeep.capturing._piece import Piece
-from gradkeep.capturing._positions import possible
+from gradkeep.capturing._batches import rows_of
+from gradkeep.capturing.rules._gradients import LayerGradients, possible
 from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from gradkeep.capturing._calls import Call
-    from gradkeep.capturing._positions import Lay
-    from gradkeep.capturing._units import Unit
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._gradients import SampleAxis
+    from gradkeep.capturing.rules._units import LayerUnit
 
 
-def pieces(units: Sequence[Unit], calls: Sequence[Call], *, rows: int) -> dict[Unit, Piece]:
+def module_gradients(
+    units: Sequence[LayerUnit], calls: Sequence[LayerCall], *, rows: int
+) -> dict[LayerUnit, LayerGradients]:
     """The dense gradients of all units that are captured by running the same module again.
 
     All samples at once with `torch.func.vmap`, or, where that cannot be done, one after the other.
@@ -36,10 +35,10 @@ def pieces(units: Sequence[Unit], calls: Sequence[Call], *, rows: int) -> dict[U
     weights = local_names(first.modules[0], [w for unit in units for w in unit.weights])
     total: torch.Tensor | None = None
     for call in calls:
-        if first.way == "module":
-            found = _all(call, weights, rows, first.lay)
+        if first.rule == "module":
+            found = _all(call, weights, rows, first.axis)
         else:
-            each = (_one(call, weights, row, rows, first.lay) for row in range(rows))
+            each = (_one(call, weights, row, rows, first.axis) for row in range(rows))
             found = torch.stack(list(each))
         total = found if total is None else total + found
     assert total is not None
@@ -47,23 +46,25 @@ def pieces(units: Sequence[Unit], calls: Sequence[Call], *, rows: int) -> dict[U
     at = 0
     for unit in units:
         form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
-        result[unit] = Piece(form, DenseRows(total[:, at : at + unit.size]))
+        result[unit] = LayerGradients(form, DenseRows(total[:, at : at + unit.size]))
         at += unit.size
     return result
 
 
-def _all(call: Call, weights: Mapping[str, torch.Tensor], rows: int, lay: Lay) -> torch.Tensor:
+def _all(
+    call: LayerCall, weights: Mapping[str, torch.Tensor], rows: int, axis: SampleAxis
+) -> torch.Tensor:
     leaves, shape = tree_flatten((call.args, call.kwargs))
     tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves]
     own = {name: value.detach() for name, value in weights.items()}
-    first = _outputs(call.module, own, _of_row((call.args, call.kwargs), 0, rows, lay))
+    first = _outputs(call.module, own, _of_row((call.args, call.kwargs), 0, rows, axis))
     suffixes = [
         _split(call.suffix(index), tensor.shape, rows) for index, tensor in enumerate(first)
     ]
     varied = [
-        _split_input(leaf, rows, lay)
+        _split_input(leaf, rows, axis)
         for leaf, tensor in zip(leaves, tensors, strict=True)
-        if tensor and possible(leaf.shape, rows, lay)
+        if tensor and possible(leaf.shape, rows, axis)
     ]
 
     def value(
@@ -71,7 +72,7 @@ def _all(call: Call, weights: Mapping[str, torch.Tensor], rows: int, lay: Lay) -
     ) -> torch.Tensor:
         given = iter(varied)
         filled = [
-            next(given) if tensor and possible(leaf.shape, rows, lay) else leaf
+            next(given) if tensor and possible(leaf.shape, rows, axis) else leaf
             for leaf, tensor in zip(leaves, tensors, strict=True)
         ]
         outputs = _outputs(call.module, own, tree_unflatten(filled, shape))
@@ -94,9 +95,9 @@ def _outputs(module: nn.Module, own: dict[str, torch.Tensor], inputs: Any) -> li
     return [t for t in found if t.is_floating_point()]
 
 
-def _split_input(leaf: torch.Tensor, rows: int, lay: Lay) -> torch.Tensor:
+def _split_input(leaf: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
     """`[B, ...]` with each row shaped as the module is given one sample."""
-    if lay == "second":
+    if axis == "second":
         return leaf.transpose(0, 1).unsqueeze(2)
     return leaf.reshape(rows, len(leaf) // rows, *leaf.shape[1:])
 
@@ -111,9 +112,9 @@ def _split(suffix: torch.Tensor, wanted: torch.Size, rows: int) -> torch.Tensor:
 
 
 def _one(
-    call: Call, weights: Mapping[str, torch.Tensor], row: int, rows: int, lay: Lay
+    call: LayerCall, weights: Mapping[str, torch.Tensor], row: int, rows: int, axis: SampleAxis
 ) -> torch.Tensor:
-    args, kwargs = _of_row((call.args, call.kwargs), row, rows, lay)
+    args, kwargs = _of_row((call.args, call.kwargs), row, rows, axis)
     own = {name: value.detach().requires_grad_() for name, value in weights.items()}
     with torch.enable_grad():
         outputs = [t for t in _outputs(call.module, own, (args, kwargs)) if t.requires_grad]
@@ -134,20 +135,20 @@ def _one(
     return torch.cat(flat)
 
 
-def _of_row(inputs: Any, row: int, rows: int, lay: Lay) -> Any:
+def _of_row(inputs: Any, row: int, rows: int, axis: SampleAxis) -> Any:
     """The inputs of one sample; tensors that do not count the samples are shared by all."""
     leaves, shape = tree_flatten(inputs)
     cut = [
-        _cut(leaf, row, rows, lay) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        _cut(leaf, row, rows, axis) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
         for leaf in leaves
     ]
     return tree_unflatten(cut, shape)
 
 
-def _cut(leaf: torch.Tensor, row: int, rows: int, lay: Lay) -> torch.Tensor:
-    if not possible(leaf.shape, rows, lay):
+def _cut(leaf: torch.Tensor, row: int, rows: int, axis: SampleAxis) -> torch.Tensor:
+    if not possible(leaf.shape, rows, axis):
         return leaf
-    if lay == "second":
+    if axis == "second":
         return leaf[:, row : row + 1]
     each = len(leaf) // rows
     return leaf[row * each : (row + 1) * each]
@@ -157,3 +158,37 @@ def local_names(module: nn.Module, weights: Sequence[nn.Parameter]) -> dict[str,
     """The weights by the names that the module knows them under, in the given order."""
     found = {id(weight): name for name, weight in module.named_parameters()}
     return {found[id(weight)]: weight for weight in weights}
+
+
+def whole_model_gradients(
+    units: Sequence[LayerUnit],
+    target: Callable[[nn.Module, Any], torch.Tensor],
+    model: nn.Module,
+    batch: Any,
+    *,
+    rows: int,
+) -> dict[LayerUnit, LayerGradients]:
+    """The dense gradients of these units' parameters, by autograd on batches of one.
+
+    `target(model, batch) -> [B]` is what is differentiated. Cost: one forward and backward pass of
+    the model per sample.
+    """
+    weights = [weight for unit in units for weight in unit.weights]
+    found: list[torch.Tensor] = []
+    for row in range(rows):
+        value = target(model, rows_of(batch, row, row + 1)).sum()
+        gradients = torch.autograd.grad(value, weights, allow_unused=True)
+        flat = [
+            torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ]
+        found.append(torch.cat(flat))
+    stacked = torch.stack(found)
+    result = {}
+    at = 0
+    for unit in units:
+        size = sum(parameter.size for parameter in unit.parameters)
+        form = Dense(unit.parameters, f"{unit.name}.gradient", size)
+        result[unit] = LayerGradients(form, DenseRows(stacked[:, at : at + size]))
+        at += size
+    return result

@@ -1,38 +1,32 @@
-"""Dividing a model's parameters among units that are captured one way each."""
+"""Dividing a model's parameters among units that are captured by one rule each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gradkeep.capturing import _convolution, _embedding, _linear, _norms
+from gradkeep.capturing.rules._embedding import is_embedding
+from gradkeep.capturing.rules._rules import rule_for
 from gradkeep.factors import Parameter
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import Sequence
 
     import torch
 
-    from gradkeep.capturing._positions import Lay
+    from gradkeep.capturing.rules._gradients import SampleAxis
 
-Way = Literal["linear", "convolution", "embedding", "norm", "tied", "module", "one by one", "whole"]
-"""By which rule a unit is captured; the last three make dense gradients of anything."""
-DENSE_WAYS = ("module", "one by one", "whole")
-
+HINT = "gk.layers(model) lists them"
+"""Where a user finds the names of layers."""
 ROOT = "model"
 """The name of the model itself, where its own parameters are a unit."""
-_RULES: tuple[tuple[Way, object], ...] = (
-    ("linear", _linear.applies),
-    ("convolution", _convolution.applies),
-    ("embedding", _embedding.applies),
-    ("norm", _norms.applies),
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unit:
+class LayerUnit:
     """Some parameters of a model that are captured together: mostly those of one module."""
 
     name: str
@@ -42,11 +36,21 @@ class Unit:
     weights: tuple[nn.Parameter, ...]
     parameters: tuple[Parameter, ...]
     """Full names and shapes, in the order of `weights`."""
-    way: Way
+    rule: str
+    """By which it is captured; "module", "one by one" and "whole" make dense gradients of anything."""
     also: tuple[str, ...] = ()
     """The paths of further modules that hold the same weight."""
-    lay: Lay = "first"
+    axis: SampleAxis = "first"
     """How the samples lie in the tensors that pass through the module."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of all modules that hold the weight."""
+        return (self.name, *self.also)
+
+    def is_a(self, kind: builtins.type) -> bool:
+        """Whether one of its modules is of that class."""
+        return any(isinstance(module, kind) for module in self.modules)
 
     @property
     def type(self) -> str:
@@ -59,7 +63,7 @@ class Unit:
         return sum(parameter.size for parameter in self.parameters)
 
 
-def units_of(model: nn.Module) -> list[Unit]:
+def units_of(model: nn.Module) -> list[LayerUnit]:
     """All trainable parameters of a model, each in exactly one unit, in the model's order.
 
     A module with a rule and with parameters of its own is a unit. A weight that several modules
@@ -72,7 +76,7 @@ def units_of(model: nn.Module) -> list[Unit]:
             if parameter.requires_grad:
                 holders.setdefault(parameter, []).append((path, module, name))
     taken: set[nn.Parameter] = set()
-    units: list[Unit] = []
+    units: list[LayerUnit] = []
     for parameter, held in holders.items():
         if parameter in taken:
             continue
@@ -90,66 +94,56 @@ def units_of(model: nn.Module) -> list[Unit]:
                 weights.setdefault(weight, f"{path}.{name}" if path else name)
         taken |= set(weights)
         units.append(
-            Unit(
+            LayerUnit(
                 name=paths[0] or ROOT,
                 modules=tuple(modules),
                 weights=tuple(weights),
                 parameters=tuple(
                     Parameter(name, tuple(weight.shape)) for weight, name in weights.items()
                 ),
-                way=_way(modules, weights, shared=len(held) > 1, holders=holders),
+                rule=_rule(modules, weights, shared=len(held) > 1, holders=holders),
                 also=tuple(paths[1:]),
             )
         )
     return units
 
 
-def _way(
+def _rule(
     modules: Sequence[nn.Module],
     weights: dict[nn.Parameter, str],
     *,
     shared: bool,
     holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]],
-) -> Way:
+) -> str:
     if shared:
         return "tied" if _is_tied_head(modules, weights) else "whole"
     module = modules[0]
     if any(len(holders[weight]) > 1 for weight in weights):
         return "whole"  # a second weight of the module is held elsewhere too
-    for way, applies in _RULES:
-        if applies(module) and _in_order(module, weights):  # type: ignore[operator]
-            return way
-    return "module"
-
-
-def _in_order(module: nn.Module, weights: dict[nn.Parameter, str]) -> bool:
-    """Whether the weights are those a rule expects: the weight, then perhaps the bias."""
     names = [name.rsplit(".", 1)[-1] for name in weights.values()]
-    if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.modules.batchnorm._BatchNorm):
-        return set(names) <= {"weight", "bias"}
-    return names in (["weight"], ["weight", "bias"])
+    return rule_for(module, names) or "module"
 
 
 def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]) -> bool:
     """An embedding and the linear layer that reads its table, with perhaps a bias."""
     if len(modules) != 2 or len(weights) > 2:
         return False
-    kinds = {_embedding.applies(module) for module in modules}
-    head = modules[1] if _embedding.applies(modules[0]) else modules[0]
+    kinds = {is_embedding(module) for module in modules}
+    head = modules[1] if is_embedding(modules[0]) else modules[0]
     return kinds == {True, False} and isinstance(head, nn.Linear)
 
 
-def watched(units: Sequence[Unit]) -> list[nn.Module]:
+def watched(units: Sequence[LayerUnit]) -> list[nn.Module]:
     """The modules whose calls have to be seen for these units, each once."""
     found: dict[nn.Module, None] = {}
     for unit in units:
-        if unit.way != "whole":
+        if unit.rule != "whole":
             found.update(dict.fromkeys(unit.modules))
     return list(found)
 
 
 def holder_that_ran(
-    model: nn.Module, unit: Unit, ran: set[nn.Module]
+    model: nn.Module, unit: LayerUnit, ran: set[nn.Module]
 ) -> tuple[str, nn.Module] | None:
     """The nearest module around a unit that was called; torch calls some of its layers by weight."""
     parts = [] if unit.name == ROOT and unit.modules[0] is model else unit.name.split(".")
@@ -161,6 +155,6 @@ def holder_that_ran(
     return None
 
 
-def tensors(units: Sequence[Unit]) -> list[torch.Tensor]:
+def tensors(units: Sequence[LayerUnit]) -> list[torch.Tensor]:
     """All weights of the units, in order."""
     return [weight for unit in units for weight in unit.weights]

@@ -7,24 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.capturing import _footprint
-from gradkeep.capturing._batches import moved, rows_of, size_of
-from gradkeep.capturing._captured import KeptLayer, kept_layer
+from gradkeep._public import renamed_arguments
+from gradkeep.capturing._batches import batch_size, rows_of, to_device
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._prepare import Wishes, prepare
+from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.factors import ProductSize
 from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
+    from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing._prepare import Plan
-    from gradkeep.capturing._select import Selection
-    from gradkeep.capturing._task import Task
+    from gradkeep.capturing.tasks._task import Task
     from gradkeep.factors import Compute
+    from gradkeep.query import LayerChoice
     from gradkeep.store import Encoding
 
 _TRIED = 16
@@ -47,7 +46,7 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class CapturePlan:
     """What a capture and its questions will take; shows itself as a table."""
 
     layers: tuple[PlannedLayer, ...]
@@ -102,6 +101,7 @@ class Planned:
         return "\n".join(lines)
 
 
+@renamed_arguments(storage="keep", scoring="compute")
 def plan(
     model: nn.Module,
     batch: Any,
@@ -109,14 +109,14 @@ def plan(
     task: Task,
     rows: int,
     queries: int = 1,
-    layers: Selection | Sequence[str | type] = None,
+    layers: LayerChoice = None,
     encoding: Encoding = "plain",
-    storage: Plan = None,
-    scoring: str | None = None,
+    keep: KeepChoice = None,
+    compute: str | None = None,
     tolerance: float = 0.0,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
     mode: Mode | None = "eval",
-) -> Planned:
+) -> CapturePlan:
     """Predict what capturing `rows` and asking `queries` of them will take, layer by layer.
 
     Runs a few samples of the batch through the model, and measures this machine once. A budget
@@ -125,21 +125,21 @@ def plan(
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     with in_mode(model, mode):
         device = next(model.parameters()).device
-        count = min(size_of(batch), _TRIED)
-        part = moved(rows_of(batch, 0, count), device)
-        wishes = Wishes(layers, encoding=encoding, plan=storage, tolerance=tolerance)
-        prepared = prepare(model, task, part, wishes)
-        footprint = _footprint.row_footprint(prepared, part, count)
+        count = min(batch_size(batch), _TRIED)
+        part = to_device(rows_of(batch, 0, count), device)
+        settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
+        prepared = prepare_capture(model, task, part, settings)
+        footprint = row_footprint(prepared, part, count)
         started = time.perf_counter()
         prepared.tracer.run(part)
         per_row = (time.perf_counter() - started) / count
     at_once = min(
-        size_of(batch),
-        _footprint.rows_at_once(prepared, count),
-        _footprint.rows_within(budget, footprint),
+        batch_size(batch),
+        rows_at_once(prepared, count),
+        rows_within(budget, footprint),
     )
     row_bytes = prepared.row_bytes
-    segment = int(min(rows * row_bytes, _footprint.segment_bytes(None)))
+    segment = int(min(rows * row_bytes, segment_bytes(None)))
     split = memory_shares(
         memory_budget,
         answer=4 * rows * queries,
@@ -153,7 +153,7 @@ def plan(
     planned = []
     for keeping in prepared.kept:
         load = ProductSize(rows, queries, keeping.positions, keeping.positions)
-        choice = choose_compute(keeping.form, load, speeds, force=scoring, scratch=split.scratch)
+        choice = choose_compute(keeping.form, load, speeds, force=compute, scratch=split.scratch)
         planned.append(
             PlannedLayer(
                 layer=kept_layer(keeping),
@@ -165,7 +165,7 @@ def plan(
             )
         )
     held = 2 * row_bytes * (split.query_rows + split.train_rows)
-    return Planned(
+    return CapturePlan(
         layers=tuple(planned),
         rows=rows,
         queries=queries,

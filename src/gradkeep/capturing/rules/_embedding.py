@@ -1,39 +1,41 @@
-"""Embeddings: the prefix is the token, the suffix the gradient of its vector."""
+"""Embeddings, and tables that are also the last layer: the prefix is the token, the suffix the gradient of its vector."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gradkeep.capturing._piece import Piece
-from gradkeep.capturing._positions import by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
+from gradkeep.capturing.rules._linear import linear_gradients
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Lookup, LookupRows
+from gradkeep.factors import Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.capturing._calls import Call
-    from gradkeep.capturing._positions import Lay
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._gradients import SampleAxis
+    from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.factors import Parameter
 
 
-def applies(module: nn.Module) -> bool:
+def is_embedding(module: nn.Module) -> bool:
     """`nn.Embedding`; one that renormalises its table while reading has no such gradient."""
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
-def piece(
+def embedding_gradients(
     name: str,
     module: Any,
     parameters: tuple[Parameter, ...],
-    calls: Sequence[Call],
+    calls: Sequence[LayerCall],
     *,
     rows: int,
-    lay: Lay,
-) -> Piece:
+    axis: SampleAxis,
+) -> LayerGradients:
     """The tokens of each sample, equal ones added up, padding and zero gradients left out."""
     if module.scale_grad_by_freq:
         raise CaptureError(
@@ -42,8 +44,8 @@ def piece(
             fix="set scale_grad_by_freq=False for the capture, or leave the layer out",
         )
     width = module.embedding_dim
-    tokens = torch.cat([by_sample(c.input, rows, lay).reshape(rows, -1) for c in calls], 1)
-    g = torch.cat([by_sample(c.suffix(), rows, lay).reshape(rows, -1, width) for c in calls], 1)
+    tokens = torch.cat([by_sample(c.input, rows, axis).reshape(rows, -1) for c in calls], 1)
+    g = torch.cat([by_sample(c.suffix(), rows, axis).reshape(rows, -1, width) for c in calls], 1)
     kept = _coalesced(tokens, g, rows=rows, size=module.num_embeddings, skip=module.padding_idx)
     form = Lookup(
         parameters,
@@ -52,7 +54,7 @@ def piece(
         rows=module.num_embeddings,
         width=width,
     )
-    return Piece(form, kept)
+    return LayerGradients(form, kept)
 
 
 def _coalesced(
@@ -70,3 +72,22 @@ def _coalesced(
     counts = torch.bincount(keys // size, minlength=rows).cpu()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     return LookupRows(keys % size, summed, offsets)
+
+
+def tied_gradients(
+    unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int, axis: SampleAxis
+) -> LayerGradients:
+    """The tokens' vectors and the linear layer's positions of each sample."""
+    looked = [call for call in calls if isinstance(call.module, nn.Embedding)]
+    read = [call for call in calls if not isinstance(call.module, nn.Embedding)]
+    weight = unit.parameters[:1]
+    low = embedding_gradients(unit.name, looked[0].module, weight, looked, rows=rows, axis=axis)
+    high = linear_gradients(unit.name, read[0].module, unit.parameters, read, rows=rows, axis=axis)
+    assert isinstance(low.form, Lookup)
+    assert isinstance(low.rows, LookupRows)
+    assert isinstance(high.form, Outer)
+    assert isinstance(high.rows, OuterRows)
+    lookup = dataclasses.replace(
+        low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
+    )
+    return LayerGradients(Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows))

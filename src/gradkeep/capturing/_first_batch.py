@@ -1,0 +1,303 @@
+"""The first batch: find out how each unit can be captured, and prove it against autograd.
+
+With random weights w, autograd's gradient of sum_n w_n target_n must equal sum_n w_n gradient_n of
+the captured rows. One backward pass checks all rows of all layers at once: a wrong rule, a mistaken
+batch dimension or samples that influence each other do not pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._calls import LayerCall, fill
+from gradkeep.capturing._keeping import choose_storage, storage_named
+from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
+from gradkeep.capturing.rules._any_module import whole_model_gradients
+from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
+from gradkeep.capturing.rules._rules import unit_gradients
+from gradkeep.capturing.rules._units import (
+    HINT,
+    LayerUnit,
+    holder_that_ran,
+    tensors,
+    units_of,
+    watched,
+)
+from gradkeep.errors import CaptureError
+from gradkeep.query import select_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.factors import Storage
+    from gradkeep.query import GradientOf, LayerChoice
+    from gradkeep.store import Encoding
+
+Uncovered = Literal["dense", "error", "skip"]
+"""What to do with parameters that no factor rule covers."""
+_OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenRules:
+    """How every unit is captured from now on."""
+
+    units: tuple[LayerUnit, ...]
+    pieces: dict[LayerUnit, LayerGradients]
+    """Those of the first batch."""
+    unused: tuple[LayerUnit, ...]
+    aside: frozenset[LayerUnit]
+    """Those of the unused whose modules the backward pass came by all the same."""
+    skipped: tuple[LayerUnit, ...]
+
+
+def choose_rules(
+    tracer: Tracer, units: Sequence[LayerUnit], batch: Any, *, uncovered: Uncovered
+) -> ChosenRules:
+    """Choose a way for each unit that gives autograd's gradients on this batch.
+
+    Cost: one forward and two backward passes, and for what only the last resort covers, one pass
+    per sample.
+    """
+    rows = batch_size(batch)
+    modules = [*watched(units), *tracer.model.modules()]
+    _, target, calls = tracer.forward(modules, batch)
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
+    wanted = torch.autograd.grad(
+        (target * weights).sum(), tensors(units), retain_graph=True, allow_unused=True
+    )
+    fill(calls, target)
+    by_module: dict[nn.Module, list[LayerCall]] = {}
+    for call in calls:
+        by_module.setdefault(call.module, []).append(call)
+    at = 0
+    truths: dict[LayerUnit, torch.Tensor] = {}
+    unused: list[LayerUnit] = []
+    for unit in units:
+        own = wanted[at : at + len(unit.weights)]
+        at += len(unit.weights)
+        if all(gradient is None for gradient in own):
+            unused.append(unit)
+            continue
+        flat = [
+            torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
+            for weight, gradient in zip(unit.weights, own, strict=True)
+        ]
+        truths[unit] = torch.cat(flat)
+    found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
+    left: list[LayerUnit] = []
+    for unit, truth in truths.items():
+        with torch.no_grad():
+            settled = _first_that_fits(tracer.model, unit, by_module, truth, weights, rows=rows)
+        if settled is None:
+            left.append(unit)
+        else:
+            found[unit] = settled
+    dense = [unit for unit in truths if unit in left or found[unit][0].rule in DENSE_RULES]
+    if dense and uncovered != "dense":
+        if uncovered == "error":
+            raise _uncovered(dense)
+        for unit in dense:
+            found.pop(unit, None)
+        left = []
+    if left:
+        found |= _by_the_last_resort(tracer, left, truths, weights, batch, rows=rows)
+    return ChosenRules(
+        units=tuple(found[unit][0] for unit in truths if unit in found),
+        pieces={found[unit][0]: found[unit][1] for unit in truths if unit in found},
+        unused=tuple(unused),
+        aside=frozenset(unit for unit in unused if passed(unit, by_module)),
+        skipped=tuple(dense) if uncovered == "skip" else (),
+    )
+
+
+def _first_that_fits(
+    model: nn.Module,
+    unit: LayerUnit,
+    calls: dict[nn.Module, list[LayerCall]],
+    truth: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    rows: int,
+) -> tuple[LayerUnit, LayerGradients] | None:
+    for candidate in _candidates(model, unit, calls, rows=rows):
+        own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
+        try:
+            piece = unit_gradients(candidate, own, rows=rows)
+            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
+        except _OTHER_WAYS:
+            # A layer that is called in another way than its rule or its first sample expects:
+            # the next way is tried, and the last one works for every model.
+            continue
+        if _fits(total, truth):
+            return candidate, piece
+    return None
+
+
+def _candidates(
+    model: nn.Module, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], *, rows: int
+) -> Iterator[LayerUnit]:
+    """Ways to capture a unit, the cheapest first."""
+    if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
+        for axis in SAMPLE_AXES:
+            own = [call for module in unit.modules for call in calls[module]]
+            shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+            if all(possible(shape, rows, axis) for shape in shapes):
+                yield dataclasses.replace(unit, axis=axis)
+    holder = holder_that_ran(model, unit, set(calls)) if unit.modules[0] not in calls else None
+    module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
+    if module is None or len(unit.modules) > 1:
+        return
+    first = getattr(module, "batch_first", True)
+    lays: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
+    for axis in lays:
+        yield dataclasses.replace(unit, rule="module", modules=(module,), axis=axis)
+    if module is not model:
+        # Of the whole model, the last resort does the same.
+        for axis in lays:
+            yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
+
+
+def _by_the_last_resort(
+    tracer: Tracer,
+    units: Sequence[LayerUnit],
+    truths: dict[LayerUnit, torch.Tensor],
+    weights: torch.Tensor,
+    batch: Any,
+    *,
+    rows: int,
+) -> dict[LayerUnit, tuple[LayerUnit, LayerGradients]]:
+    whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
+    pieces = whole_model_gradients(list(whole), tracer.target, tracer.model, batch, rows=rows)
+    found = {}
+    for unit, piece in pieces.items():
+        total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
+        if not _fits(total, truths[whole[unit]]):
+            raise CaptureError(
+                f"layer {unit.name}: the gradients of single samples do not add up to the batch's",
+                found="samples that influence each other, or randomness in the model",
+                expected="a loss per sample that depends on that sample alone",
+                fix="capture in eval mode (mode='eval'), without statistics over the batch",
+            )
+        found[whole[unit]] = (unit, piece)
+    return found
+
+
+def _fits(found: torch.Tensor, truth: torch.Tensor) -> bool:
+    if found.shape != truth.shape:
+        return False
+    scale = float(truth.norm())
+    error = float((found.to(truth.dtype) - truth).norm())
+    # Not "error > bound": a NaN must not pass, unless autograd finds the same.
+    if error <= _TOLERANCE.get(truth.dtype, 1e-2) * scale:
+        return True
+    return bool(torch.equal(found.isfinite(), truth.isfinite()) and not truth.isfinite().all())
+
+
+def _uncovered(units: Sequence[LayerUnit]) -> CaptureError:
+    names = ", ".join(f"{unit.name} ({unit.type})" for unit in units)
+    return CaptureError(
+        "some parameters are covered by no factor rule",
+        found=names,
+        expected="layers with a rule: linear, convolution, embedding, normalisation",
+        fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
+    )
+
+
+KeepChoice = str | Mapping[str, str] | None
+"""A way to keep all layers, or a way for each glob of layers; None: the smallest."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """What a user may ask of a capture, beside the model and the data."""
+
+    layers: LayerChoice = None
+    of: GradientOf | None = None
+    uncovered: Uncovered = "dense"
+    encoding: Encoding = "plain"
+    keep: KeepChoice = None
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCapture:
+    """A tracer that is ready to run, and how each of its layers is kept."""
+
+    tracer: Tracer
+    kept: tuple[LayerKeeping, ...]
+    skipped: tuple[LayerUnit, ...]
+    pieces: Mapping[LayerUnit, LayerGradients]
+    """Those of the batch that this was found out with."""
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes on disk of one row's gradients."""
+        return sum(keeping.row_bytes for keeping in self.kept)
+
+    @property
+    def dense(self) -> frozenset[LayerUnit]:
+        """The layers that are kept dense: their factors are not needed once that is made."""
+        return frozenset(k.unit for k in self.kept if k.storage == "dense")
+
+    @property
+    def light(self) -> frozenset[nn.Module]:
+        """Modules whose inputs are needed only until their dense gradients are made."""
+        soon = {unit for unit in self.dense if unit.rule not in DENSE_RULES}
+        others = [k.unit for k in self.kept if k.unit not in soon]
+        needed = {module for unit in others for module in unit.modules}
+        return frozenset({module for unit in soon for module in unit.modules} - needed)
+
+
+def prepare_capture(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    settings: CaptureSettings,
+    *,
+    as_before: Mapping[str, Storage] | None = None,
+) -> PreparedCapture:
+    """Find out and prove how each chosen layer is captured, and choose how it is kept.
+
+    `as_before` gives the storage of layers that an earlier run of the same capture has chosen.
+    """
+    units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
+    tracer = Tracer(model, task, settings.of)
+    settled = choose_rules(tracer, units, batch, uncovered=settings.uncovered)
+    tracer = dataclasses.replace(
+        tracer, units=settled.units, unused=settled.unused, aside=settled.aside
+    )
+    wanted = _wanted(settled.units, settings.keep, as_before or {})
+    kept = choose_storage(
+        settled.pieces, encoding=settings.encoding, wanted=wanted, tolerance=settings.tolerance
+    )
+    return PreparedCapture(tracer, tuple(kept), settled.skipped, settled.pieces)
+
+
+def _wanted(
+    units: Sequence[LayerUnit], keep: KeepChoice, as_before: Mapping[str, Storage]
+) -> dict[LayerUnit, Storage | None]:
+    if keep is None:
+        return {unit: as_before.get(unit.name) for unit in units}
+    if isinstance(keep, str):
+        return dict.fromkeys(units, storage_named(keep))
+    wanted: dict[LayerUnit, Storage | None] = dict.fromkeys(units)
+    for pattern, name in keep.items():
+        storage = storage_named(name)
+        for unit in select_layers(units, pattern, error=CaptureError, hint=HINT):
+            wanted[unit] = storage
+    return wanted

@@ -1,0 +1,1 @@
+"""One file for each kind of layer: from its calls to its gradients."""

@@ -1,0 +1,48 @@
+"""What a rule makes of a layer's calls, and which dimension of its tensors counts the samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradkeep.factors import AnyForm, Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGradients:
+    """The gradients of B samples for one layer, with the form they are in."""
+
+    form: AnyForm
+    rows: Rows
+    source: torch.Tensor | None = None
+    """The tensor that the prefix was read from, untouched: layers that read one share it."""
+
+
+SampleAxis = Literal["first", "second", "flat"]
+SAMPLE_AXES: tuple[SampleAxis, ...] = get_args(SampleAxis)
+
+
+def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
+    """Whether a tensor of this shape can be read so for that many samples."""
+    if axis == "first":
+        return len(shape) >= 1 and shape[0] == rows
+    if axis == "second":
+        return len(shape) >= 2 and shape[1] == rows
+    return len(shape) >= 1 and rows > 0 and shape[0] > rows and shape[0] % rows == 0
+
+
+def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
+    """The tensor as `[B, ...]`: `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`.
+
+    >>> import torch
+    >>> by_sample(torch.zeros(5, 2, 3), 2, "second").shape
+    torch.Size([2, 5, 3])
+    """
+    if axis == "first":
+        return tensor
+    if axis == "second":
+        return tensor.transpose(0, 1)
+    return tensor.reshape(rows, len(tensor) // rows, *tensor.shape[1:])
