@@ -345,8 +345,10 @@ def open(
     return Store(backend, durability=durability, verify=verify)
 
 
-def backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
-    """The place that a path or address names; a place is handed back as it is."""
+def backend_for(path: Store | str | os.PathLike[str] | Backend) -> Backend:
+    """The place that a path or address names; a place is handed back as it is, or a store's."""
+    if isinstance(path, Store):
+        return path.backend
     if not isinstance(path, str | os.PathLike):
         return path
     if "://" in os.fspath(path):
