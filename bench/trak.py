@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from bench import _lds_truth as truths
-from gradkeep.attribution._projections import Projection, project_dense, project_parameters
+from gradkeep.attribution.projections import Projection, project_dense, project_parameters
 from gradkeep.compat import trak as ours
 
 K = 2048

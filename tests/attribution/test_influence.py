@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.attribution._curvature import conjugate_gradients, lanczos
+from gradkeep.attribution.curvature import conjugate_gradients, lanczos
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.testing._autograd import per_sample_gradients
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution import _solve
+from gradkeep.attribution._solve import dual, primal
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.testing._autograd import per_sample_gradients
 
@@ -168,8 +168,8 @@ def test_dual_and_primal_are_the_same(rows, dim, seed, damping):
     x = torch.randn(rows, dim, generator=generator)
     g = torch.randn(3, dim, generator=generator)
     weight, pull = torch.rand(2, rows, generator=generator) + 0.1
-    one = _solve.primal(x, weight=weight, pull=pull, damping=damping)(g)
-    other = _solve.dual(x @ x.T, weight=weight, pull=pull, damping=damping)(g @ x.T)
+    one = primal(x, weight=weight, pull=pull, damping=damping)(g)
+    other = dual(x @ x.T, weight=weight, pull=pull, damping=damping)(g @ x.T)
     a = x.double()
     inverse = torch.linalg.inv(a.T @ (weight.unsqueeze(1) * a) + damping * torch.eye(dim))
     wanted = (g.double() @ inverse @ a.T) * pull

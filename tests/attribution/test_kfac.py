@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.attribution._fisher import Damping, _fit, _moment, fisher
+from gradkeep.attribution.kronecker import Damping, _fit, _moments, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
 from gradkeep.testing._autograd import per_sample_gradients
 
@@ -206,7 +206,7 @@ def close(found, wanted, tolerance=3e-4):
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
 def test_factors_give_the_scores_of_their_kronecker_products(name, method):
-    store, model, data = world(name, plan="factors")
+    store, model, data = world(name, keep="factors")
     found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
     wanted = [
         by_factors(model, data, layer, corrected=method == "ekfac", relative=0.1)
@@ -221,7 +221,7 @@ def test_factors_give_the_scores_of_their_kronecker_products(name, method):
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(method):
-    store, model, data = world("words", plan="factors")
+    store, model, data = world("words", keep="factors")
     found = gk.attribute(store, method=method, damping=0.2, per_layer=True)
     parts = dict(zip(found.layers, found.per_layer, strict=True))
     corrected = method == "ekfac"
@@ -232,7 +232,7 @@ def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(method):
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_small_layers_kept_dense_have_their_whole_matrix(method):
-    store, model, data = world("conv", plan="dense")
+    store, model, data = world("conv", keep="dense")
     found = gk.attribute(store, method=method, per_layer=True, damping=0.5)
     for layer, part in zip(found.layers, found.per_layer, strict=True):
         close(part, whole(model, data, layer, relative=0.5))
@@ -250,7 +250,7 @@ def by_gradients(model, data, module, *, corrected, relative):
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("kept", [{"plan": "dense"}, {"plan": "low rank", "tolerance": 1e-6}])
+@pytest.mark.parametrize("kept", [{"keep": "dense"}, {"keep": "low rank", "tolerance": 1e-6}])
 def test_layers_without_positions_have_the_moments_of_their_gradients(kept, corrected):
     MODELS["wide"] = (lambda: Tokens(wide=120), (5, 4))
     store, model, data = world("wide", rows=20, **kept)
@@ -261,7 +261,7 @@ def test_layers_without_positions_have_the_moments_of_their_gradients(kept, corr
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(method):
-    store, model, data = world("tied", plan="factors")
+    store, model, data = world("tied", keep="factors")
     found = gk.attribute(store, method=method, damping=0.1)
     assert len(found.layers) == 1
     corrected = method == "ekfac"
@@ -271,8 +271,8 @@ def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(method):
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv"])
 def test_long_sides_keep_their_own_coordinates(name, method, monkeypatch):
-    monkeypatch.setattr(_moment, "WIDE", 4)
-    store, model, data = world(name, plan="factors")
+    monkeypatch.setattr(_moments, "WIDE", 4)
+    store, model, data = world(name, keep="factors")
     found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
     for layer, part in zip(found.layers, found.per_layer, strict=True):
         ((x, g),) = positions(model, data["train"], layer)
@@ -303,7 +303,7 @@ def test_random_networks(seed, widths, bias, damping, corrected):
     for wide, out in pairwise(sizes):
         layers += [nn.Linear(wide, out, bias=bias), nn.Tanh()]
     MODELS["random"] = (lambda: nn.Sequential(*layers[:-1]), (3,))
-    store, model, data = world("random", seed=seed, plan="factors")
+    store, model, data = world("random", seed=seed, keep="factors")
     method = "ekfac" if corrected else "kfac"
     found = gk.attribute(store, method=method, damping=damping)
     wanted = sum(
@@ -325,7 +325,7 @@ def test_the_byte_budget_changes_nothing(name):
 
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
 def test_rows_that_find_no_room_are_turned_again(name, monkeypatch):
-    store, _, _ = world(name, plan="factors")
+    store, _, _ = world(name, keep="factors")
     wanted = gk.attribute(store, method="ekfac", per_layer=True)
     monkeypatch.setattr(_fit, "room_for_rows", lambda budget: 0)
     found = gk.attribute(store, method="ekfac", per_layer=True)
@@ -335,7 +335,7 @@ def test_rows_that_find_no_room_are_turned_again(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "words"])
 def test_queries_may_be_kept_in_another_way(name):
-    store, model, data = world(name, plan="factors")
+    store, model, data = world(name, keep="factors")
     x, y = data["test"]
     gk.capture(
         store,
@@ -353,8 +353,8 @@ def test_queries_may_be_kept_in_another_way(name):
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "float16-scaled", "int8-scaled"])
 def test_factors_with_fewer_bits_give_nearly_the_same(encoding):
-    plain = gk.attribute(world("conv", compute="factors")[0], method="ekfac").numpy()
-    store, *_ = world("conv", plan="factors", encoding=encoding)
+    plain = gk.attribute(world("conv", keep="factors")[0], method="ekfac").numpy()
+    store, *_ = world("conv", keep="factors", encoding=encoding)
     found = gk.attribute(store, method="ekfac").numpy()
     assert np.corrcoef(found.ravel(), plain.ravel())[0, 1] > 0.99
 
@@ -382,7 +382,7 @@ def test_a_model_in_double_precision():
 
 
 def test_absolute_damping_is_added_as_it_is():
-    store, *_ = world("mlp", plan="factors")
+    store, *_ = world("mlp", keep="factors")
     found = fisher(gk.gradients(store, split="train"), corrected=True)
     mean = found.layers["0"].mean
     one = gk.attribute(store, method="ekfac", layers="0", damping=0.7)
@@ -391,14 +391,14 @@ def test_absolute_damping_is_added_as_it_is():
 
 
 def test_strong_damping_leaves_plain_products():
-    store, *_ = world("conv", plan="factors")
+    store, *_ = world("conv", keep="factors")
     dot = gk.attribute(store, method="dot").numpy()
     damped = gk.attribute(store, method="kfac", absolute_damping=1e6).numpy()
     assert np.allclose(1e6 * damped, dot, rtol=1e-3, atol=1e-4 * np.abs(dot).max())
 
 
 def test_sampled_labels_make_the_fisher_matrix():
-    store, model, data = world("mlp", plan="factors")
+    store, model, data = world("mlp", keep="factors")
     with pytest.raises(AttributionError) as error:
         gk.attribute(store, method="ekfac", fisher="sampled")
     call = (
@@ -467,7 +467,7 @@ def test_damping_can_be_chosen_by_subset_outcomes(method):
 
 
 def test_gradients_that_are_all_zero_or_no_numbers(monkeypatch):
-    store, *_ = world("mlp", plan="factors")
+    store, *_ = world("mlp", keep="factors")
     rows = gk.gradients(store, split="train")
     slopes = torch.zeros(len(rows))
     monkeypatch.setattr(type(rows), "slopes", lambda self: slopes)

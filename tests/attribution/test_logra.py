@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.attribution._projections import TwoSided, two_sided
+from gradkeep.attribution.projections import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.testing._autograd import per_sample_gradients
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gradkeep.attribution._fisher._patch_sums import PatchSums
-from gradkeep.attribution._fisher._pixel_sums import PixelSums
+from gradkeep.attribution.kronecker._patch_moments import PatchMoments, PixelMoments
 from gradkeep.factors import Convolution
 
 GEOMETRIES = {
@@ -42,7 +41,7 @@ def form(*, size, out, kernel, padding=None, stride=None, dilation=1, groups=1, 
 def test_pixels_give_the_moments_of_patches(name, groups, bias):
     conv = form(**GEOMETRIES[name], groups=groups, bias=bias)
     rows = torch.randn(7, 4, *conv.size, dtype=torch.float64)
-    by_pixels, by_patches = PixelSums(conv), PatchSums(conv)
+    by_pixels, by_patches = PixelMoments(conv), PatchMoments(conv)
     for part in rows.split(4):
         by_pixels.add(part)
         by_patches.add(part)

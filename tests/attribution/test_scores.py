@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution import _mapped
-from gradkeep.attribution._tally import Tally
+from gradkeep.attribution import _accumulator
+from gradkeep.attribution._accumulator import ScoreAccumulator
 from gradkeep.errors import AttributionError, SchemaMismatch
 
 
@@ -82,15 +82,15 @@ def test_scores_that_are_not_there_are_told(store):
 
 def test_scores_larger_than_the_budget_are_made_on_disk(store, monkeypatch):
     whole = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
-    made = Tally((7, 11), checkpoints=3, over="sum", memory_budget=100)
+    made = ScoreAccumulator((7, 11), checkpoints=3, over="sum", memory_budget=100)
     assert isinstance(made.values, np.memmap)
-    monkeypatch.setattr("gradkeep.attribution._tally.IN_MEMORY", 64)
+    monkeypatch.setattr("gradkeep.attribution._accumulator.IN_MEMORY", 64)
     monkeypatch.setattr("gradkeep.attribution._attribute._TILE", 100)
     found = gk.attribute(store, method="tracin", lrs=[1, 2, 3])
     assert isinstance(found.values, np.memmap)
     assert np.allclose(found.values, whole.values, rtol=1e-5)
     found.save("large")
-    monkeypatch.setattr(_mapped, "IN_MEMORY", 64)
+    monkeypatch.setattr(_accumulator, "IN_MEMORY", 64)
     assert np.array_equal(gk.Scores.load(store, "large").values, found.values)
 
 
@@ -105,11 +105,11 @@ def test_confidence_is_the_reliability_of_the_mean(store):
         wanted = max(0.0, 3 * r / (1 + 2 * r)) if r > 0 else 0.0
         # Weights are pooled over all checkpoints in one and not in the other.
         assert abs(found.confidence[query] - wanted) < 0.25
-    alike = Tally((1, 5), checkpoints=2, over="mean", memory_budget=None)
+    alike = ScoreAccumulator((1, 5), checkpoints=2, over="mean", memory_budget=None)
     for _ in range(2):
         alike.add(0, torch.arange(5.0).unsqueeze(0))
     assert alike.confidence()[0] == pytest.approx(1.0, abs=1e-6)
-    against = Tally((1, 5), checkpoints=2, over="mean", memory_budget=None)
+    against = ScoreAccumulator((1, 5), checkpoints=2, over="mean", memory_budget=None)
     for sign in (1, -1):
         against.add(0, sign * torch.arange(5.0).unsqueeze(0))
     assert against.confidence()[0] == 0

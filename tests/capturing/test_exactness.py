@@ -189,7 +189,7 @@ def test_scores_do_not_depend_on_the_batch_size_or_the_plan(name, tmp_path):
         for plan in (None, "naive", "recon", "ted", "half"):
             found = gk.query.dot(queries, train, compute=plan)
             assert error(found.values, truth) < 1e-5, (size, plan)
-    dense = kept(store, model, batch, task, name="dense", plan="dense")
+    dense = kept(store, model, batch, task, name="dense", keep="dense")
     assert error(gk.query.dot(queries, dense).values, truth) < 1e-5
     assert {layer.form["kind"] for layer in dense.block.schema.layers} == {"dense"}
 
@@ -221,7 +221,7 @@ def test_a_convolution_of_any_geometry_is_autograds(data):
     batch = (torch.randn(4, inner, *(6,) * dims), torch.randint(0, 3, (4,)))
     model(batch[0])
     plan = data.draw(st.sampled_from(["factors", "dense", None]))
-    found = kept(gk.open(_place()), model, batch, gk.Classification(), plan=plan)
+    found = kept(gk.open(_place()), model, batch, gk.Classification(), keep=plan)
     truth = oracle(model, batch, gk.Classification(), "output")
     restored = gk.query.Gradients(found.key, found.block, found.forms, "output").restore(found.ids)
     assert error(flat(restored), truth) < 1e-5
@@ -356,7 +356,7 @@ def test_a_cut_rank_errs_no_more_than_its_tolerance(tmp_path):
             model,
             batch,
             task,
-            plan={"head": "low rank", "mix.linear*": "svd"},
+            keep={"head": "low rank", "mix.linear*": "svd"},
             tolerance=tolerance,
         )
         restored = {n: found.restore(found.ids)[n] for n, _ in model.named_parameters()}
@@ -380,7 +380,7 @@ def test_layers_that_read_one_input_keep_it_once(tmp_path):
     torch.manual_seed(7)
     model, task = Attention(), gk.Classification()
     batch = (torch.randn(5, 3, 6), torch.randint(0, 3, (5,)))
-    found = kept(gk.open(tmp_path), model, batch, task, plan="factors")
+    found = kept(gk.open(tmp_path), model, batch, task, keep="factors")
     names = [array.name for array in found.block.schema.arrays if array.kind == "prefix"]
     assert names == ["q.prefix", "out.prefix"]
     truth = oracle(model, batch, task, "loss")

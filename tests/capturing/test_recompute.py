@@ -29,13 +29,13 @@ def budgets(monkeypatch):
 def prepared(monkeypatch):
     """What captures found out about the model."""
     found = []
-    plain = _replay.prepare
+    plain = _replay.prepare_capture
 
     def noted(*args, **kwargs):
         found.append(plain(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(_replay, "prepare", noted)
+    monkeypatch.setattr(_replay, "prepare_capture", noted)
     return found
 
 

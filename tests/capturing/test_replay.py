@@ -434,7 +434,7 @@ def test_a_query_that_is_not_there_is_told(store, model, data):
         gk.query.dot(train, train, ids=[99])
     with pytest.raises(QueryError, match="no capture of 'test'"):
         gk.gradients(store, split="test")
-    with pytest.raises(gk.GradkeepError, match="no captured layer matches"):
+    with pytest.raises(gk.GradkeepError, match="no layer matches"):
         gk.gradients(store, split="train", layers="conv*")
     with pytest.raises(QueryError, match="no such way"):
         gk.query.dot(train, train, compute="factord")

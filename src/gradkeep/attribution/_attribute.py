@@ -11,14 +11,13 @@ import numpy as np
 from gradkeep._budgets import parse_bytes
 from gradkeep._progress import progress as shown
 from gradkeep._public import renamed_arguments
+from gradkeep.attribution._accumulator import ScoreAccumulator
 from gradkeep.attribution._method import Method, options_for
-from gradkeep.attribution._named import method_named
-from gradkeep.attribution._places import places
-from gradkeep.attribution._question import Question, asked
-from gradkeep.attribution._saved import check_free, save_scores
+from gradkeep.attribution._question import AttributionQuestion, checkpoints_asked, make_question
+from gradkeep.attribution._registry import method_named
+from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
-from gradkeep.attribution._tally import Tally
-from gradkeep.attribution._tuning import choose, wants_choice
+from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.errors import AttributionError
 from gradkeep.store import open as open_store
 
@@ -75,14 +74,14 @@ def attribute(
     chosen = method_named(method)
     told = options_for(chosen, options)
     splits = (queries, train) if chosen.about_queries else (train,)
-    at = places(store, run=run, checkpoints=checkpoints, splits=splits, name=name)
+    at = checkpoints_asked(store, run=run, checkpoints=checkpoints, splits=splits, name=name)
     _check(chosen, [str(place) for place in at], per_layer=per_layer)
-    question = asked(
+    question = make_question(
         store,
         queries=splits[0],
         train=train,
         name=name,
-        places=at,
+        checkpoints=at,
         ids=ids if chosen.about_queries else None,
         layers=layers,
         compute=compute,
@@ -95,7 +94,7 @@ def attribute(
     with shown(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if wants_choice(chosen, told):
-            scores, why = choose(
+            scores, why = choose_option(
                 chosen,
                 question,
                 told,
@@ -112,7 +111,7 @@ def attribute(
 
 def _computed(
     chosen: Method,
-    question: Question,
+    question: AttributionQuestion,
     told: Any,
     report: Callable[[int, int], None] | None,
 ) -> Scores:
@@ -121,9 +120,9 @@ def _computed(
     count = len(question.positions) if chosen.about_queries else 1
     rows, layers = len(train), _layers(first.train_block, question)
     parts = (len(layers),) if question.per_layer else ()
-    tally = Tally(
+    tally = ScoreAccumulator(
         (*parts, count, rows),
-        checkpoints=len(question.places),
+        checkpoints=len(question.checkpoints),
         over=chosen.over,
         memory_budget=question.memory_budget,
     )
@@ -140,7 +139,7 @@ def _computed(
             tally.add(start, found)
             if report is not None:
                 done = number * count + start + found.shape[-2]
-                report(done * rows, len(question.places) * count * rows)
+                report(done * rows, len(question.checkpoints) * count * rows)
     assert scorer is not None
     values = tally.values.sum(0) if parts else tally.values
     return Scores(
@@ -150,7 +149,7 @@ def _computed(
         method=chosen.name,
         queries=question.queries,
         train=question.train,
-        checkpoints=tuple(str(place) for place in question.places),
+        checkpoints=tuple(str(place) for place in question.checkpoints),
         layers=layers,
         scale=chosen.summary,
         exact=chosen.exact and scorer.approximate is None,
@@ -188,13 +187,13 @@ def _check_numbers(chosen: Method, found: Any, at: str) -> None:
         )
 
 
-def _queries_at_once(question: Question, row: int, count: int) -> int:
+def _queries_at_once(question: AttributionQuestion, row: int, count: int) -> int:
     budget = question.memory_budget
     tile = _TILE if budget is None else min(_TILE, parse_bytes(budget) // 8)
     return max(1, min(count, tile // (4 * max(1, row))))
 
 
-def _layers(block: Block, question: Question) -> tuple[str, ...]:
+def _layers(block: Block, question: AttributionQuestion) -> tuple[str, ...]:
     at = question.at()[0]
     if not any(layer.form for layer in block.schema.layers):
         return ()

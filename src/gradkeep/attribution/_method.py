@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution._question import CheckpointView, Question
+    from gradkeep.attribution._question import AttributionQuestion, CheckpointView
     from gradkeep.query import QueryPlan
 
 Over = Literal["one", "sum", "mean"]
@@ -51,7 +51,7 @@ class Method:
     reference: str
     prepare: Callable[[CheckpointView, Any], Scorer] = field(repr=False)
     """What is done once per checkpoint; gives what scores some queries."""
-    pool: Callable[[Question, Any], Any] | None = field(default=None, repr=False)
+    pool: Callable[[AttributionQuestion, Any], Any] | None = field(default=None, repr=False)
     """What is done once for all checkpoints together; `prepare` finds it in `at.pooled`."""
     over: Over = field(default="mean", repr=False)
     """What becomes of several checkpoints."""

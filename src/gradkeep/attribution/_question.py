@@ -33,7 +33,7 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class AttributionQuestion:
     """Everything that a method may look at, the same for all its checkpoints."""
 
     store: Store
@@ -42,7 +42,7 @@ class Question:
     train: str
     name: str
     """The name of the captures."""
-    places: tuple[RunCheckpoint, ...]
+    checkpoints: tuple[RunCheckpoint, ...]
     positions: Ids
     """Which rows of the queries' captures are asked about `[Q]`."""
     layers: LayerChoice = None
@@ -61,14 +61,14 @@ class Question:
 
     def at(self, pooled: Any = None) -> list[CheckpointView]:
         """The checkpoints, one by one."""
-        return [CheckpointView(self, place, pooled) for place in self.places]
+        return [CheckpointView(self, place, pooled) for place in self.checkpoints]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointView:
     """One checkpoint of a question: what a method is given to work with."""
 
-    question: Question
+    question: AttributionQuestion
     place: RunCheckpoint
     pooled: Any = None
     """What the method found out about all checkpoints together."""
@@ -109,23 +109,23 @@ class CheckpointView:
         return self.question.block(key)
 
 
-def asked(
+def make_question(
     store: Store,
     *,
     queries: str,
     train: str,
     name: str,
-    places: Sequence[RunCheckpoint],
+    checkpoints: Sequence[RunCheckpoint],
     ids: Any,
     layers: LayerChoice,
     compute: ComputeWish,
     memory_budget: float | str | None,
     per_layer: bool,
-) -> Question:
+) -> AttributionQuestion:
     """A question, once all its captures are seen to be finished and of the same rows."""
     first: dict[str, Block] = {}
     opened: dict[CaptureKey, Block] = {}
-    for place in places:
+    for place in checkpoints:
         for split in dict.fromkeys((queries, train)):
             key = CaptureKey(place.checkpoint, split, place.run, name)
             block = opened.setdefault(key, open_capture(store, key))
@@ -133,7 +133,7 @@ def asked(
             if not np.array_equal(block.ids, other.ids):
                 raise AttributionError(
                     f"{split} was captured with different rows, or in another order, at "
-                    f"{places[0]} and at {place}",
+                    f"{checkpoints[0]} and at {place}",
                     found=f"{len(other)} and {len(block)} rows",
                     fix="capture the same rows in the same order at every checkpoint, or pass "
                     "checkpoints=",
@@ -142,12 +142,12 @@ def asked(
     positions = np.arange(count) if ids is None else first[queries].positions(ids)
     if not len(positions):
         raise AttributionError("no queries were asked about", fix="pass ids= of some rows")
-    return Question(
+    return AttributionQuestion(
         store=store,
         queries=queries,
         train=train,
         name=name,
-        places=tuple(places),
+        checkpoints=tuple(checkpoints),
         positions=np.asarray(positions, np.int64),
         layers=layers,
         compute=compute,
@@ -155,3 +155,47 @@ def asked(
         per_layer=per_layer,
         opened=opened,
     )
+
+
+def checkpoints_asked(
+    store: Store,
+    *,
+    run: str | Sequence[str],
+    checkpoints: str | Sequence[str] | None,
+    splits: Sequence[str],
+    name: str,
+) -> list[RunCheckpoint]:
+    """The wanted checkpoints of every run, or else all at which every split was captured."""
+    runs = [run] if isinstance(run, str) else list(run)
+    if not runs:
+        raise AttributionError("no run was given")
+    found: list[RunCheckpoint] = []
+    for one in runs:
+        steps = {c.name: c for c in store.checkpoints(one)}
+        if checkpoints is None:
+            names = _captured(store, one, splits, name)
+            names.sort(key=lambda c: _order(steps[c].step if c in steps else None, c))
+        else:
+            names = [checkpoints] if isinstance(checkpoints, str) else list(checkpoints)
+        found += [RunCheckpoint(one, c, steps[c].lr if c in steps else None) for c in names]
+    if not found and checkpoints is not None:
+        raise AttributionError("no checkpoint was given")
+    if not found:
+        keys = [k for k in store.captures() if k.run in runs and k.capture == name]
+        raise AttributionError(
+            f"{' and '.join(map(repr, splits))} were not captured at the same checkpoint",
+            path=store.location,
+            found=", ".join(f"{k.split} at {k.checkpoint}" for k in keys) or "no captures",
+            fix=f"gk.capture(store, model, loader, task=task, split={splits[0]!r}), "
+            f"and the same for {splits[-1]!r}",
+        )
+    return found
+
+
+def _captured(store: Store, run: str, splits: Sequence[str], name: str) -> list[str]:
+    keys = [key for key in store.captures() if (key.run, key.capture) == (run, name)]
+    return list(set.intersection(*({k.checkpoint for k in keys if k.split == s} for s in splits)))
+
+
+def _order(step: int | None, name: str) -> tuple[bool, int, str]:
+    return step is None, step or 0, name

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.attribution import _saved, _shown
-from gradkeep.errors import AttributionError
+from gradkeep.attribution._saved_scores import load_scores, save_scores
+from gradkeep.errors import AttributionError, MissingExtra
 
 if TYPE_CHECKING:
     from gradkeep.query import QueryPlan
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ranked:
+class RankedRows:
     """Training rows for one query, the most important first."""
 
     ids: Ids
@@ -94,11 +94,11 @@ class Scores:
         """(queries, training rows)"""
         return self.values.shape[0], self.values.shape[1]
 
-    def top(self, k: int, *, query: int) -> Ranked:
+    def top(self, k: int, *, query: int) -> RankedRows:
         """The `k` training rows that helped a query (by its id) most."""
         return self._ranked(k, query, sign=-1)
 
-    def bottom(self, k: int, *, query: int) -> Ranked:
+    def bottom(self, k: int, *, query: int) -> RankedRows:
         """The `k` training rows that harmed a query (by its id) most."""
         return self._ranked(k, query, sign=1)
 
@@ -123,24 +123,24 @@ class Scores:
         where = store or self.store
         if where is None:
             raise AttributionError("no store to save to", fix="pass store=gk.open(...)")
-        _saved.save_scores(where, name, self)
+        save_scores(where, name, self)
 
     @classmethod
     def load(cls, store: Store, name: str) -> Scores:
         """The scores saved under that name; what does not fit in memory is mapped from disk."""
-        return _saved.load_scores(store, name, cls)
+        return load_scores(store, name, cls)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`: a row per query id, a column per training id."""
-        return _shown.to_pandas(self)
+        return scores_to_pandas(self)
 
     def to_arrow(self, *, k: int | None = None) -> Any:
         """A `pyarrow.Table` of query, train and score; with `k` only the k most helpful of each."""
-        return _shown.to_arrow(self, k=k)
+        return scores_to_arrow(self, k=k)
 
     def plot(self, *, query: int, k: int = 10) -> Any:
         """A `matplotlib` figure of the k rows that helped and that harmed a query most."""
-        return _shown.plot(self, query=query, k=k)
+        return plot_scores(self, query=query, k=k)
 
     def __repr__(self) -> str:
         at = ", ".join(self.checkpoints[:4]) + (" ..." if len(self.checkpoints) > 4 else "")
@@ -159,7 +159,63 @@ class Scores:
             )
         return int(found[0])
 
-    def _ranked(self, k: int, query: int, *, sign: int) -> Ranked:
+    def _ranked(self, k: int, query: int, *, sign: int) -> RankedRows:
         row = self.of(query)
         order = np.argsort(sign * row, kind="stable")[: max(0, k)]
-        return Ranked(self.train_ids[order], row[order])
+        return RankedRows(self.train_ids[order], row[order])
+
+
+def scores_to_pandas(scores: Scores) -> Any:
+    """A data frame: a row per query id, a column per training id."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtra("data frames need pandas", fix='pip install "gradkeep[sql]"') from error
+    rows = pandas.Index(scores.query_ids, name="query")
+    return pandas.DataFrame(
+        scores.values, index=rows, columns=pandas.Index(scores.train_ids, name="train")
+    )
+
+
+def scores_to_arrow(scores: Scores, *, k: int | None) -> Any:
+    """A table of query, train and score, each query's best rows first."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise MissingExtra(
+            "Arrow tables need pyarrow", fix='pip install "gradkeep[sql]"'
+        ) from error
+    count = len(scores.train_ids) if k is None else min(k, len(scores.train_ids))
+    parts = []
+    for query, row in zip(scores.query_ids, scores.values, strict=True):
+        order = np.argsort(-row, kind="stable")[:count]
+        columns = (np.full(count, query), scores.train_ids[order], np.asarray(row[order]))
+        parts.append(pyarrow.record_batch(list(columns), names=["query", "train", "score"]))
+    return pyarrow.Table.from_batches(parts)
+
+
+def plot_scores(scores: Scores, *, query: int, k: int) -> Any:
+    """Bars of the k rows that helped and that harmed a query most, the sign by side and colour."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra(
+            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
+        ) from error
+    row = scores.of(query)
+    order = np.argsort(-row, kind="stable")
+    order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])
+    values = row[order]
+    figure = Figure(figsize=(6.4, 0.25 * len(order) + 1), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(np.arange(len(order)), values, color=np.where(values > 0, "#2b6cb0", "#c05621"))
+    names = [f"{scores.train} {number}" for number in scores.train_ids[order]]
+    if scores.train_labels is not None:
+        labels = np.asarray(scores.train_labels)[order]
+        names = [f"{name} ({label})" for name, label in zip(names, labels, strict=True)]
+    axes.set_yticks(np.arange(len(order)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(0, color="0.4", linewidth=0.8)
+    axes.set_xlabel(f"{scores.method}: positive helped, negative harmed")
+    axes.set_title(f"{scores.queries} {query}")
+    return figure

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
-from gradkeep.attribution._symmetric import squared
+from gradkeep.attribution.projections import require_room
 from gradkeep.errors import AttributionError
 from gradkeep.factors import squared_lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
+
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+_ROWS = _TARGETS = 4096
+"""Rows, and targets, that are read at a time."""
 
 
 def dual(
@@ -75,7 +82,7 @@ def mean_square(features: Tensor, weight: Tensor) -> float:
     return float((squared_lengths(features).double() * weight).mean())
 
 
-def relative(damping: float | str, diagonal: float, *, what: str) -> float:
+def relative_damping(damping: float | str, diagonal: float, *, what: str) -> float:
     """A damping relative to a mean diagonal, once both make sense."""
     if isinstance(damping, str) or not damping > 0:
         raise AttributionError(
@@ -106,4 +113,114 @@ def _cholesky(matrix: Tensor, damping: float) -> Tensor:
     )
 
 
-_ROWS = 4096
+_BANDS, _LEAST, _MOST = 4, 64, 192
+"""How many bands a product is cut into, and rows of a band: many bands leave more of the mirrored
+half out, but a product of few rows is slow."""
+
+
+def squared(values: Tensor) -> Tensor:
+    """V^T V `[d, d]` of V `[S, d]`.
+
+    It is symmetric: a band of rows is multiplied from the diagonal on, and mirrored, which is
+    little more than half of the 2 S d^2 operations.
+    """
+    size = values.shape[1]
+    # Products whose sides are multiples of 16 are up to twice as fast.
+    step = min(_MOST, max(_LEAST, math.ceil(size / _BANDS / 16) * 16))
+    if size <= step:
+        return values.t() @ values
+    out = values.new_empty(size, size)
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        band = values[:, start:stop].t() @ values[:, start:]
+        out[start:stop, start:] = band
+        out[stop:, start:stop] = band[:, stop - start :].t()
+    return out
+
+
+class StreamedRows(Protocol):
+    """Projected gradients, or features, that are read some rows at a time."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    @property
+    def dim(self) -> int:
+        """k"""
+
+    def read(self, ids: Ids) -> Tensor:
+        """The gradients `[len(ids), k]`."""
+
+
+def add_damped_scores(
+    out: Any, train: StreamedRows, targets: StreamedRows, *, damping: float, share: float
+) -> None:
+    """Add X (X^T X + l I)^-1 G^T `[n, m]`, times `share`, to an array that may be on disk.
+
+    l is the damping times the mean diagonal of X^T X, or of X X^T where there are fewer rows than
+    numbers.
+    """
+    if train.count < train.dim:
+        _add_by_rows(out, train, targets, damping, share)
+        return
+    gram = streamed_gram(train, torch.float32)
+    diagonal = float(gram.diagonal().double().mean())
+    gram.diagonal().add_(relative_damping(damping, diagonal, what="ridge"))
+    factor = torch.linalg.cholesky(gram)
+    add_products(out, train, targets, lambda g: torch.cholesky_solve(g.T, factor), share=share)
+
+
+def add_products(
+    out: Any,
+    train: StreamedRows,
+    targets: StreamedRows,
+    turn: Callable[[Tensor], Tensor],
+    *,
+    share: float,
+) -> None:
+    """Add X turn(G) `[n, m]`, times `share`, to an array that may be on disk."""
+    for asked in row_blocks(targets.count, _TARGETS):
+        turned = turn(targets.read(asked)).float() * share
+        for ids in row_blocks(train.count):
+            part = train.read(ids) @ turned
+            out[ids[0] : ids[-1] + 1, asked[0] : asked[-1] + 1] += part.numpy()
+
+
+def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
+    """X^T X `[k, k]` of rows that are read some at a time."""
+    require_room(
+        2 * train.dim**2 * dtype.itemsize,
+        f"the {train.dim} x {train.dim} matrix that is to be inverted",
+        fix="choose a smaller proj_dim, or with fewer rows than that leave lambda_reg out",
+    )
+    out = torch.zeros(train.dim, train.dim, dtype=dtype)
+    for ids in row_blocks(train.count):
+        rows = train.read(ids).to(dtype)
+        out.addmm_(rows.T, rows)
+    return out
+
+
+def row_blocks(count: int, size: int = _ROWS) -> Iterator[Ids]:
+    """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
+    for start in range(0, count, size):
+        yield np.arange(start, min(start + size, count))
+
+
+def _add_by_rows(
+    out: Any, train: StreamedRows, targets: StreamedRows, damping: float, share: float
+) -> None:
+    """(X X^T + l I)^-1 X G^T, for fewer rows than numbers."""
+    x = train.read(np.arange(train.count))
+    kernel = torch.zeros(train.count, train.count)
+    # The lower half is all that the factorisation reads.
+    for ids in row_blocks(train.count, max(256, train.count // 4)):
+        stop = int(ids[-1]) + 1
+        torch.mm(x[ids[0] : stop], x[:stop].T, out=kernel[ids[0] : stop, :stop])
+    mean = float(kernel.diagonal().double().mean())
+    kernel.diagonal().add_(relative_damping(damping, mean, what="ridge"))
+    factor = torch.linalg.cholesky(kernel)
+    for asked in row_blocks(targets.count, _TARGETS):
+        products = x @ targets.read(asked).T
+        solved = torch.cholesky_solve(products, factor) * share
+        out[:, asked[0] : asked[-1] + 1] += solved.numpy()

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep.attribution._columns import column
-from gradkeep.attribution._places import places
-from gradkeep.attribution._question import asked
+from gradkeep.attribution._question import checkpoints_asked, make_question
+from gradkeep.attribution._row_features import column
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
-By = Literal["loss", "self"]
+SuspicionMeasure = Literal["loss", "self"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +35,7 @@ class Suspects:
     """`[N]`: the labels that were kept"""
     predicted: AnyArray | None
     """`[N]`: what the model says most often over the checkpoints"""
-    by: By
+    by: SuspicionMeasure
     checkpoints: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -47,7 +46,7 @@ def suspects(
     store: Store,
     *,
     train: str = "train",
-    by: By = "loss",
+    by: SuspicionMeasure = "loss",
     checkpoints: str | Sequence[str] | None = None,
     run: str | Sequence[str] = "main",
     name: str = "main",
@@ -68,13 +67,13 @@ def suspects(
     """
     if by not in ("loss", "self"):
         raise AttributionError(f"suspects by {by!r}", expected="'loss' or 'self'")
-    at = places(store, run=run, checkpoints=checkpoints, splits=(train,), name=name)
-    question = asked(
+    at = checkpoints_asked(store, run=run, checkpoints=checkpoints, splits=(train,), name=name)
+    question = make_question(
         store,
         queries=train,
         train=train,
         name=name,
-        places=at,
+        checkpoints=at,
         ids=None,
         layers=None,
         compute=None,
@@ -98,7 +97,7 @@ def suspects(
     )
 
 
-def _measure(at: CheckpointView, by: By) -> AnyArray:
+def _measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
     if by == "self":
         return np.asarray(at.train().norms().double().square())
     return column(at.train_block, "loss", method="suspects").numpy()

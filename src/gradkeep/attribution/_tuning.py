@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradkeep.attribution._method import Method
-    from gradkeep.attribution._question import Question
+    from gradkeep.attribution._question import AttributionQuestion
     from gradkeep.attribution._scores import Scores
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -27,7 +27,7 @@ LEAST = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Subsets:
+class SubsetOutcomes:
     """Models trained on subsets: which rows each saw, and what it said of the queries."""
 
     name: str
@@ -42,9 +42,9 @@ def wants_choice(method: Method, told: Any) -> bool:
     return method.tuned is not None and getattr(told, method.tuned) == AUTO
 
 
-def choose(
+def choose_option(
     method: Method,
-    question: Question,
+    question: AttributionQuestion,
     told: Any,
     compute: Callable[[Any], Scores],
     subsets: Any,
@@ -72,7 +72,7 @@ def choose(
     return scores, told_why
 
 
-def agreement(scores: AnyArray, found: Subsets) -> float:
+def agreement(scores: AnyArray, found: SubsetOutcomes) -> float:
     """The mean over queries of the rank correlation of predicted and true outcomes."""
     predicted = found.masks.astype(np.float32) @ np.asarray(scores).T
     p, y = ranks(predicted), ranks(found.outputs)
@@ -83,7 +83,7 @@ def agreement(scores: AnyArray, found: Subsets) -> float:
     )
 
 
-def subset_outcomes(question: Question, wanted: Any) -> Subsets:
+def subset_outcomes(question: AttributionQuestion, wanted: Any) -> SubsetOutcomes:
     """The outcomes `[m, Q]` of subset models: a set in the store, or given as (masks, outputs)."""
     at = question.at()[0]
     rows, asked = len(at.train_block), len(at.query_block)
@@ -102,11 +102,13 @@ def subset_outcomes(question: Question, wanted: Any) -> Subsets:
         raise AttributionError(
             "too few subset models to choose by", found=len(masks), expected=f"{LEAST} or more"
         )
-    return Subsets(name, masks.astype(bool), outputs[:, question.positions].astype(np.float64))
+    return SubsetOutcomes(
+        name, masks.astype(bool), outputs[:, question.positions].astype(np.float64)
+    )
 
 
 def _from_store(
-    question: Question, wanted: str | None, rows: int, asked: int
+    question: AttributionQuestion, wanted: str | None, rows: int, asked: int
 ) -> tuple[str, AnyArray, AnyArray]:
     store = question.store
     for name in store.row_sets() if wanted is None else [wanted]:

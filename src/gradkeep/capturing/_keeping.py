@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import AnyForm, Outer, Rows, Storage
+    from gradkeep.factors import AnyForm, GradientRows, Outer, Storage
     from gradkeep.store import Encoding
 
 ALIASES: dict[str, Storage | None] = {
@@ -151,7 +151,7 @@ def _as_outer(name: str, piece: LayerGradients) -> tuple[Outer, OuterRows] | Non
 
 def stored(
     name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
-) -> tuple[AnyForm, Rows]:
+) -> tuple[AnyForm, GradientRows]:
     """The gradients of a piece in the form they are kept in."""
     outer = _as_outer(name, piece) if storage == "low rank" else None
     if outer is not None:
@@ -165,9 +165,9 @@ def stored(
 
 def rows_to_store(
     kept: Sequence[LayerKeeping], pieces: Mapping[LayerUnit, LayerGradients]
-) -> tuple[dict[LayerUnit, Rows], dict[str, Any]]:
+) -> tuple[dict[LayerUnit, GradientRows], dict[str, Any]]:
     """The factors as they are kept, by layer, and their arrays by name, for one batch."""
-    factors: dict[LayerUnit, Rows] = {}
+    factors: dict[LayerUnit, GradientRows] = {}
     for keeping in kept:
         piece = pieces[keeping.unit]
         form, rows = stored(keeping.unit.name, piece, keeping.storage, tolerance=keeping.tolerance)
@@ -186,7 +186,7 @@ def rows_to_store(
 
 def _drop_idle_positions(
     kept: Sequence[LayerKeeping],
-    factors: dict[LayerUnit, Rows],
+    factors: dict[LayerUnit, GradientRows],
     pieces: Mapping[LayerUnit, LayerGradients],
 ) -> None:
     """Leave out positions whose suffix is zero in every layer that shares the prefix.
@@ -267,7 +267,9 @@ def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
         )
 
 
-def arrays_of(name: str, form: AnyForm, rows: Rows, encoding: Encoding) -> tuple[Array, ...]:
+def arrays_of(
+    name: str, form: AnyForm, rows: GradientRows, encoding: Encoding
+) -> tuple[Array, ...]:
     """The arrays that hold a layer's factors, shaped as some rows of it are."""
     made = []
     for array, values in form.tensors(rows).items():
@@ -287,7 +289,7 @@ def arrays_of(name: str, form: AnyForm, rows: Rows, encoding: Encoding) -> tuple
     return tuple(made)
 
 
-def as_stored(array: Array, values: torch.Tensor, form: AnyForm, rows: Rows) -> Any:
+def as_stored(array: Array, values: torch.Tensor, form: AnyForm, rows: GradientRows) -> Any:
     """A tensor of some rows as the writer takes it."""
     given = values.detach().cpu().numpy()
     offsets = form.offsets(rows, array.name)

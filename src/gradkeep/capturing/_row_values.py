@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors import Rows
+    from gradkeep.factors import GradientRows
 
 Values = dict[str, Any]
 
@@ -42,7 +42,7 @@ def measured_values(measured: Measured) -> Values:
     return values
 
 
-def norms(kept: Sequence[LayerKeeping], factors: Mapping[LayerUnit, Rows]) -> torch.Tensor:
+def norms(kept: Sequence[LayerKeeping], factors: Mapping[LayerUnit, GradientRows]) -> torch.Tensor:
     """The length `[B, L]` of each sample's gradient in each layer."""
     squared = [keeping.form.squared_norms(factors[keeping.unit]).clamp(min=0) for keeping in kept]
     return torch.stack(squared, 1).sqrt()

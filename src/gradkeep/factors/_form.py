@@ -50,7 +50,7 @@ class Parameter:
         return math.prod(self.shape)
 
 
-class Rows(Protocol):
+class GradientRows(Protocol):
     """The numbers of B samples of one layer, in the form they are kept in."""
 
     def __len__(self) -> int: ...
@@ -101,7 +101,7 @@ class OuterProducts:
     first: int = 0
 
 
-R = TypeVar("R", bound=Rows)
+R = TypeVar("R", bound=GradientRows)
 
 
 class Form(Protocol[R]):
@@ -303,7 +303,7 @@ class Form(Protocol[R]):
         for start, stop in tiles(len(rows), values, item, min(scratch, RESTORED)):
             yield start, stop, self.restore(rows.take(start, stop))
 
-    def check_rows(self, *parts: Rows) -> None:
+    def check_rows(self, *parts: GradientRows) -> None:
         """Raise unless the rows are of this form."""
         for part in parts:
             if not isinstance(part, self.rows_type):

@@ -21,7 +21,7 @@ from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.factors import AnyForm, Compute, Rows
+    from gradkeep.factors import AnyForm, Compute, GradientRows
     from gradkeep.query._gradients import FactorBatch, Gradients
 
 ComputeWish = str | Mapping[str, str] | None
@@ -179,7 +179,7 @@ class _QueryTile:
         some = pair.queries.rows(positions)
         self.slopes = _slopes(pair.queries, positions)
         self.train_slopes = pair.train.slopes()
-        self.factors: list[Rows | torch.Tensor] = []
+        self.factors: list[GradientRows | torch.Tensor] = []
         left = split.restored
         for side in sides:
             form = pair.queries.forms[side.layers[0]]
@@ -212,7 +212,11 @@ class _QueryTile:
         return total
 
     def _one(
-        self, side: LayerProduct, form: AnyForm, queries: Rows | torch.Tensor, rows: Rows
+        self,
+        side: LayerProduct,
+        form: AnyForm,
+        queries: GradientRows | torch.Tensor,
+        rows: GradientRows,
     ) -> torch.Tensor:
         if not isinstance(queries, torch.Tensor):
             form = form.joined(rows)

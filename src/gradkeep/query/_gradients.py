@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
-    from gradkeep.factors import AnyForm, Rows
+    from gradkeep.factors import AnyForm, GradientRows
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Batch, Block, Layer, Store
 
@@ -33,7 +33,7 @@ class FactorBatch:
 
     start: int
     stop: int
-    factors: Mapping[str, Rows]
+    factors: Mapping[str, GradientRows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

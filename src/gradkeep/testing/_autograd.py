@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.capturing._batches import batch_size, rows_of
+from gradkeep.capturing import batch_size, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.attribution import _projections as pj
-from gradkeep.attribution._projections import _random
-from gradkeep.attribution._projections._tensor_sketch import TensorSketch
+from gradkeep.attribution import projections as pj
+from gradkeep.attribution.projections import _random
+from gradkeep.attribution.projections._tensor_sketch import TensorSketch
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors import Dense, DenseRows, Outer, OuterRows, Parameter
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.attribution._projections import Projection, signs_or_normals
+from gradkeep.attribution.projections import Projection, signs_or_normals
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.gradient_computers import (
     FunctionalGradientComputer,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.attribution._projections import Projection, project_parameters
+from gradkeep.attribution.projections import Projection, project_parameters
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.modelout_functions import (
     TASK_TO_MODELOUT,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     import torch
 
-    from gradkeep.factors import AnyForm, Rows
+    from gradkeep.factors import AnyForm, GradientRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +16,7 @@ class LayerGradients:
     """The gradients of B samples for one layer, with the form they are in."""
 
     form: AnyForm
-    rows: Rows
+    rows: GradientRows
     source: torch.Tensor | None = None
     """The tensor that the prefix was read from, untouched: layers that read one share it."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradkeep.attribution import StreamedRows
     from gradkeep.compat.trak._solved import Ridge
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -106,7 +107,7 @@ class AbstractSaver(ABC):
         self.current_store["is_featurized"][ids] = 1
         self.serialize_current_model_id_metadata()
 
-    def train(self, model_id: int) -> _solved.Source:
+    def train(self, model_id: int) -> StreamedRows:
         """The projected gradients of the training rows."""
         self.load_current_store(model_id)
         return _Held(self.current_store["grads"])
@@ -131,7 +132,7 @@ class AbstractSaver(ABC):
         """Whether a model id is finalized."""
         return bool(self.model_ids[model_id]["is_finalized"])
 
-    def finalized(self, model_id: int) -> Ridge | _solved.Source | None:
+    def finalized(self, model_id: int) -> Ridge | StreamedRows | None:
         """With which ridge a model id was finalized, or its features; None if it is not."""
         if not self.model_ids[model_id]["is_finalized"]:
             return None
@@ -153,7 +154,7 @@ class AbstractSaver(ABC):
         held = self.current_store[f"{self.current_experiment_name}_grads"]
         return np.asarray(np.asarray(held).any(1), np.bool_)
 
-    def targets(self, exp_name: str, model_id: int) -> _solved.Source:
+    def targets(self, exp_name: str, model_id: int) -> StreamedRows:
         """The projected gradients of all targets; an error that names those that are missing."""
         count = self.experiments[exp_name]["num_targets"]
         self.load_current_store(model_id, exp_name, count)

@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution._projections._rows import add_rows
-from gradkeep.attribution._projections._sketch import sketch_of
-from gradkeep.attribution._projections._sum import Sum
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import rows_at_once
-from gradkeep.capturing.tasks._task import Measured, Task
+from gradkeep.attribution import ProjectionSum, add_rows, sketch_of
+from gradkeep.capturing import CaptureSettings, Measured, Task, prepare_capture, rows_at_once
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.errors import CaptureError
 
@@ -27,8 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing import LayerGradients, PreparedCapture
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector
 
@@ -94,7 +89,7 @@ class LayerTracer:
             return projector.project(self._by_name(pieces, rows), model_id=model_id)
         sketch = sketch_of(projector.projection, model_id)
         device = next(self._model.parameters()).device
-        into = Sum(rows, projector.proj_dim, dtype=torch.float32, device=device)
+        into = ProjectionSum(rows, projector.proj_dim, dtype=torch.float32, device=device)
         for piece in pieces:
             add_rows(sketch, into, piece.form, piece.rows.widened())
         return into.values() * math.sqrt(projector.proj_dim)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution._projections import (
+from gradkeep.attribution import (
     Projection,
     project_dense,
     project_parameters,

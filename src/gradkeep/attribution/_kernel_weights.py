@@ -1,0 +1,101 @@
+"""The slope of each training row's loss along its output, and its weight in the curvature, pooled over checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from gradkeep.attribution._row_features import column
+from gradkeep.errors import AttributionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.attribution._question import AttributionQuestion
+    from gradkeep.query import GradientOf
+    from gradkeep.store import Block
+
+KernelWeight = Literal["q", "q(1-q)", "none"]
+WEIGHTS: tuple[KernelWeight, ...] = ("q", "q(1-q)", "none")
+LEAST = 1e-12
+"""Weights are no smaller: a row that the model is sure of still has a place in the kernel."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossSlopes:
+    """Per training row: what its loss does along its output."""
+
+    of: GradientOf
+    """Whose gradients the kernel is made of."""
+    pull: Tensor
+    """`[N]`: -d loss / d output, the mean over checkpoints; 1 where losses are all there is"""
+    weight: Tensor
+    """`[N]`: the weight of the row in the curvature"""
+
+
+def loss_slopes(
+    question: AttributionQuestion, weight: KernelWeight, *, q: Any = None
+) -> LossSlopes:
+    """The pulls and weights of the training rows, from what was kept of them.
+
+    Where loss = log(1 + exp(-output)), q = 1 - p is the pull, and the weight is what was asked
+    for. GradientOf other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
+    Where only losses were kept, their gradients make the kernel, and both are 1. `q [N]` may be
+    given, for example the mean over models that did not see the row.
+    """
+    if weight not in WEIGHTS:
+        raise AttributionError(f"weight {weight!r}", expected=" or ".join(map(repr, WEIGHTS)))
+    places = question.at()
+    rows = len(places[0].train_block)
+    if not all(at.has_outputs() for at in places):
+        _refuse(q)
+        return LossSlopes("loss", torch.ones(rows), torch.ones(rows))
+    if not all(_is_margin(at.train_block) for at in places):
+        _refuse(q)
+        mean = _mean([-column(at.train_block, "slope", method="kernel") for at in places])
+        return LossSlopes("output", mean, torch.ones(rows))
+    # Probabilities are averaged, not their logarithms.
+    pooled = (
+        _mean([-column(at.train_block, "slope", method="kernel") for at in places])
+        if q is None
+        else _given(q)
+    )
+    if pooled.shape != (rows,):
+        raise AttributionError(
+            "q needs one value per training row",
+            found=f"shape {list(pooled.shape)}",
+            expected=f"[{rows}]",
+        )
+    by = {"q": pooled, "q(1-q)": pooled * (1 - pooled), "none": torch.ones(rows)}[weight]
+    return LossSlopes("output", pooled, by.clamp(min=LEAST))
+
+
+def _is_margin(block: Block) -> bool:
+    """Whether the loss is that of a margin: log(1 + exp(-output))."""
+    outputs = column(block, "output", method="kernel").double()
+    expected = torch.nn.functional.softplus(-outputs)
+    return torch.allclose(
+        column(block, "loss", method="kernel").double(), expected, rtol=1e-3, atol=1e-5
+    )
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).double().mean(0).float()
+
+
+def _given(q: Any) -> Tensor:
+    found = torch.as_tensor(np.asarray(q), dtype=torch.float32)
+    if not bool(((found >= 0) & (found <= 1)).all()):
+        raise AttributionError("q must lie between 0 and 1: it is 1 - p")
+    return found
+
+
+def _refuse(q: Any) -> None:
+    if q is not None:
+        raise AttributionError(
+            "q is about margins, which these captures do not keep",
+            fix="capture with gk.Classification(), or leave q out",
+        )

@@ -1,0 +1,58 @@
+"""The methods by name: ours, and those that were registered from outside."""
+
+from __future__ import annotations
+
+import difflib
+
+from gradkeep.attribution._method import Method
+from gradkeep.attribution.scorers import ALL
+from gradkeep.errors import AttributionError
+
+_METHODS: dict[str, Method] = {method.name: method for method in ALL}
+
+
+def methods() -> tuple[Method, ...]:
+    """All methods that `gk.attribute` knows.
+
+    >>> [method.name for method in methods()][:3]
+    ['kernel', 'trak', 'dot']
+    """
+    return tuple(_METHODS.values())
+
+
+def register_method(method: Method) -> None:
+    """Let `gk.attribute(method=...)` and the commands find a method of one's own by its name.
+
+    `method.prepare(view, options)` is called once per checkpoint with a `gk.CheckpointView`, which
+    reads the captures of both splits, and gives a `gk.Scorer`.
+    """
+    if not isinstance(method, Method):
+        raise AttributionError(
+            "a method is a gk.Method", found=type(method).__name__, fix="gk.Method(name, ...)"
+        )
+    if method.name in _METHODS:
+        raise AttributionError(
+            f"there is a method {method.name!r} already",
+            found=", ".join(_METHODS),
+            fix="give it another name",
+        )
+    _METHODS[method.name] = method
+
+
+def unregister_method(name: str) -> None:
+    """Forget a method that was registered; ours stay."""
+    if name not in _METHODS or any(method.name == name for method in ALL):
+        raise AttributionError(f"no method {name!r} was registered")
+    del _METHODS[name]
+
+
+def method_named(name: str) -> Method:
+    """The method of that name; the nearest ones are offered if there is none."""
+    if name in _METHODS:
+        return _METHODS[name]
+    near = difflib.get_close_matches(name, _METHODS, n=2, cutoff=0.3)
+    raise AttributionError(
+        f"no method {name!r}",
+        expected=", ".join(_METHODS),
+        fix=f"did you mean {' or '.join(near)}?" if near else "gk.methods() lists them",
+    )

@@ -1,0 +1,143 @@
+"""Scores in a store: a block of queries, and a block of the training rows they are about."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
+from gradkeep.errors import AttributionError, NotSealed
+from gradkeep.store import Array, Schema, ScoresKey
+
+if TYPE_CHECKING:
+    from gradkeep.attribution._scores import Scores
+    from gradkeep.store import Store
+
+_TOLD = ("method", "queries", "train", "scale", "exact", "approximate", "options", "chosen")
+_LISTED = ("checkpoints", "layers")
+_TRAIN = ".train"
+"""What the name of the training rows' block ends in."""
+
+
+def save_scores(store: Store, name: str, scores: Scores) -> None:
+    """Write scores under a name; the queries' block is finished last, and only then they are there."""
+    told: dict[str, Any] = {part: getattr(scores, part) for part in _TOLD}
+    told |= {part: json.dumps(getattr(scores, part)) for part in _LISTED}
+    told["digest"] = _digest(scores)
+    train = Schema(
+        (Array("row", "int64"), *_label(scores.train_labels)),
+        num_rows=len(scores.train_ids),
+        fingerprints=told,
+    )
+    with store.write(ScoresKey(name + _TRAIN), train) as writer:
+        columns = {"row": np.arange(len(scores.train_ids)), **_given(scores.train_labels)}
+        writer.append(scores.train_ids, columns)
+    arrays = [Array("score", shape=(scores.shape[1],), kind="data"), *_label(scores.query_labels)]
+    confidence = {} if scores.confidence is None else {"confidence": scores.confidence}
+    arrays += [Array(part) for part in confidence]
+    layers = 0 if scores.per_layer is None else len(scores.per_layer)
+    if layers:
+        arrays.append(Array("per_layer", shape=(layers, scores.shape[1]), kind="data"))
+    schema = Schema(tuple(arrays), num_rows=scores.shape[0], fingerprints=told)
+    with store.write(ScoresKey(name), schema) as writer:
+        step = max(1, schema.rows_per_segment // 4)
+        for start in range(0, scores.shape[0], step):
+            rows = slice(start, start + step)
+            values: dict[str, Any] = {"score": scores.values[rows]}
+            for part, whole in {**_given(scores.query_labels), **confidence}.items():
+                values[part] = whole[rows]
+            if scores.per_layer is not None:
+                values["per_layer"] = np.moveaxis(scores.per_layer[:, rows], 0, 1)
+            if writer.needs(len(values["score"])):
+                writer.append(scores.query_ids[rows], values)
+            else:
+                writer.skip(scores.query_ids[rows])
+
+
+def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, ...]) -> None:
+    """Raise if scores of another method or other checkpoints have that name, before any work."""
+    key = ScoresKey(name)
+    if not store.has(key):
+        return
+    told = store.read(key, live=True).schema.fingerprints
+    asked = {"method": method, "checkpoints": json.dumps(checkpoints)}
+    other = [f"{part}: {told.get(part)!r}" for part in asked if told.get(part) != asked[part]]
+    if other:
+        raise AttributionError(
+            f"other scores are saved as {name!r}",
+            path=store.location,
+            found=", ".join(other),
+            fix="use another name, or delete them first",
+        )
+
+
+def load_scores(store: Store, name: str, kind: type[Scores]) -> Scores:
+    """Read scores back."""
+    known = sorted(k.name for k in store.scores() if not k.name.endswith(_TRAIN))
+    if name not in known:
+        raise AttributionError(
+            f"no scores {name!r}",
+            path=store.location,
+            found=", ".join(known) or "no saved scores",
+            fix="gk.attribute(store, ..., save=NAME) keeps them",
+        )
+    try:
+        block = store.read(ScoresKey(name))
+    except NotSealed as error:
+        raise AttributionError(
+            f"the scores {name!r} were not written to the end",
+            path=error.path,
+            fix="save them again: it goes on where it stopped",
+        ) from error
+    if "digest" not in block.schema.fingerprints:
+        raise AttributionError(
+            f"{name!r} was not saved by Scores.save", fix="read it with store.read(ScoresKey(...))"
+        )
+    train = store.read(ScoresKey(name + _TRAIN))
+    told: Any = block.schema.fingerprints
+    shape = block.schema.array("score").shape
+    values = zeros_on_disk_or_in_memory((len(block), *shape))
+    layered = None
+    if "per_layer" in block.names:
+        layered = zeros_on_disk_or_in_memory(
+            (block.schema.array("per_layer").shape[0], len(block), *shape)
+        )
+    names = ["score"] + (["per_layer"] if layered is not None else [])
+    for batch in block.stream(names):
+        rows = slice(batch.first_row, batch.first_row + len(batch.ids))
+        values[rows] = batch["score"]
+        if layered is not None:
+            layered[:, rows] = np.moveaxis(batch["per_layer"], 1, 0)
+    provenance: Any = {part: told[part] for part in _TOLD}
+    provenance |= {part: tuple(json.loads(told[part])) for part in _LISTED}
+    return kind(
+        values=values,
+        query_ids=block.ids,
+        train_ids=train.ids,
+        **provenance,
+        query_labels=block.column("label") if "label" in block.names else None,
+        train_labels=train.column("label") if "label" in train.names else None,
+        confidence=block.column("confidence") if "confidence" in block.names else None,
+        per_layer=layered,
+        store=store,
+    )
+
+
+def _digest(scores: Scores) -> str:
+    """What tells these scores from others: without it, half of one set could be resumed with another."""
+    import xxhash
+
+    found = xxhash.xxh3_128()
+    for part in (scores.query_ids, scores.train_ids, *scores.values):
+        found.update(np.ascontiguousarray(part).data)
+    return found.hexdigest()
+
+
+def _label(labels: Any) -> list[Array]:
+    return [] if labels is None else [Array("label", str(np.asarray(labels).dtype))]
+
+
+def _given(labels: Any) -> dict[str, Any]:
+    return {} if labels is None else {"label": np.asarray(labels)}

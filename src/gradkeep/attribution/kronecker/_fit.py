@@ -1,0 +1,135 @@
+"""Making the Fisher matrix of a capture's gradients, one layer after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradkeep._budgets import parse_bytes
+from gradkeep.attribution.kronecker._basis import MatrixBasis, VectorBasis, eigen
+from gradkeep.attribution.kronecker._coordinates import coordinate_squares
+from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher, bytes_kept
+from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
+from gradkeep.attribution.kronecker._moments import MatrixMoments, VectorMoments
+from gradkeep.attribution.kronecker._row_parts import row_parts
+from gradkeep.errors import AttributionError
+from gradkeep.factors import OuterRows, WeightMatrix
+from gradkeep.query import DEFAULT_BUDGET
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.attribution.kronecker._basis import Basis
+    from gradkeep.attribution.kronecker._fisher import CoordinateRows
+    from gradkeep.factors import AnyForm, WeightBlock
+    from gradkeep.query import Gradients
+
+
+def fisher(
+    gradients: Gradients,
+    *,
+    corrected: bool,
+    memory_budget: float | str | None = None,
+    keep_rows: bool = False,
+) -> KroneckerFisher:
+    """The mean of g g^T over all rows, as Kronecker products layer by layer.
+
+    Of a weight: left moments of suffixes x right moments of prefixes (K-FAC), or, where prefixes
+    and suffixes are not kept, those of the gradient matrices; `corrected` measures the eigenvalues
+    anew in their eigenbasis (EK-FAC). Small blocks and norm layers of up to 512 values have their
+    whole matrix, longer vectors its diagonal. Cost: one pass over the rows, S (R^2 + C^2)
+    products and an eigendecomposition of each side; the correction is a second pass, of which
+    `keep_rows` keeps the rows' coordinates where they are dear and there is room.
+    """
+    layers: dict[str, LayerFisher] = {}
+    held, room = 0, room_for_rows(memory_budget) if keep_rows else 0
+    for name in gradients.forms:
+        one = _layer(gradients, name, memory_budget, corrected=corrected, held=held, room=room)
+        layers[name] = one
+        held += one.nbytes
+        room -= bytes_kept(one.rows)
+    if not any(layer.mean > 0 for layer in layers.values()):
+        raise AttributionError(
+            f"all gradients of {gradients.key.split} at {gradients.key.checkpoint} are zero",
+            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+        )
+    return KroneckerFisher(layers)
+
+
+def _layer(
+    gradients: Gradients,
+    name: str,
+    memory_budget: float | str | None,
+    *,
+    corrected: bool,
+    held: int,
+    room: int,
+) -> LayerFisher:
+    form = gradients.forms[name]
+    sums = [_sums(piece, form, memory_budget) for piece in form.weight_blocks()]
+    held += 3 * sum(one.nbytes for one in sums)
+    for part in row_parts(gradients, name, memory_budget, held=held):
+        for one in sums:
+            one.add(part.factors, part.slopes)
+    bases = [_basis(one, name) for one in sums]
+    del sums
+    if not corrected:
+        return LayerFisher(tuple(bases))
+    # A budget that is enough without kept rows must stay enough: half of it is left alone.
+    limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
+    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+    kept = empty_rows(gradients, name, min(room, limit // 2 - held - mapped))
+    held += bytes_kept(kept)
+    squared = [torch.zeros_like(basis.values) for basis in bases]
+    for part in row_parts(gradients, name, memory_budget, held=held):
+        at = 0
+        for basis, into in zip(bases, squared, strict=True):
+            end = at + basis.piece.size
+            keep = _some(kept, slice(part.start, part.stop), slice(at, end))
+            into += coordinate_squares(basis, form, part.factors, part.slopes, keep=keep)
+            at = end
+    count = max(1, len(gradients))
+    bases = [
+        dataclasses.replace(basis, values=into / count)
+        for basis, into in zip(bases, squared, strict=True)
+    ]
+    return LayerFisher(tuple(bases), kept)
+
+
+def _some(kept: CoordinateRows | None, rows: slice, columns: slice) -> CoordinateRows | None:
+    """Where to write the coordinates of some rows and of one piece of the gradient."""
+    if isinstance(kept, OuterRows):
+        return OuterRows(kept.x[rows], kept.g[rows])
+    return None if kept is None else kept[rows, columns]
+
+
+def _sums(
+    piece: WeightBlock, form: AnyForm, memory_budget: float | str | None
+) -> MatrixMoments | VectorMoments:
+    if not isinstance(piece, WeightMatrix):
+        return VectorMoments(piece, form)
+    limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
+    return MatrixMoments(piece, form, room=limit // 32)
+
+
+def _basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
+    if isinstance(sums, VectorMoments):
+        moment = _finite(sums.mean(), layer)
+        values, vectors = (moment, None) if moment.dim() == 1 else eigen(moment)
+        return VectorBasis(sums.piece, vectors, values)
+    left, right = (_finite(side, layer) for side in sums.sides())
+    high, tops = (left, None) if left.dim() == 2 else eigen(left)
+    wide, sides = (right, None) if right.dim() == 2 else eigen(right)
+    return MatrixBasis(sums.piece, tops, sides, high.unsqueeze(2) * wide.unsqueeze(1))
+
+
+def _finite(moment: Tensor, layer: str) -> Tensor:
+    if not bool(moment.isfinite().all()):
+        raise AttributionError(
+            f"gradients of layer {layer} are no numbers",
+            found="NaN or infinity",
+            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
+        )
+    return moment

@@ -1,0 +1,126 @@
+"""Rows of one layer, some at a time, and whose gradients the Fisher matrix is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from gradkeep.errors import AttributionError
+from gradkeep.factors import CACHED, ConvolutionRows, OuterRows, tiles
+from gradkeep.query import memory_shares as divided
+from gradkeep.store import CaptureKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from gradkeep.attribution._question import CheckpointView
+    from gradkeep.factors import GradientRows
+    from gradkeep.query import Gradients
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPart:
+    """Rows `start` to `stop` of one layer."""
+
+    start: int
+    stop: int
+    factors: GradientRows
+    slopes: Tensor | None
+    """`[B]`: what the gradients are still to be multiplied with."""
+
+
+def only_layer(gradients: Gradients, layer: str) -> Gradients:
+    """The gradients of one layer; only its arrays are read."""
+    return dataclasses.replace(gradients, forms={layer: gradients.forms[layer]})
+
+
+def row_parts(
+    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int
+) -> Iterator[RowPart]:
+    """All rows of a layer in order, while `held` bytes are taken by something else."""
+    one = only_layer(gradients, layer)
+    probe = one.rows([0]).factors[layer]
+    split = divided(
+        memory_budget,
+        answer=held,
+        mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
+        query_row=0,
+        train_row=probe.nbytes,
+        queries=1,
+        rows=len(one),
+    )
+    slopes = one.slopes()
+    for some in one.stream(split.train_rows):
+        part = None if slopes is None else slopes[some.start : some.stop]
+        yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
+
+
+def weighted(
+    gradients: Gradients, layer: str, shares: Tensor, memory_budget: float | str | None
+) -> Tensor:
+    """Sums `[K, P]` of a layer's gradients, of which each row counts `shares` `[K, N]`; float64."""
+    form = gradients.forms[layer]
+    out = torch.zeros(len(shares), form.restored_size, dtype=torch.float64)
+    for part in row_parts(gradients, layer, memory_budget, held=16 * out.numel()):
+        some = shares[:, part.start : part.stop].to(part.factors.example.dtype)
+        if part.slopes is not None:
+            some = some * part.slopes.to(some.dtype)
+        # Of many positions a sum costs as much as restoring all rows: they are restored once.
+        if len(shares) == 1 or not _many_positions(part.factors):
+            out += form.weighted_sum(part.factors, some)
+            continue
+        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, 8 * CACHED):
+            taken = part.factors.take(start, stop)
+            out += some[:, start:stop] @ form.restore(taken)
+    return out
+
+
+def _many_positions(rows: GradientRows) -> bool:
+    return isinstance(rows, ConvolutionRows) or (
+        isinstance(rows, OuterRows) and rows.offsets is not None
+    )
+
+
+def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:
+    """The restored gradients `[B, P]` of some rows of a layer."""
+    factors = only_layer(gradients, layer).rows(positions).factors[layer].widened()
+    dense = gradients.forms[layer].restore(factors)
+    slopes = gradients.slopes()
+    return dense if slopes is None else dense * slopes[positions, None].to(dense.dtype)
+
+
+FisherKind = Literal["empirical", "sampled"]
+
+
+def fisher_gradients(at: CheckpointView, *, kind: FisherKind, name: str) -> Gradients:
+    """The training rows' own gradients, or those of the capture with drawn labels."""
+    train = at.train()
+    if kind == "empirical":
+        return train
+    if kind != "sampled":
+        raise AttributionError(f"no Fisher matrix {kind!r}", expected="'empirical' or 'sampled'")
+    question, place = at.question, at.place
+    key = CaptureKey(place.checkpoint, question.train, place.run, name)
+    if key not in question.store.captures():
+        run = "" if place.run == "main" else f", run={place.run!r}"
+        raise AttributionError(
+            f"no capture {name!r} of {question.train} with labels drawn from the model at "
+            f"{str(place)!r}",
+            path=question.store.location,
+            fix="gk.capture(store, model, loader, task=gk.Classification(labels='sampled'), "
+            f"split={question.train!r}, checkpoint={place.checkpoint!r}{run}, name={name!r})",
+        )
+    drawn = at.train(name=name)
+    for layer, form in train.forms.items():
+        if layer not in drawn.forms or drawn.forms[layer].parameters != form.parameters:
+            raise AttributionError(
+                f"the capture {name!r} does not hold layer {layer} as {question.train} does",
+                found=", ".join(drawn.forms),
+                fix="capture both with the same layers=, or pass layers= here",
+            )
+    return drawn

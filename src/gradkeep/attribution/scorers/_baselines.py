@@ -1,0 +1,137 @@
+"""What every method has to beat: `random`, `loss`, `label-match` and `similarity` of embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from gradkeep.attribution._method import Method, NoOptions, Scorer
+from gradkeep.attribution._row_features import column, embeddings
+from gradkeep.attribution.projections import _random
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.attribution._question import CheckpointView
+
+
+@dataclass(frozen=True, slots=True)
+class RandomOptions:
+    """What `random` can be told."""
+
+    seed: int = 0
+
+
+def _prepare_random(at: CheckpointView, options: RandomOptions) -> Scorer:
+    question = at.question
+    queries, train = at.query_block.ids[question.positions], at.train_block.ids.astype(np.uint64)
+
+    def score(start: int, stop: int) -> Tensor:
+        rows = [_numbers(train, options.seed, int(query)) for query in queries[start:stop]]
+        return torch.from_numpy(np.stack(rows))
+
+    return Scorer(score)
+
+
+def _numbers(
+    ids: np.ndarray[tuple[int], np.dtype[np.uint64]], seed: int, query: int
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Between -1 and 1, by the ids alone: other rows, orders or tiles change nothing."""
+    key = _random.raw(2, "random scores", seed, query)
+    with np.errstate(over="ignore"):  # the finaliser of splitmix64, modulo 2^64
+        mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key[0]
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27)) ^ key[1]) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+    return np.asarray(mixed.astype(np.float64) / 2.0**63 - 1, np.float32)
+
+
+RANDOM = Method(
+    "random",
+    "a random number between -1 and 1 for every pair of ids",
+    "nothing but the ids of both splits",
+    "Q x N random numbers",
+    exact=True,
+    reference="the baseline that says what chance looks like",
+    prepare=_prepare_random,
+    options=RandomOptions,
+)
+
+
+def _prepare_loss(at: CheckpointView, options: NoOptions) -> Scorer:
+    # Rows that stay badly fitted are the ones with wrong labels: they harm, so the sign.
+    scores = -column(at.train_block, "loss", method="loss").float().unsqueeze(0)
+
+    def score(start: int, stop: int) -> Tensor:
+        return scores
+
+    return Scorer(score)
+
+
+LOSS = Method(
+    "loss",
+    "minus a row's own loss: the worst fitted rows score lowest",
+    "losses of the training split",
+    "reads one number a row",
+    exact=True,
+    reference="the baseline for wrong labels, strongest in the middle of training",
+    prepare=_prepare_loss,
+    about_queries=False,
+)
+
+
+def _prepare_label_match(at: CheckpointView, options: NoOptions) -> Scorer:
+    train = column(at.train_block, "label", method="label-match")
+    asked = column(at.query_block, "label", method="label-match")[at.question.positions]
+
+    def score(start: int, stop: int) -> Tensor:
+        return (asked[start:stop, None] == train).float()
+
+    return Scorer(score)
+
+
+LABEL_MATCH = Method(
+    "label-match",
+    "1 where the labels are equal, else 0",
+    "labels of both splits",
+    "Q x N comparisons",
+    exact=True,
+    reference="the baseline that knows nothing but labels",
+    prepare=_prepare_label_match,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarityOptions:
+    """What `similarity` can be told."""
+
+    layer: str | None = None
+    """Whose embeddings; by default the last that both splits keep."""
+
+
+def _prepare_similarity(at: CheckpointView, options: SimilarityOptions) -> Scorer:
+    train, asked = (
+        functional.normalize(values, dim=1, eps=1e-30)
+        for values in embeddings(at, options.layer, method="similarity")
+    )
+
+    def score(start: int, stop: int) -> Tensor:
+        return asked[start:stop] @ train.t()
+
+    return Scorer(score)
+
+
+SIMILARITY = Method(
+    "similarity",
+    "cosine of the angle between embeddings; 0 where one is zero",
+    "embeddings of both splits: capture(..., embeddings=[layer])",
+    "Q x N products of embeddings",
+    exact=True,
+    reference="Hanawa et al., Evaluation of Similarity-based Explanations, 2021",
+    prepare=_prepare_similarity,
+    options=SimilarityOptions,
+)

@@ -1,0 +1,123 @@
+"""`datainf`: influence by the mean of inverses in place of the inverse of the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from gradkeep import query
+from gradkeep._budgets import parse_bytes
+from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution.kronecker import DECADES, Damping
+from gradkeep.attribution.kronecker._influence import layer_by_layer
+from gradkeep.attribution.kronecker._row_parts import only_layer, weighted
+from gradkeep.errors import AttributionError
+from gradkeep.factors import Outer
+from gradkeep.query import DEFAULT_BUDGET, Directions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.attribution._question import CheckpointView
+    from gradkeep.query import Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class DataInfOptions:
+    """What `datainf` can be told."""
+
+    damping: float | Literal["auto"] = 0.1
+    """Times the layer's mean squared gradient entry, which is its Fisher matrix' mean eigenvalue;
+    "auto": chosen by subset outcomes."""
+    absolute_damping: float | None = None
+    """The damping of all layers as it is, in place of the relative one."""
+
+
+def _prepare_data_inf(at: CheckpointView, options: DataInfOptions) -> Scorer:
+    damping = Damping.told(options.damping, options.absolute_damping)
+    asked, train = at.queries(), at.train()
+    squared = train.norms(per_layer=True).double().square()
+    if not bool((squared > 0).any()):
+        raise AttributionError(
+            f"all gradients of {at.question.train} at {at.place} are zero",
+            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+        )
+    lengths = dict(zip(train.forms, squared.T, strict=True))
+    budget = at.question.memory_budget
+    limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
+
+    def scores(name: str, positions: list[int]) -> Tensor:
+        """(g_q . g_n - mean over m of (g_q . g_m)(g_m . g_n) / (damping + |g_m|^2)) / damping"""
+        rows = only_layer(train, name)
+        added = damping.of(float(lengths[name].mean()) / rows.size)
+        if added <= 0:
+            return torch.zeros(len(positions), len(train))
+        ids = asked.ids[positions]
+        found = query.dot(only_layer(asked, name), rows, ids=ids, memory_budget=budget).values
+        share = found / (len(train) * (added + lengths[name])).float()
+        way = _by_sums if _sums_cost_less(rows, name, len(positions)) else _by_kernel
+        way(rows, name, share, found, limit=limit // 8, memory_budget=budget)
+        return found / added
+
+    return layer_by_layer(at, scores, "the inverse of a mean is taken as the mean of inverses")
+
+
+def _by_kernel(
+    rows: Gradients,
+    name: str,
+    share: Tensor,
+    found: Tensor,
+    *,
+    limit: int,
+    memory_budget: float | str | None,
+) -> None:
+    """Takes share `[b, N]` x the products of all rows off `found`, some rows at a time."""
+    del name
+    step = max(1, limit // (4 * len(rows)))
+    for start in range(0, len(rows), step):
+        some = rows.ids[start : start + step]
+        kernel = query.dot(rows, rows, ids=some, memory_budget=memory_budget).values
+        found[:, start : start + step] -= share @ kernel.t()
+
+
+def _by_sums(
+    rows: Gradients,
+    name: str,
+    share: Tensor,
+    found: Tensor,
+    *,
+    limit: int,
+    memory_budget: float | str | None,
+) -> None:
+    """The same by sums of gradients, some queries at a time."""
+    step = max(1, limit // (16 * rows.size + 4 * len(rows)))
+    for start in range(0, len(share), step):
+        some = share[start : start + step]
+        summed = weighted(rows, name, some, memory_budget).float()
+        directions = Directions(tuple(range(len(some))), {name: summed}, rows.forms, rows.weights)
+        found[start : start + step] -= query.along(rows, directions, memory_budget=memory_budget)
+
+
+def _sums_cost_less(rows: Gradients, name: str, queries: int) -> bool:
+    """Of few queries and many rows, unless products of rows cost next to nothing."""
+    form = rows.forms[name]
+    ragged = {array.name: array.ragged for array in rows.block.schema.arrays}
+    one_position = isinstance(form, Outer) and not ragged[form.suffix]
+    return not one_position and 2 * queries < len(rows)
+
+
+DATA_INF = Method(
+    "datainf",
+    "query gradient x mean over rows of (g g^T + damping)^-1 x training gradient, layer by layer",
+    "gradients of both splits",
+    "(Q + N) x N products, or 3 x Q x N for few queries",
+    exact=False,
+    reference="Kwon et al., DataInf, 2024",
+    prepare=_prepare_data_inf,
+    options=DataInfOptions,
+    layered=True,
+    tuned="damping",
+    candidates=DECADES,
+)

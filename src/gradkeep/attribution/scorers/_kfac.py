@@ -1,0 +1,81 @@
+"""`kfac` and `ekfac`: influence by the Fisher matrix as Kronecker products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution.kronecker import DECADES, Damping, fisher
+from gradkeep.attribution.kronecker._influence import influence
+from gradkeep.attribution.kronecker._row_parts import fisher_gradients
+
+if TYPE_CHECKING:
+    from gradkeep.attribution._question import CheckpointView
+
+_APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronecker product"
+
+
+@dataclass(frozen=True, slots=True)
+class KfacOptions:
+    """What `kfac` and `ekfac` can be told."""
+
+    damping: float | Literal["auto"] = 0.3
+    """Added to all eigenvalues, times the mean one of the layer; "auto": chosen by subset
+    outcomes."""
+    absolute_damping: float | None = None
+    """Added to all eigenvalues as it is, in place of the relative damping."""
+    fisher: Literal["empirical", "sampled"] = "empirical"
+    """Of the gradients of the given labels, or of labels that were drawn from the model."""
+    fisher_capture: str = "sampled"
+    """The name of the capture with drawn labels."""
+
+
+def _kfac(at: CheckpointView, options: KfacOptions) -> Scorer:
+    return _prepare_kfac(at, options, corrected=False)
+
+
+def _ekfac(at: CheckpointView, options: KfacOptions) -> Scorer:
+    return _prepare_kfac(at, options, corrected=True)
+
+
+def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) -> Scorer:
+    damping = Damping.told(options.damping, options.absolute_damping)
+    rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
+    found = fisher(
+        rows,
+        corrected=corrected,
+        memory_budget=at.question.memory_budget,
+        keep_rows=options.fisher == "empirical",
+    )
+    return influence(at, found, damping, approximate=_APPROXIMATE)
+
+
+KFAC = Method(
+    "kfac",
+    "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each layer a "
+    "Kronecker product",
+    "gradients of both splits, kept as factors; of drawn labels for fisher='sampled'",
+    "an eigendecomposition of both sides of every layer, then Q x N products",
+    exact=False,
+    reference="Martens and Grosse, 2015; Grosse et al., Studying LLM Generalization, 2023",
+    prepare=_kfac,
+    options=KfacOptions,
+    layered=True,
+    tuned="damping",
+    candidates=DECADES,
+)
+EKFAC = Method(
+    "ekfac",
+    "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each layer a "
+    "Kronecker product with corrected eigenvalues",
+    "gradients of both splits, kept as factors; of drawn labels for fisher='sampled'",
+    "kfac and a second pass over the training rows",
+    exact=False,
+    reference="George et al., 2018; Grosse et al., Studying LLM Generalization, 2023",
+    prepare=_ekfac,
+    options=KfacOptions,
+    layered=True,
+    tuned="damping",
+    candidates=DECADES,
+)

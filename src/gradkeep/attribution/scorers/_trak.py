@@ -1,0 +1,78 @@
+"""`trak`: projected output gradients through the inverse of their ridged second moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from gradkeep.attribution._kernel_weights import LossSlopes, loss_slopes
+from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._row_features import features
+from gradkeep.attribution._solve import by_features, mean_square, relative_damping
+from gradkeep.attribution.projections import Projection, ProjectionKind
+from gradkeep.errors import AttributionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.attribution._question import AttributionQuestion, CheckpointView
+
+
+@dataclass(frozen=True, slots=True)
+class TrakOptions:
+    """What `trak` can be told."""
+
+    dim: int = 2048
+    """k, the numbers that gradients are projected to."""
+    ridge: float | Literal["auto"] = 1.0
+    """Times the mean diagonal of the matrix that is inverted, `[k, k]` or, where there are fewer
+    rows than numbers, `[N, N]`; 0: none; "auto": chosen by subset outcomes."""
+    projection: ProjectionKind = "auto"
+    seed: int = 0
+
+
+def _pool_trak(question: AttributionQuestion, options: TrakOptions) -> LossSlopes:
+    return loss_slopes(question, "none")
+
+
+def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
+    found: LossSlopes = at.pooled
+    projection = Projection(options.projection, options.dim, options.seed)
+    x, g = features(at, found.of, projection)
+    rows, dim = x.shape
+    if options.ridge == 0 and dim >= rows:
+        raise AttributionError(
+            f"{rows} rows cannot fill a matrix of {dim} x {dim}: without a ridge its inverse, and "
+            "so every score, would be noise",
+            found=f"dim={dim}, ridge=0",
+            fix=f"leave ridge out, or pass dim={max(1, rows // 4)}",
+        )
+    one = torch.ones(rows)
+    trace = mean_square(x, one) * rows
+    ridge = 0.0
+    if options.ridge != 0:
+        ridge = relative_damping(options.ridge, trace / min(rows, dim), what="ridge")
+    solve = by_features(x, weight=one, pull=found.pull, damping=ridge)
+
+    def score(start: int, stop: int) -> Tensor:
+        return solve(g[start:stop])
+
+    return Scorer(score, approximate=f"gradients projected to {dim} numbers")
+
+
+TRAK = Method(
+    "trak",
+    "inner product of projected output gradients through the inverse of their ridged second "
+    "moment, times 1 - p of the training row",
+    "gradients of both splits; the final checkpoints of several runs are better",
+    "N k^2 + k^3 / 3 + Q N k per checkpoint",
+    exact=False,
+    reference="Park et al., TRAK: Attributing Model Behavior at Scale, 2023",
+    prepare=_prepare_trak,
+    pool=_pool_trak,
+    options=TrakOptions,
+    tuned="ridge",
+    candidates=(0.1, 0.3, 1.0, 3.0, 10.0),
+)
