@@ -5,17 +5,34 @@ Names are loaded when they are first used: `import gradkeep` itself is free.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gradkeep._public import lazy_names
 
 if TYPE_CHECKING:
+    from gradkeep import (
+        attribution,
+        capturing,
+        data,
+        datamodels,
+        errors,
+        factors,
+        farm,
+        query,
+        remat,
+        store,
+    )
     from gradkeep.attribution import (
+        CheckpointView,
+        Method,
         Projection,
+        Scorer,
         Scores,
         attribute,
         combine,
         methods,
         project,
+        register_method,
         suspects,
     )
     from gradkeep.capturing import (
@@ -23,6 +40,8 @@ if TYPE_CHECKING:
         CaptureWarning,
         Classification,
         LanguageModelling,
+        LayerGradients,
+        LayerRule,
         Measured,
         Regression,
         Task,
@@ -31,6 +50,7 @@ if TYPE_CHECKING:
         layers,
         plan,
         recording,
+        register_layer_rule,
     )
     from gradkeep.errors import GradkeepError
     from gradkeep.query import gradients
@@ -50,32 +70,64 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_ROOMS = (
+    *("attribution", "capturing", "data", "datamodels", "errors", "factors", "farm", "query"),
+    *("remat", "store"),
+)
+_NAMES = {
+    "attribution": (
+        *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "attribute", "combine"),
+        *("methods", "project", "register_method", "suspects"),
+    ),
+    "capturing": (
+        *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "LayerGradients"),
+        *("LayerRule", "Measured", "Regression", "Task", "Weights", "capture", "layers", "plan"),
+        *("recording", "register_layer_rule"),
+    ),
+    "errors": ("GradkeepError",),
+    "query": ("gradients",),
+    "remat": ("memory_budget",),
+    "store": (
+        *("Array", "CaptureKey", "Checkpoint", "Layer", "Ragged", "Run", "Schema", "ScoresKey"),
+        *("Store", "open"),
+    ),
+}
+
 __all__ = [
     "Array",
     "CaptureKey",
     "CaptureWarning",
     "Captured",
     "Checkpoint",
+    "CheckpointView",
     "Classification",
     "GradkeepError",
     "LanguageModelling",
     "Layer",
+    "LayerGradients",
+    "LayerRule",
     "Measured",
+    "Method",
     "Projection",
     "Ragged",
     "Regression",
     "Run",
     "Schema",
+    "Scorer",
     "Scores",
     "ScoresKey",
     "Store",
     "Task",
     "Weights",
     "attribute",
+    "attribution",
     "capture",
+    "capturing",
     "combine",
     "data",
     "datamodels",
+    "errors",
+    "factors",
     "farm",
     "gradients",
     "layers",
@@ -86,33 +138,19 @@ __all__ = [
     "project",
     "query",
     "recording",
+    "register_layer_rule",
+    "register_method",
     "remat",
     "store",
     "suspects",
 ]
 
-_ROOMS = ("data", "datamodels", "farm", "query", "remat", "store")
-_CAPTURE = (
-    *("CaptureWarning", "Captured", "Classification", "LanguageModelling", "Measured"),
-    *("Regression", "Task", "Weights", "capture", "layers", "plan", "recording"),
-)
-_ATTRIBUTE = ("Projection", "Scores", "attribute", "combine", "methods", "project", "suspects")
-_HOMES = {
-    **dict.fromkeys(__all__, "gradkeep.store"),
-    **dict.fromkeys(_CAPTURE, "gradkeep.capturing"),
-    **dict.fromkeys(_ATTRIBUTE, "gradkeep.attribution"),
-    "GradkeepError": "gradkeep.errors",
-    "gradients": "gradkeep.query",
-    "memory_budget": "gradkeep.remat",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"gradkeep.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'gradkeep' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take every name for one that may exist
+    __getattr__ = lazy_names(
+        __name__,
+        {room: f"gradkeep.{room}" for room in _ROOMS}
+        | {name: f"gradkeep.{room}" for room, names in _NAMES.items() for name in names},
+    )
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep.capturing import capture
-from gradkeep.errors import CaptureError
+from gradkeep.errors import CaptureError, MissingExtra
 
 if TYPE_CHECKING:
     import os
@@ -106,3 +107,21 @@ def learning_rate(optimizer: Any) -> float | None:
     """The optimizer's step size, if all its parameters have the same."""
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     return rates.pop() if len(rates) == 1 else None
+
+
+def base(module: str, name: str) -> type:
+    """The class to derive from, or `object` where its library is missing."""
+    try:
+        found: type = getattr(importlib.import_module(module), name)
+    except ImportError:
+        return object
+    return found
+
+
+def need(found: type, extra: str) -> None:
+    """Raise if the class to derive from is missing."""
+    if found is object:
+        raise MissingExtra(
+            f"this callback is for {extra}, which is not installed",
+            fix=f'pip install "gradkeep[{extra}]"',
+        )

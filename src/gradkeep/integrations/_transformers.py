@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gradkeep.errors import CaptureError
-from gradkeep.integrations._optional import base, need
-from gradkeep.integrations._replays import learning_rate, replays
+from gradkeep.integrations._replays import base, learning_rate, need, replays
 
 if TYPE_CHECKING:
     import os

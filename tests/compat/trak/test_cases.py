@@ -212,7 +212,7 @@ def test_a_matrix_larger_than_memory_is_refused():
         count, dim = 10, 1 << 20
 
     with pytest.raises(AttributionError, match=r"1048576 x 1048576 matrix .* does not fit"):
-        _solved.add_scores(None, Wide(), Wide(), _solved.Ridge(1.0), share=1.0)
+        _features.add_scores(None, Wide(), Wide(), _features.Ridge(1.0), share=1.0)
 
 
 def test_a_singular_matrix_without_a_ridge_is_refused(tmp_path):

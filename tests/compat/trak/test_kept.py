@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep.store as gs
-from gradkeep.compat.trak._kept import Kept, delete_rows
+from gradkeep.compat.trak._kept_rows import KeptGradients, delete_rows
 from gradkeep.errors import MissingRows, SchemaMismatch
 
 N, K = 12, 3
@@ -15,14 +15,14 @@ N, K = 12, 3
 
 def opened(store, **given):
     given = {"count": N, "dim": K, "half": False, "fingerprints": {}} | given
-    return Kept(store, "rows", **given)
+    return KeptGradients(store, "rows", **given)
 
 
 def values(ids, by=1.0):
     return by * torch.tensor([[float(i), -i, i * i] for i in ids])
 
 
-class Blind(Kept):
+class Blind(KeptGradients):
     """Began before the others had ended: sees their files when it meets one."""
 
     looks = 0

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gradkeep.data import dataset, model
 from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 METHODS = ("naive", "ted", "half", "recon")
 _ENCODINGS = {
@@ -21,7 +26,7 @@ _LEAST_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
+class MetaStoreExperiment:
     """One run, with everything that the configuration and the flags say about it."""
 
     config: Path
@@ -45,7 +50,7 @@ class Experiment:
     seed: int
 
 
-def read(path: str, **flags: Any) -> Experiment:
+def read(path: str, **flags: Any) -> MetaStoreExperiment:
     """The experiment that a file and the flags describe; what is missing is named."""
     import yaml
 
@@ -81,7 +86,7 @@ def read(path: str, **flags: Any) -> Experiment:
     for name in ("num_analyzed_samples", "num_query"):
         if flags[name] < 1:
             raise CaptureError(f"--{name} must be at least 1", found=flags[name])
-    return Experiment(
+    return MetaStoreExperiment(
         config=file,
         method=method,
         model_name=str(model.get("model_name", flags["target_model"])),
@@ -129,3 +134,69 @@ def _free_memory() -> int:
         return int(free.split()[1]) << 10
     except (OSError, StopIteration):
         return 8 << 30
+
+
+_MODELS = {"vgg16": "vgg16", "bert": "bert", "resnet50": "resnet50"}
+_DATA = {"cifar10": "cifar10", "agnews": "agnews", "imagenet": "imagefolder"}
+_SIZES: dict[str, dict[str, Any]] = {
+    "bert": {"dim": 768, "heads": 12, "layers": 12, "inner": 3072, "segments": 2, "pooler": True}
+}
+
+
+def make_data(experiment: MetaStoreExperiment) -> tuple[Any, Any]:
+    """The training and the test set."""
+    kind = _DATA.get(experiment.data_name.lower())
+    if kind is None:
+        raise CaptureError(f"no data {experiment.data_name!r}", expected=", ".join(_DATA))
+    files = experiment.files
+    if kind == "agnews":
+        if "train_file" not in files:
+            raise CaptureError("data.AGNews: no train_file", fix="give train_file and test_file")
+        train = dataset(kind, files["train_file"])
+        test_file = files.get("test_file", files.get("dev_file", files["train_file"]))
+        return train, dataset(kind, test_file, split="test", vocabulary=files["train_file"])
+    if "data_dir" not in files:
+        raise CaptureError(f"data.{experiment.data_name}: no data_dir", fix="say where the data is")
+    options = {"resize": 64, "crop": 64} if kind == "imagefolder" else {}
+    held_out = "val" if kind == "imagefolder" else "test"
+    folder = files["data_dir"]
+    return dataset(kind, folder, split="train", **options), dataset(
+        kind, folder, split=held_out, **options
+    )
+
+
+def make_model(experiment: MetaStoreExperiment, train: Any) -> nn.Module:
+    """The model, sized for the data, before its weights are loaded."""
+    name = _MODELS.get(experiment.model_name.lower())
+    if name is None:
+        raise CaptureError(f"no model {experiment.model_name!r}", expected="VGG16, Bert, ResNet50")
+    sizes = {**_SIZES.get(name, {}), **experiment.sizes, "classes": len(train.classes)}
+    if name == "bert":
+        ids, _ = train.input_ids, train.attention_mask
+        sizes.setdefault("vocabulary", len(train.vocabulary))
+        sizes.setdefault("length", ids.shape[1])
+    return model(name, seed=experiment.seed, **sizes)
+
+
+def dotted_names(network: nn.Module, wanted: tuple[str, ...]) -> list[str]:
+    """Layer paths for names like `net_conv13`: `net`, then the path with `_` for every dot.
+
+    Such names can mean two layers; that is an error, as is one that means none.
+    """
+    known: dict[str, list[str]] = {}
+    for path, _ in network.named_modules():
+        if path:
+            known.setdefault("net_" + path.replace(".", "_"), []).append(path)
+    found = []
+    for name in wanted:
+        paths = known.get(name, [path for path in (name,) if path in dict(network.named_modules())])
+        if not paths:
+            raise CaptureError(
+                f"no layer {name!r}",
+                expected="'net_' and the path of a layer, such as net_conv13",
+                found=", ".join(list(known)[:6]) + " ...",
+            )
+        if len(paths) > 1:
+            raise CaptureError(f"{name!r} means two layers", found=", ".join(paths))
+        found.append(paths[0])
+    return found

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 import gradkeep as gk
-from gradkeep.compat.metastore._parts import dotted_names, make_data, make_model
+from gradkeep.compat.metastore._config import dotted_names, make_data, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gradkeep.compat.metastore._config import Experiment
+    from gradkeep.compat.metastore._config import MetaStoreExperiment
     from gradkeep.query import Gradients
     from gradkeep.store import Encoding
 
 
-def run(experiment: Experiment) -> Path:
+def run(experiment: MetaStoreExperiment) -> Path:
     """Collect what is missing, answer the queries, and return the folder with results and times.
 
     `scores.npz` holds every product `[Q, N]` with the ids, and `total`, their sum over the
@@ -80,7 +80,7 @@ def run(experiment: Experiment) -> Path:
 
 
 def _collect(
-    experiment: Experiment,
+    experiment: MetaStoreExperiment,
     store: gk.Store,
     network: Any,
     data: Any,
@@ -118,7 +118,7 @@ def _first(data: Any, rows: int, split: str) -> Any:
     return Subset(data, range(min(rows, len(data))))
 
 
-def _load_weights(experiment: Experiment, network: Any) -> None:
+def _load_weights(experiment: MetaStoreExperiment, network: Any) -> None:
     from gradkeep.capturing import load_weights, put_weights
 
     path = experiment.checkpoint
@@ -142,7 +142,7 @@ def _bytes(store: gk.Store, split: str, name: str) -> int:
     return store.read(gk.CaptureKey("final", split, "main", name)).manifest.bytes
 
 
-def _folder(experiment: Experiment) -> Path:
+def _folder(experiment: MetaStoreExperiment) -> Path:
     name = (
         f"{experiment.method}_{experiment.data_name}_{experiment.num_analyzed_samples}_"
         f"{experiment.num_query}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import operator
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.compat.trak import _solved
-from gradkeep.compat.trak._refusals import MissingTargets
+from gradkeep.compat.trak._features import features_of
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution import StreamedRows
-    from gradkeep.compat.trak._solved import Ridge
+    from gradkeep.compat.trak._features import Ridge
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -122,7 +124,7 @@ class AbstractSaver(ABC):
     ) -> None:
         """Record that a model id is finalized, with its features where they are to be kept."""
         self.load_current_store(model_id)
-        found = _solved.features_of(self.train(model_id), ridge) if features is None else features
+        found = features_of(self.train(model_id), ridge) if features is None else features
         for ids, part in found:
             self.current_store["features"][ids] = part.cpu().numpy()
         self.model_ids[model_id]["is_finalized"] = 1
@@ -190,3 +192,41 @@ class _Held:
     def read(self, ids: Ids) -> Tensor:
         """The gradients `[len(ids), k]`."""
         return torch.from_numpy(np.array(self.values[ids], np.float32))
+
+
+_EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,59}")
+
+
+class ModelIDException(Exception):
+    """A model id that is unknown, taken, not complete or not finalized."""
+
+
+class MissingTargets(AttributionError):
+    """Targets of an experiment that were never scored at a model id."""
+
+    def __init__(self, exp_name: str, model_id: int, missing: list[int]) -> None:
+        some = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        super().__init__(
+            f"{len(missing)} targets of experiment {exp_name!r} were not scored at model id "
+            f"{model_id}",
+            found=f"no gradients of targets {some}",
+            fix="score them, or pass allow_skip=True to leave this model id out",
+        )
+
+
+def checked_experiment(exp_name: str) -> str:
+    """The name, if it can be one."""
+    if not isinstance(exp_name, str) or not _EXPERIMENT.fullmatch(exp_name):
+        raise ValueError(
+            f"{exp_name!r} cannot name an experiment: use 1 to 60 letters, digits or _ . + = @ -, "
+            "not beginning with a dot or sign"
+        )
+    return exp_name
+
+
+def checked_model_id(model_id: Any) -> int:
+    """The id as a whole number."""
+    try:
+        return operator.index(model_id)
+    except TypeError:
+        raise TypeError(f"a model id must be a whole number, not {model_id!r}") from None

@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as gs
-from gradkeep.compat.trak import _files
-from gradkeep.compat.trak._abstract_saver import AbstractSaver
-from gradkeep.compat.trak._current import Current
-from gradkeep.compat.trak._kept import Kept, delete_rows
-from gradkeep.compat.trak._refusals import MissingTargets, ModelIDException, checked_experiment
-from gradkeep.compat.trak._solved import Ridge
+from gradkeep.compat.trak._abstract_saver import (
+    AbstractSaver,
+    MissingTargets,
+    ModelIDException,
+    checked_experiment,
+)
+from gradkeep.compat.trak._features import Current, Ridge
+from gradkeep.compat.trak._kept_rows import (
+    KeptGradients,
+    delete_rows,
+    file_digest,
+    mapped_file,
+    replaced_file,
+)
 from gradkeep.errors import AttributionError, Damaged, SchemaMismatch
 
 if TYPE_CHECKING:
@@ -59,7 +67,7 @@ class MmapSaver(AbstractSaver):
         shared = {name: str(self.metadata[name]) for name in _SHARED if name in self.metadata}
         nothing = gs.Array("nothing", kind="data")
         self._require("trak", gs.Schema((nothing,), rows_per_segment=1, fingerprints=shared))
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptGradients] = {}
         self._opened: dict[str, gs.Rows] = {}
         self._weights = ""
         self.current_store = Current(self)
@@ -138,7 +146,7 @@ class MmapSaver(AbstractSaver):
         kept.put(ids, grads, weights)
         self.model_ids[self.current_model_id]["is_featurized"] = int(kept.complete)
 
-    def train(self, model_id: int) -> Kept:
+    def train(self, model_id: int) -> KeptGradients:
         """The projected gradients of the training rows."""
         kept = self._train(model_id)
         kept.refresh()
@@ -154,7 +162,7 @@ class MmapSaver(AbstractSaver):
     def train_weights(self, model_id: int) -> Any:
         """The weights of the training rows `[n]`."""
         found = self.finalized(model_id)
-        source = found if isinstance(found, Kept) else self.train(model_id)
+        source = found if isinstance(found, KeptGradients) else self.train(model_id)
         return source.weights().numpy()
 
     def finalize(
@@ -179,7 +187,7 @@ class MmapSaver(AbstractSaver):
         state["is_finalized"] = state["is_finalized"] or int(self.finalized(model_id) is not None)
         return bool(state["is_finalized"])
 
-    def finalized(self, model_id: int) -> Ridge | Kept | None:
+    def finalized(self, model_id: int) -> Ridge | KeptGradients | None:
         """With which ridge a model id was finalized, or its features; None if it is not."""
         finals = self._finals(model_id)
         numbers = finals.done()
@@ -222,7 +230,7 @@ class MmapSaver(AbstractSaver):
         """Which targets of the current experiment and model id are there `[m]`."""
         return self._targets(self.current_experiment_name, self.current_model_id).done
 
-    def targets(self, exp_name: str, model_id: int) -> Kept:
+    def targets(self, exp_name: str, model_id: int) -> KeptGradients:
         """The projected gradients of all targets; an error that names those that are missing."""
         if f"{_id(model_id)}.exp.{exp_name}" not in self.store.row_sets():
             count = self.experiments[exp_name]["num_targets"]
@@ -237,30 +245,30 @@ class MmapSaver(AbstractSaver):
         """Fill and commit the scores `[n, m]` with what `made` writes; gives them to read."""
         shape = (self.train_set_size, int(self.experiments[exp_name]["num_targets"]))
         path = self._scores_path(exp_name)
-        with _files.replaced(path, shape) as values:
+        with replaced_file(path, shape) as values:
             made(values)
         rows = self.store.rows(f"trak.exp.{exp_name}")
-        digest = np.frombuffer(bytes.fromhex(_files.digest_of(path)), np.uint8)
+        digest = np.frombuffer(bytes.fromhex(file_digest(path)), np.uint8)
         number = len(rows.done())
         if number >= rows.num_rows:
             rows.grow(2 * rows.num_rows)
         rows.put(number, {"digest": digest.astype(np.int64)}, differing="keep")
         self._know(exp_name, shape[1])
-        return _files.opened(path)
+        return mapped_file(path)
 
     def scores(self, exp_name: str) -> Any:
         """Finalized scores `[n, m]`, once their bytes are seen to be those that were written."""
         path = self._scores_path(exp_name)
         rows = self.store.rows(f"trak.exp.{exp_name}")
         known = rows.read(rows.done())["digest"] if path.exists() else []
-        digest = np.frombuffer(bytes.fromhex(_files.digest_of(path)), np.uint8) if len(known) else 0
+        digest = np.frombuffer(bytes.fromhex(file_digest(path)), np.uint8) if len(known) else 0
         if not any(np.array_equal(one, digest) for one in known):
             raise Damaged(
                 "these scores are not finalized, or not as they were written",
                 path=path,
                 fix=f"finalize_scores({exp_name!r}) makes them again",
             )
-        return _files.opened(path)
+        return mapped_file(path)
 
     def save_scores(self, exp_name: str) -> None:
         """Nothing is left to do: scores are committed when they are made."""
@@ -273,13 +281,13 @@ class MmapSaver(AbstractSaver):
         if target:
             self._targets(self.current_experiment_name, model_id).drop()
             return
-        if not isinstance(self.finalized(model_id), Kept):
+        if not isinstance(self.finalized(model_id), KeptGradients):
             raise ModelIDException(
                 f"model id {model_id} has no features: finalize_features(del_grads=True) keeps them"
             )
         self._train(model_id).drop()
 
-    def _open(self, name: str, count: int, weights: str | None) -> Kept:
+    def _open(self, name: str, count: int, weights: str | None) -> KeptGradients:
         """Rows of gradients, whose description must be the one that they were begun with."""
         marks = {key: str(value) for key, value in self.metadata.items()}
         if weights is not None:
@@ -287,7 +295,7 @@ class MmapSaver(AbstractSaver):
         if name in self._kept and (weights is None or self._kept[name].mark == weights):
             return self._kept[name]
         try:
-            kept = Kept(
+            kept = KeptGradients(
                 self.store,
                 name,
                 count=count,
@@ -300,16 +308,16 @@ class MmapSaver(AbstractSaver):
         self._kept[name] = kept
         return kept
 
-    def _train(self, model_id: int) -> Kept:
+    def _train(self, model_id: int) -> KeptGradients:
         return self._known(f"{_id(model_id)}.train", self.train_set_size)
 
-    def _targets(self, exp_name: str | None, model_id: int | None) -> Kept:
+    def _targets(self, exp_name: str | None, model_id: int | None) -> KeptGradients:
         assert exp_name is not None
         assert model_id is not None
         count = int(self.experiments[exp_name]["num_targets"])
         return self._known(f"{_id(model_id)}.exp.{exp_name}", count)
 
-    def _known(self, name: str, count: int) -> Kept:
+    def _known(self, name: str, count: int) -> KeptGradients:
         """Rows that are there, with whatever weights they were begun with."""
         if name not in self._kept:
             weights = self.store.rows(name).schema.fingerprints.get("weights")

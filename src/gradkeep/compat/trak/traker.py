@@ -11,17 +11,16 @@ import numpy as np
 import torch
 
 from gradkeep.capturing import fingerprint_weights
-from gradkeep.compat.trak import _solved
-from gradkeep.compat.trak._given import (
+from gradkeep.compat.trak._abstract_saver import checked_experiment, checked_model_id
+from gradkeep.compat.trak._arguments import (
     chosen_parameters,
     described,
     rows_of_batch,
     taken,
     task_named,
 )
+from gradkeep.compat.trak._features import Ridge, add_features, add_scores, features_of
 from gradkeep.compat.trak._imported import as_scores
-from gradkeep.compat.trak._refusals import checked_experiment, checked_model_id
-from gradkeep.compat.trak._solved import Ridge
 from gradkeep.compat.trak._traced import LayerTracer
 from gradkeep.compat.trak.gradient_computers import FunctionalGradientComputer
 from gradkeep.compat.trak.projectors import SketchProjector
@@ -321,9 +320,9 @@ class TRAKer:
         found = self.saver.finalized(number)
         assert found is not None
         if isinstance(found, Ridge):
-            _solved.add_scores(out, self.saver.train(number), targets, found, share=share)
+            add_scores(out, self.saver.train(number), targets, found, share=share)
         elif self.score_computer is None:
-            _solved.add_features(out, found, targets, share=share)
+            add_features(out, found, targets, share=share)
         else:
             features = found.read(np.arange(found.count))
             part = torch.zeros(found.count, targets.count)
@@ -362,7 +361,7 @@ class TRAKer:
             computed = self.score_computer.get_x_xtx_inv(x, xtx).float()
             features = iter([(np.arange(train.count), computed)])
         elif del_grads:
-            features = _solved.features_of(train, ridge)
+            features = features_of(train, ridge)
         self.saver.finalize(number, ridge, features)
         if ridge.absolute is None and self.score_computer is None:
             self.logger.info(

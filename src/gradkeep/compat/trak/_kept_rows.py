@@ -1,16 +1,16 @@
-"""Projected gradients in the store: every put is one file with its rows, ids and checksum.
-
-A row is done when a file that holds it has its name; the name comes after the bytes are durable,
-so that nothing can be flagged that is not there. Files are named by their smallest id: processes
-with other rows never meet, and of those with the same rows the first wins.
-"""
+"""What a model's gradients are kept in: rows of a store, or files of their own."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
+from numpy.lib.format import open_memmap
 
 from gradkeep.errors import MissingRows
 from gradkeep.store import Array, Schema
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
     Ids = np.ndarray[Any, np.dtype[np.int64]]
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
-class Kept:
+class KeptGradients:
     """Up to `count` projected gradients `[k]`, with a weight each, put in any order and parts."""
 
     def __init__(
@@ -165,3 +167,42 @@ def _files_below(store: Store, top: str, *, inner: bool) -> list[str]:
             elif (folder != top) == inner:
                 keys.append(key)
     return keys
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path, shape: tuple[int, int]) -> Iterator[Any]:
+    """A map `[n, m]` of zeros to fill; the file has its name when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        values = open_memmap(temp, "w+", np.float32, shape)
+        yield values
+        values.flush()
+        del values
+        _sync(temp)
+        os.replace(temp, path)
+        _sync(path.parent)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def mapped_file(path: Path) -> Any:
+    """The matrix, mapped; changes to it stay in this process."""
+    return np.load(path, mmap_mode="c", allow_pickle=False)
+
+
+def file_digest(path: Path) -> str:
+    """The xxh3-128 of a file."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(1 << 24):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
