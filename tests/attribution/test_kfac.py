@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.attribution.kronecker import Damping, _fit, _moments, fisher
+from gradkeep.attribution.kronecker import Damping, _fit, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
 from gradkeep.testing._autograd import per_sample_gradients
 
@@ -271,7 +271,7 @@ def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(method):
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv"])
 def test_long_sides_keep_their_own_coordinates(name, method, monkeypatch):
-    monkeypatch.setattr(_moments, "WIDE", 4)
+    monkeypatch.setattr(_patch_moments, "WIDE", 4)
     store, model, data = world(name, keep="factors")
     found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
     for layer, part in zip(found.layers, found.per_layer, strict=True):
