@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.attribution.kronecker import Damping, _fit, fisher
+from gradkeep.attribution.kronecker import Damping, _fit, _patch_moments, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
 from gradkeep.testing._autograd import per_sample_gradients
 

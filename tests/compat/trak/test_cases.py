@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gradkeep.compat import trak
-from gradkeep.compat.trak import TRAKer, utils
+from gradkeep.compat.trak import TRAKer, _features, utils
 from gradkeep.compat.trak import test_install as smoke
 from gradkeep.compat.trak.projectors import (
     BasicProjector,
