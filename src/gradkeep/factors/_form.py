@@ -18,7 +18,7 @@ from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -145,6 +145,21 @@ class Form(Protocol[R]):
     @property
     def factored(self) -> bool:
         """Whether prefixes and suffixes are kept as the layer had them."""
+        return False
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a restored row is nearly all zeros."""
+        return False
+
+    def one_position(self, ragged: Collection[str]) -> bool:
+        """Whether prefixes and suffixes are kept, one of each a row; `ragged` arrays have several."""
+        del ragged
+        return False
+
+    def shares_restoring(self, rows: R) -> bool:
+        """Whether several weighted sums of these rows cost less once all are restored."""
+        del rows
         return False
 
     @property

@@ -97,6 +97,11 @@ class Lookup(Form[LookupRows]):
         """Ids and the gradients of outputs are kept as the layer had them."""
         return True
 
+    @property
+    def sparse(self) -> bool:
+        """A row has gradients for its own tokens only."""
+        return True
+
     def read(self, source: ArraySource) -> LookupRows:
         """The rows that some arrays hold."""
         offsets = source.offsets(self.suffix)

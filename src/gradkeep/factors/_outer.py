@@ -16,7 +16,7 @@ from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_columns, sum
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
@@ -123,6 +123,14 @@ class Outer(Form[OuterRows]):
     def factored(self) -> bool:
         """Whether prefixes and suffixes are kept as the layer had them."""
         return not self.ones
+
+    def one_position(self, ragged: Collection[str]) -> bool:
+        """Whether its arrays have one entry a row."""
+        return not self.ones and self.suffix not in ragged
+
+    def shares_restoring(self, rows: OuterRows) -> bool:
+        """Of several positions a sum costs as much as restoring all rows."""
+        return rows.offsets is not None
 
     @property
     def storage(self) -> Storage:

@@ -9,7 +9,6 @@ import torch
 
 from gradkeep.attribution.kronecker._row_parts import dense_rows
 from gradkeep.errors import AttributionError
-from gradkeep.factors import Dense
 from gradkeep.query import Directions
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class GradientSpace:
     def of(cls, gradients: Gradients) -> GradientSpace:
         """That of a capture's gradients, if they are kept unprojected."""
         for name, form in gradients.forms.items():
-            if isinstance(form, Dense) and form.sketch:
+            if form.restored_parameters != form.parameters:
                 raise AttributionError(
                     f"layer {name} is kept as a sketch, which has no curvature of its own",
                     fix="capture it dense or as factors",

@@ -21,17 +21,15 @@ from gradkeep.factors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from gradkeep.attribution.kronecker._basis import Basis
+    from gradkeep.attribution.kronecker._fisher import CoordinateRows
     from gradkeep.factors import AnyForm, GradientRows
 
     Tile = tuple[int, int, Tensor]
-    from torch import Tensor
-
-    from gradkeep.attribution.kronecker._fisher import CoordinateRows
 
 
 def coordinates(
@@ -41,12 +39,8 @@ def coordinates(
 
     Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned.
     """
-    if isinstance(basis, MatrixBasis) and form.factored:
-        match form, rows:
-            case Outer(), OuterRows():
-                return _of_outer(basis, form, rows, slopes)
-            case Convolution(), ConvolutionRows() if basis.right is not None:
-                return _of_conv(basis, form, rows, slopes)
+    if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
+        return _COORDINATES[form.kind](basis, form, rows, slopes)
     return _of_restored(basis, form, rows, slopes)
 
 
@@ -75,9 +69,11 @@ def _of_conv(
     basis: MatrixBasis, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
     """To turn patches is to convolve with the eigenvectors: they are never laid out."""
+    if basis.right is None:
+        yield from _of_restored(basis, form, rows, slopes)
+        return
     groups, high, cols = basis.values.shape
     dtype, flat = rows.wide.dtype, [0] * len(form.kernel)
-    assert basis.right is not None
     inner = form.channels // form.groups
     sides = basis.right.mT.to(dtype)
     filters = sides[:, :, : inner * form.taps].reshape(groups * cols, inner, *form.kernel)
@@ -122,12 +118,11 @@ def coordinate_squares(
     every row are made. Where they are wanted again, they are written into `keep` `[B, size]`, or
     both factors of them.
     """
-    if not isinstance(keep, torch.Tensor) and isinstance(basis, MatrixBasis) and form.factored:
-        match form, rows:
-            case Outer(), OuterRows(offsets=None):
-                return _one_position(basis, form, rows, slopes, keep)
-            case Lookup(), LookupRows():
-                return _lookup(basis, form, rows, slopes)
+    by_sides = form.factored and form.kind in _SQUARES and isinstance(basis, MatrixBasis)
+    if by_sides and not isinstance(keep, torch.Tensor):
+        direct = _SQUARES[form.kind](basis, form, rows, slopes, keep)
+        if direct is not None:
+            return direct
     out = torch.zeros_like(basis.values)
     for start, stop, found in coordinates(basis, form, rows, slopes):
         if isinstance(keep, torch.Tensor):
@@ -136,23 +131,40 @@ def coordinate_squares(
     return out
 
 
-def _one_position(
+def _linear_squares(
     basis: MatrixBasis,
     form: Outer,
     rows: OuterRows,
     slopes: Tensor | None,
     keep: CoordinateRows | None,
-) -> Tensor:
+) -> Tensor | None:
+    if rows.offsets is not None:
+        return None
     turned = turned_factors(basis, form, rows, slopes)
-    if isinstance(keep, OuterRows):
+    if keep is not None and not isinstance(keep, torch.Tensor):
         keep.g[:], keep.x[:] = turned.g, turned.x
     return (turned.g.square().t() @ turned.x.square()).unsqueeze(0)
 
 
-def _lookup(basis: MatrixBasis, form: Lookup, rows: LookupRows, slopes: Tensor | None) -> Tensor:
+def _embedding_squares(
+    basis: MatrixBasis,
+    form: Lookup,
+    rows: LookupRows,
+    slopes: Tensor | None,
+    keep: CoordinateRows | None,
+) -> Tensor:
+    del keep
     g = scaled_suffixes(rows.g, rows.offsets, slopes)
     if basis.right is not None:
         g = g @ basis.right[0].to(g.dtype)
     moved = LookupRows(rows.ids, g, rows.offsets)
     ones = g.new_ones(1, len(moved))
     return form.weighted_squares(moved, ones).view(basis.values.shape)
+
+
+_COORDINATES: dict[str, Callable[..., Iterator[Tile]]] = {"outer": _of_outer, "conv": _of_conv}
+_SQUARES: dict[str, Callable[..., Tensor | None]] = {
+    "outer": _linear_squares,
+    "lookup": _embedding_squares,
+}
+"""Which forms have a way of their own; None: these rows have not."""

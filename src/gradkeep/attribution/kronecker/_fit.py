@@ -6,21 +6,20 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution.kronecker._basis import MatrixBasis, VectorBasis, eigen
 from gradkeep.attribution.kronecker._coordinates import coordinate_squares
 from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher, bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
-from gradkeep.attribution.kronecker._moments import MatrixMoments, VectorMoments
+from gradkeep.attribution.kronecker._moments import MatrixMoments, VectorMoments, matrix_moments
 from gradkeep.attribution.kronecker._row_parts import row_parts
 from gradkeep.errors import AttributionError
-from gradkeep.factors import OuterRows, WeightMatrix
+from gradkeep.factors import WeightMatrix
 from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gradkeep.attribution.kronecker._basis import Basis
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
     from gradkeep.factors import AnyForm, WeightBlock
@@ -100,9 +99,9 @@ def _layer(
 
 def _some(kept: CoordinateRows | None, rows: slice, columns: slice) -> CoordinateRows | None:
     """Where to write the coordinates of some rows and of one piece of the gradient."""
-    if isinstance(kept, OuterRows):
-        return OuterRows(kept.x[rows], kept.g[rows])
-    return None if kept is None else kept[rows, columns]
+    if kept is None or isinstance(kept, Tensor):
+        return None if kept is None else kept[rows, columns]
+    return kept.take(rows.start, rows.stop)
 
 
 def _sums(
@@ -111,7 +110,7 @@ def _sums(
     if not isinstance(piece, WeightMatrix):
         return VectorMoments(piece, form)
     limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    return MatrixMoments(piece, form, room=limit // 32)
+    return matrix_moments(piece, form, room=limit // 32)
 
 
 def _basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:

@@ -11,7 +11,7 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.attribution.kronecker._coordinates import coordinates
 from gradkeep.attribution.kronecker._row_parts import only_layer
 from gradkeep.attribution.kronecker._single_position import has_single_position
-from gradkeep.factors import Lookup, OuterRows, WeightMatrix, pairwise
+from gradkeep.factors import OuterRows, WeightMatrix, pairwise
 from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def empty_rows(gradients: Gradients, layer: str, room: int) -> CoordinateRows | 
             return None
         return OuterRows(torch.empty(count, piece.cols), torch.empty(count, piece.rows))
     size = form.restored_size
-    if isinstance(form, Lookup) or 4 * count * size > room:
+    if form.sparse or 4 * count * size > room:
         return None
     return torch.empty(count, size)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import abc
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,118 +14,136 @@ from gradkeep.attribution.kronecker._patch_moments import (
     whole,
     zeros,
 )
-from gradkeep.factors import (
-    CACHED,
-    WHOLE,
-    Convolution,
-    ConvolutionRows,
-    Lookup,
-    LookupRows,
-    Outer,
-    OuterRows,
-    WeightMatrix,
-    WeightVector,
-    row_of,
-    spans,
-    tiles,
-)
+from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors import AnyForm, GradientRows
+    from gradkeep.factors import (
+        AnyForm,
+        ConvolutionRows,
+        GradientRows,
+        LookupRows,
+        OuterRows,
+        WeightMatrix,
+        WeightVector,
+    )
 
 
-class MatrixMoments:
+class MatrixMoments(abc.ABC):
     """Sums over rows of both sides' second moments, of one weight.
 
     From factors: of suffixes sum g g^T over all S positions / N, of prefixes sum x x^T / S, so
-    that their Kronecker product has the size of the Fisher matrix. From gradients G: left = mean G G^T,
-    right = mean G^T G, divided by the trace of one of them.
+    that their Kronecker product has the size of the Fisher matrix.
     """
 
-    def __init__(self, piece: WeightMatrix, form: AnyForm, *, room: int = 0) -> None:
+    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
+        del room
         self.piece, self.form = piece, form
-        self.factored = form.factored
         self.left = zeros(piece.groups, piece.rows)
-        self.patches: PixelMoments | PatchMoments | None = None
-        if isinstance(form, Convolution):
-            self.patches = _patch_moments(piece, form, room)
-        else:
-            self.right = zeros(piece.groups, piece.cols)
-        if isinstance(form, Lookup):
-            self.left = torch.zeros(1, piece.rows, dtype=torch.float64)
+        self.right = zeros(piece.groups, piece.cols)
         self.rows = self.positions = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of both sides."""
-        right = 8 * self.right.numel() if self.patches is None else self.patches.nbytes
-        return 8 * self.left.numel() + right + 8 * self.piece.size
+        return 8 * (self.left.numel() + self.right.numel() + self.piece.size)
 
-    def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
+    @abc.abstractmethod
+    def add(self, rows: Any, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
-        self.rows += len(rows)
-        if not self.factored:
-            self._add_gradients(rows, slopes)
-            return
-        match self.form, rows:
-            case Outer(), OuterRows():
-                x = self.form.with_ones(rows.x)
-                self.left[0] += moment(scaled_suffixes(rows.g, rows.offsets, slopes), self.left[0])
-                self.right[0] += moment(x, self.right[0])
-                self.positions += len(rows.x)
-            case Convolution(), ConvolutionRows():
-                self._add_pixels(self.form, rows, slopes)
-            case Lookup(), LookupRows():
-                self.left[0] += torch.bincount(rows.ids, minlength=self.form.rows)
-                self.right[0] += moment(
-                    scaled_suffixes(rows.g, rows.offsets, slopes), self.right[0]
-                )
-                self.positions += len(rows.ids)
-            case _:
-                raise AssertionError(self.form)
 
     def sides(self) -> tuple[Tensor, Tensor]:
         """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
-        rows, positions = max(1, self.rows), max(1, self.positions)
-        if isinstance(self.form, Lookup) or (
-            isinstance(self.form, Convolution) and self.form.transposed
-        ):
-            return self.left / positions, self._right() / rows
-        if self.factored:
-            return self.left / rows, self._right() / positions
-        left, right = self.left / rows, self.right / rows
-        size = right if right.dim() == 2 else right.diagonal(dim1=1, dim2=2)
-        trace = size.sum(1)
-        return left, right / trace.clamp(min=torch.finfo(torch.float64).tiny).view(
-            -1, *[1] * (right.dim() - 1)
-        )
+        return self.left / max(1, self.rows), self.right / max(1, self.positions)
 
-    def _right(self) -> Tensor:
-        """The moments of prefixes, columns in the order of the weight."""
-        return self.right if self.patches is None else self.patches.moments()
 
-    def _add_pixels(self, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None) -> None:
-        assert self.patches is not None
+class LinearMoments(MatrixMoments):
+    """Of a linear layer's suffixes and prefixes."""
+
+    def add(self, rows: OuterRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        g, x = scaled_suffixes(rows.g, rows.offsets, slopes), self.form.with_ones(rows.x)
+        self.left[0] += moment(g, self.left[0])
+        self.right[0] += moment(x, self.right[0])
+        self.rows += len(rows)
+        self.positions += len(rows.x)
+
+
+class EmbeddingMoments(MatrixMoments):
+    """Of an embedding: how often each token is read, and the suffixes of all tokens."""
+
+    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
+        super().__init__(piece, form, room=room)
+        self.left = torch.zeros(1, piece.rows, dtype=torch.float64)
+
+    def add(self, rows: LookupRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        g = scaled_suffixes(rows.g, rows.offsets, slopes)
+        self.left[0] += torch.bincount(rows.ids, minlength=self.piece.rows)
+        self.right[0] += moment(g, self.right[0])
+        self.rows += len(rows)
+        self.positions += len(rows.ids)
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """The diagonal of the left moments `[1, R]`, and the right ones."""
+        return self.left / max(1, self.positions), self.right / max(1, self.rows)
+
+
+class ConvolutionMoments(MatrixMoments):
+    """Of a convolution's patches and of its other array, by positions."""
+
+    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
+        super().__init__(piece, form, room=room)
+        self.right = torch.zeros(0, dtype=torch.float64)
+        # Pixel by pixel where that is less work, and there is room for it.
+        fits = whole(piece.cols) and PixelMoments.bytes_of(form) <= room
+        self.patches: PixelMoments | PatchMoments = PatchMoments(form)
+        if fits and PixelMoments.operations(form) < PatchMoments.operations(form):
+            self.patches = PixelMoments(form)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return super().nbytes + self.patches.nbytes
+
+    def add(self, rows: ConvolutionRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
         wide, narrow = rows.wide, rows.narrow
         if slopes is not None:
             each = slopes.view(-1, *[1] * (wide.dim() - 1)).to(wide.dtype)
-            if form.transposed:
+            if self.form.transposed:
                 wide = wide * each
             else:
                 narrow = narrow * each
         self.patches.add(wide)
         # By filters, not by positions: runs of positions are copied faster.
-        filters = narrow.transpose(0, 1).reshape(form.groups, self.piece.rows, -1)
+        filters = narrow.transpose(0, 1).reshape(self.form.groups, self.piece.rows, -1)
         for into, one in zip(self.left, filters, strict=True):
             into += moment(one.t(), into)
-        self.positions += len(rows) * form.positions
+        self.rows += len(rows)
+        self.positions += len(rows) * self.form.positions
 
-    def _add_gradients(self, rows: GradientRows, slopes: Tensor | None) -> None:
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments; of a transposed convolution the patches are of the suffix."""
+        rows, positions = max(1, self.rows), max(1, self.positions)
+        right = self.patches.moments()
+        if self.form.transposed:
+            return self.left / positions, right / rows
+        return self.left / rows, right / positions
+
+
+class GradientMoments(MatrixMoments):
+    """Of gradient matrices G, where no factors are kept: left = mean G G^T, right = mean G^T G.
+
+    The right ones are divided by their trace.
+    """
+
+    def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        self.rows += len(rows)
         for start, stop in tiles(len(rows), self.piece.size, 8, 8 * CACHED):
-            part = rows.take(start, stop)
-            dense = self.form.restore(part)
+            dense = self.form.restore(rows.take(start, stop))
             if slopes is not None:
                 dense = dense * slopes[start:stop, None].to(dense.dtype)
             found = self.piece.taken(dense)
@@ -134,15 +153,26 @@ class MatrixMoments:
                 self.left[group] += moment(high, self.left[group])
                 self.right[group] += moment(one.reshape(-1, self.piece.cols), self.right[group])
 
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
+        left, right = self.left / max(1, self.rows), self.right / max(1, self.rows)
+        size = right if right.dim() == 2 else right.diagonal(dim1=1, dim2=2)
+        trace = size.sum(1).clamp(min=torch.finfo(torch.float64).tiny)
+        return left, right / trace.view(-1, *[1] * (right.dim() - 1))
 
-def _patch_moments(
-    piece: WeightMatrix, form: Convolution, room: int
-) -> PixelMoments | PatchMoments:
-    """Pixel by pixel where that is less work, and there is room for it."""
-    fits = whole(piece.cols) and PixelMoments.bytes_of(form) <= room
-    if fits and PixelMoments.operations(form) < PatchMoments.operations(form):
-        return PixelMoments(form)
-    return PatchMoments(form)
+
+_MOMENTS: dict[str, type[MatrixMoments]] = {
+    "outer": LinearMoments,
+    "conv": ConvolutionMoments,
+    "lookup": EmbeddingMoments,
+}
+"""Which forms have the moments of K-FAC; others have those of their gradient matrices."""
+
+
+def matrix_moments(piece: WeightMatrix, form: AnyForm, *, room: int = 0) -> MatrixMoments:
+    """Empty moments of a weight, of its factors if they are kept; `room` is in bytes."""
+    kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
+    return kind(piece, form, room=room)
 
 
 class VectorMoments:

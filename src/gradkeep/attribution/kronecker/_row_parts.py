@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep.errors import AttributionError
-from gradkeep.factors import CACHED, ConvolutionRows, OuterRows, tiles
+from gradkeep.factors import CACHED, tiles
 from gradkeep.query import memory_shares as divided
 from gradkeep.store import CaptureKey
 
@@ -71,19 +71,13 @@ def weighted(
         if part.slopes is not None:
             some = some * part.slopes.to(some.dtype)
         # Of many positions a sum costs as much as restoring all rows: they are restored once.
-        if len(shares) == 1 or not _many_positions(part.factors):
+        if len(shares) == 1 or not form.shares_restoring(part.factors):
             out += form.weighted_sum(part.factors, some)
             continue
         for start, stop in tiles(part.stop - part.start, out.shape[1], 8, 8 * CACHED):
             taken = part.factors.take(start, stop)
             out += some[:, start:stop] @ form.restore(taken)
     return out
-
-
-def _many_positions(rows: GradientRows) -> bool:
-    return isinstance(rows, ConvolutionRows) or (
-        isinstance(rows, OuterRows) and rows.offsets is not None
-    )
 
 
 def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gradkeep.attribution.kronecker._basis import MatrixBasis
 from gradkeep.attribution.kronecker._coordinates import turned_factors
 from gradkeep.attribution.kronecker._row_parts import only_layer, row_parts
-from gradkeep.factors import Outer, OuterRows
 from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from gradkeep.attribution.kronecker._fisher import Damping, LayerFisher
+    from gradkeep.factors import OuterRows
     from gradkeep.query import Gradients
 
 NEGLIGIBLE = 1e-3
@@ -129,15 +128,11 @@ class SinglePositionInfluence:
         return found
 
     def _turned(
-        self, gradients: Gradients, rows: object, slopes: Tensor | None
+        self, gradients: Gradients, rows: Any, slopes: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """L^T g `[B, R]` and R^T x `[B, C]`, by falling eigenvalue."""
-        form = gradients.forms[self.layer]
-        assert isinstance(rows, OuterRows)
-        assert isinstance(form, Outer)
-        wide = rows.widened()
-        assert isinstance(wide, OuterRows)
-        return self._falling(turned_factors(self.basis, form, wide, slopes))
+        form: Any = gradients.forms[self.layer]  # a linear layer, as `one_position` says
+        return self._falling(turned_factors(self.basis, form, rows.widened(), slopes))
 
     def _falling(self, turned: OuterRows) -> tuple[Tensor, Tensor]:
         g, x = turned.g.float(), turned.x.float()
@@ -168,7 +163,7 @@ def single_position_influence(
     if basis.right is not None:
         values = values.flip(1)
     weights = (1 / (values + added)).float()
-    rows = fisher.rows if isinstance(fisher.rows, OuterRows) else None
+    rows = None if isinstance(fisher.rows, Tensor) else fisher.rows
     return SinglePositionInfluence(
         layer, basis, added, weights, _blocks(values > NEGLIGIBLE * added), rows
     )
@@ -176,11 +171,9 @@ def single_position_influence(
 
 def has_single_position(gradients: Gradients, layer: str) -> bool:
     """Whether a linear layer's prefixes and suffixes are kept, one of each a row."""
-    form = gradients.forms[layer]
-    if not isinstance(form, Outer) or form.ones:
-        return False
-    ragged = {array.name: array.ragged for array in gradients.block.schema.arrays}
-    return not ragged[form.suffix]
+    arrays = gradients.block.schema.arrays
+    ragged = {array.name for array in arrays if array.ragged}
+    return gradients.forms[layer].one_position(ragged)
 
 
 def _blocks(there: Tensor) -> tuple[CoordinateBlock, ...]:

@@ -10,11 +10,10 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker import DECADES, Damping
+from gradkeep.attribution.kronecker import DECADES, Damping, has_single_position
 from gradkeep.attribution.kronecker._influence import layer_by_layer
 from gradkeep.attribution.kronecker._row_parts import only_layer, weighted
 from gradkeep.errors import AttributionError
-from gradkeep.factors import Outer
 from gradkeep.query import DEFAULT_BUDGET, Directions
 
 if TYPE_CHECKING:
@@ -102,10 +101,7 @@ def _by_sums(
 
 def _sums_cost_less(rows: Gradients, name: str, queries: int) -> bool:
     """Of few queries and many rows, unless products of rows cost next to nothing."""
-    form = rows.forms[name]
-    ragged = {array.name: array.ragged for array in rows.block.schema.arrays}
-    one_position = isinstance(form, Outer) and not ragged[form.suffix]
-    return not one_position and 2 * queries < len(rows)
+    return not has_single_position(rows, name) and 2 * queries < len(rows)
 
 
 DATA_INF = Method(
