@@ -5,57 +5,41 @@ they are fitted to in `study`.
 """
 
 from gradkeep._public import lazy_names
-from gradkeep.datamodels.analyses import (
+from gradkeep.datamodels.analyses._components import (
     Clusters,
     Comparison,
     Components,
-    Counterfactual,
-    DataSupport,
-    DataValues,
-    Groups,
-    LearningCurve,
-    Memorisation,
-    Neighbours,
-    RankedPairs,
-    TopExamples,
-    VerifiedRemovals,
-    by_group,
     clusters,
     compare,
     components,
+)
+from gradkeep.datamodels.analyses._learning_curve import LearningCurve, learning_curve
+from gradkeep.datamodels.analyses._removal import (
+    Counterfactual,
+    DataSupport,
+    VerifiedRemovals,
     counterfactual,
     data_support,
+    verify_removals,
+)
+from gradkeep.datamodels.analyses._similarity import (
+    Neighbours,
+    RankedPairs,
     leakage,
-    learning_curve,
-    memorisation,
     near_duplicates,
     neighbours,
     similarity,
-    top,
-    values,
-    verify_removals,
 )
-from gradkeep.datamodels.fitting import (
-    Correlation,
-    Datamodels,
-    Masks,
-    PlantedData,
-    correlation,
-    draw_masks,
-    fit,
-    load,
-    planted,
-)
-from gradkeep.datamodels.study import (
-    Output,
-    Study,
-    Training,
-    confidences,
-    correct,
-    losses,
-    margins,
-    output,
-)
+from gradkeep.datamodels.analyses._valuation import DataValues, Memorisation, memorisation, values
+from gradkeep.datamodels.analyses._weights import Groups, TopExamples, by_group, top
+from gradkeep.datamodels.fitting._correlation import Correlation, correlation
+from gradkeep.datamodels.fitting._fit import fit
+from gradkeep.datamodels.fitting._masks import Masks, draw_masks
+from gradkeep.datamodels.fitting._planted import PlantedData, planted
+from gradkeep.datamodels.fitting._result import Datamodels, load
+from gradkeep.datamodels.study._outputs import Output, confidences, correct, losses, margins, output
+from gradkeep.datamodels.study._study import Study
+from gradkeep.datamodels.study._training import Training
 
 __all__ = [
     "Clusters",

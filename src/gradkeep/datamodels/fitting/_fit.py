@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels.fitting._correlation import correlation
 from gradkeep.datamodels.fitting._counts import Counts, zeros
 from gradkeep.datamodels.fitting._masks import Masks
-from gradkeep.datamodels.fitting._memory import FitLayout
 from gradkeep.datamodels.fitting._options import (
     FitOptions,
-    checked_options,
     checked_outputs,
     checked_prior,
     fold_rows,
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._memory import FitLayout
-    from gradkeep.datamodels.fitting._options import FitOptions
+    from gradkeep.datamodels.fitting._path import PathSolver
+
+
+_ENOUGH_TO_SCORE = 10
 
 
 def fit(
@@ -84,19 +87,18 @@ def fit(
     y = checked_outputs(packed, outputs)
     models, examples = packed.shape
     scores = checked_prior(prior, examples, y.shape[1])
-    options = checked_options(
-        penalty=penalty,
-        share=share,
-        tolerance=tolerance,
+    options = FitOptions(
+        penalty=cast("Any", penalty or ("l1" if scores is None else "ridge")),
+        share=float(share),
+        tolerance=float(tolerance),
         max_steps=max_steps,
-        dtype=dtype,
+        dtype=cast("Any", dtype),
         device=device,
-        memory_budget=memory_budget,
-        scratch=scratch,
-        variances=variances,
-        prior=scores is not None,
-        examples=examples,
+        memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
+        scratch=None if scratch is None else Path(scratch),
+        variances=None if variances is None else np.asarray(variances, dtype=np.float64),
     )
+    options.check_prior(scores, examples)
     path = fractions(
         lambdas,
         options.penalty,
@@ -143,25 +145,20 @@ class _FitCall:
 
     def at(self, lam: AnyArray | None, *, held_out: Any = None) -> Datamodels:
         """The fit at known penalties; models left out of a first one tell how well it predicts."""
-        division = self.options.layout(*self.masks.shape, self.outputs.shape[1])
         if held_out is None:
-            return self._noted(self._final(division, self._count(division, None)).fitted(lam))
+            return self._noted(self._counted(self._layout()).fitted(lam))
         out = rows_left_out(held_out, len(self.masks), seed=self.seed)
-        kept = np.setdiff1d(np.arange(len(self.masks)), out)
-        first = self._final(division, self._count(division, kept))
+        first = self._counted(self._layout(), without=out)
         before = first.fitted(lam)
         predicted = predict(self.masks[out], before.weights, before.bias)
-        counts = first.counts.add(self.masks[out], self.outputs[out], device=self.options.device)
-        return self._noted(self._final(division, counts).fitted(lam), out, predicted)
+        return self._noted(self._with(first, out).fitted(lam), out, predicted)
 
     def by_rows(self, held_out: Any) -> Datamodels:
         """The fit with penalties chosen on some rows."""
         import torch
 
-        division = self.options.layout(*self.masks.shape, self.outputs.shape[1])
         out = rows_left_out(held_out, len(self.masks), seed=self.seed)
-        kept = np.setdiff1d(np.arange(len(self.masks)), out)
-        first = self._final(division, self._count(division, kept))
+        first = self._counted(self._layout(), without=out)
         parts = list(first.parts(self.outputs.shape[1]))
         ticks = _Ticks(self.progress, len(parts) * len(self.path) + 1)
         choices = []
@@ -170,10 +167,10 @@ class _FitCall:
             for number, part in enumerate(parts, 1):
                 choices.append(
                     choose_on_rows(
-                        self.options.solver(division.working),
+                        first.solver,
                         standard.targets(torch.arange(self.outputs.shape[1])[part]),
                         self.path,
-                        self._natural(len(kept)),
+                        self._natural(first.counts.models),
                         self.masks[out],
                         self.outputs[out, part],
                         together=self.prior is not None,
@@ -183,12 +180,10 @@ class _FitCall:
                 ticks.reach(number * len(self.path))
             del standard  # the largest array: the next one takes its place
         choice = _joined(choices)
-        counts = first.counts.add(self.masks[out], self.outputs[out], device=self.options.device)
-        final = self._final(division, counts)
         lam = choice.lam
         if self.options.penalty == "ridge":  # its scale is n / m: more models, less of it
-            lam = lam * len(kept) / len(self.masks)
-        found = final.fitted(lam, start=choice.weights)
+            lam = lam * first.counts.models / len(self.masks)
+        found = self._with(first, out).fitted(lam, start=choice.weights)
         ticks.reach(ticks.total)
         return self._noted(found, out, choice.predicted)
 
@@ -198,9 +193,8 @@ class _FitCall:
 
         models, targets = self.outputs.shape
         size = 4 * len(self.path) * models * targets
-        division = self.options.layout(*self.masks.shape, targets, folds=folds, predictions=size)
-        all_models = self._final(division, self._count(division, None))
-        where = self.options.folder(division)
+        all_models = self._counted(self._layout(folds=folds, predictions=size))
+        where = self.options.folder(all_models.layout)
         predicted = zeros((len(self.path), models, targets), np.float32, where)
         parts = list(all_models.parts(targets))
         ticks = _Ticks(self.progress, folds * len(parts) * len(self.path) + 1)
@@ -212,7 +206,7 @@ class _FitCall:
                 standard, _ = all_models.standard(counts)
                 for part in parts:
                     predicted[:, rows, part] = predict_path(
-                        self.options.solver(division.working),
+                        all_models.solver,
                         standard.targets(torch.arange(targets)[part]),
                         self.path,
                         self._natural(counts.models),
@@ -221,9 +215,8 @@ class _FitCall:
                     )
                 del counts, standard
             standard, _ = all_models.standard(all_models.counts)
-            solver = self.options.solver(division.working)
+            solver, natural = all_models.solver, self._natural(models)
             unit, spread = solver.unit(standard), standard.spread
-            natural = self._natural(models)
             penalties = [
                 solver.penalties(standard, fraction, natural).double().cpu().numpy() * unit
                 for fraction in self.path
@@ -236,26 +229,33 @@ class _FitCall:
         lam = np.stack(penalties)[index, np.arange(targets)]
         found = all_models.fitted(lam)
         ticks.reach(ticks.total)
-        every = np.arange(models)
-        out_of_fold = predicted[index, :, np.arange(targets)].T
-        return self._noted(found, every, out_of_fold)
+        return self._noted(found, np.arange(models), predicted[index, :, np.arange(targets)].T)
 
     def _natural(self, models: int) -> float:
         """The ridge at which a weight's prior and data weigh the same: n / m in standard units."""
         return self.masks.num_examples / models
 
-    def _count(self, division: FitLayout, rows: AnyArray | None) -> Counts:
-        some = slice(None) if rows is None else rows
-        return Counts.of(
-            self.masks[some],
-            self.outputs[some],
+    def _layout(self, **more: int) -> FitLayout:
+        return self.options.layout(*self.masks.shape, self.outputs.shape[1], **more)
+
+    def _counted(self, layout: FitLayout, *, without: AnyArray | None = None) -> CountedFit:
+        """All models counted, or all but some."""
+        kept: Any = slice(None)
+        if without is not None:
+            kept = np.setdiff1d(np.arange(len(self.masks)), without)
+        counts = Counts.of(
+            self.masks[kept],
+            self.outputs[kept],
             most=len(self.masks),
-            folder=self.options.folder(division),
+            folder=self.options.folder(layout),
             device=self.options.device,
         )
+        return CountedFit(self.options, layout, counts, self.prior)
 
-    def _final(self, division: FitLayout, counts: Counts) -> CountedFit:
-        return CountedFit(self.options, division, counts, self.prior)
+    def _with(self, first: CountedFit, rows: AnyArray) -> CountedFit:
+        """The counts with some models more; takes over those it is given."""
+        counts = first.counts.add(self.masks[rows], self.outputs[rows], device=self.options.device)
+        return replace(first, counts=counts)
 
     def _noted(
         self, found: Datamodels, rows: AnyArray | None = None, predicted: AnyArray | None = None
@@ -294,17 +294,19 @@ def _joined(choices: list[PenaltyChoice]) -> PenaltyChoice:
     )
 
 
-_ENOUGH_TO_SCORE = 10
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CountedFit:
-    """Counts with the recipe to solve them by, in the parts that the layout allows."""
+    """Counts with the options to solve them by, in the parts that the layout allows."""
 
     options: FitOptions
     layout: FitLayout
     counts: Counts
     prior: AnyArray | None
+
+    @property
+    def solver(self) -> PathSolver:
+        """The solver, with room for the working set that the layout allows."""
+        return self.options.solver(self.layout.working)
 
     def standard(self, counts: Counts) -> tuple[StandardizedRegression, AnyArray | None]:
         """The regression of some counts, after the prior if there is one."""
@@ -318,11 +320,9 @@ class CountedFit:
             rows=self.layout.rows,
             variances=self.options.variances,
         )
-        return (
-            (standard, None)
-            if self.prior is None
-            else after_prior(standard, self.prior, counts.models)
-        )
+        if self.prior is None:
+            return standard, None
+        return after_prior(standard, self.prior, counts.models)
 
     def parts(self, targets: int) -> Iterator[slice]:
         """The targets that are solved together."""
@@ -338,7 +338,7 @@ class CountedFit:
             targets, n = standard.c.shape
             weights, bias = np.zeros((n, targets), self.options.dtype), np.zeros(targets)
             gap = np.zeros(targets)
-            solver = self.options.solver(self.layout.working)
+            solver = self.solver
             for part in self.parts(targets):
                 now = standard.targets(torch.arange(targets)[part])
                 if lam is None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels.fitting._masks import as_array
 from gradkeep.datamodels.fitting._memory import FitLayout, fit_layout
 from gradkeep.datamodels.fitting._path import PathSolver, Penalty
@@ -41,6 +40,48 @@ class FitOptions:
     scratch: Path | None
     variances: AnyArray | None
 
+    def __post_init__(self) -> None:
+        if self.penalty not in get_args(Penalty):
+            raise DatamodelsError(
+                "there is no such penalty",
+                found=repr(self.penalty),
+                expected=", ".join(get_args(Penalty)),
+            )
+        if not 0 < self.share <= 1:
+            raise DatamodelsError(
+                "the share of L1 in an elastic net must be above 0 and at most 1", found=self.share
+            )
+        if not self.tolerance > 0 or self.max_steps < 1:
+            raise DatamodelsError(
+                "tolerance and max_steps must be positive",
+                found=f"{self.tolerance}, {self.max_steps}",
+            )
+        if self.dtype not in ("float32", "float64"):
+            raise DatamodelsError("dtype must be 'float32' or 'float64'", found=repr(self.dtype))
+        if self.dtype == "float32" and self.tolerance < 1e-6:
+            raise DatamodelsError(
+                "float32 cannot prove so small a gap",
+                found=f"tolerance {self.tolerance}",
+                expected="1e-6 or more",
+                fix="pass dtype='float64'",
+            )
+
+    def check_prior(self, prior: AnyArray | None, examples: int) -> None:
+        """Refuse a prior or variances that this penalty, or so many examples, cannot have."""
+        if self.penalty == "means" and (prior is not None or self.variances is not None):
+            raise DatamodelsError(
+                "a difference of means takes no prior", fix="use penalty='ridge' with a prior"
+            )
+        allowed = self.variances
+        if allowed is None:
+            return
+        if allowed.shape != (examples,) or not (np.isfinite(allowed) & (allowed > 0)).all():
+            raise DatamodelsError(
+                "variances must be one positive number per training example",
+                found=f"shape {list(allowed.shape)}",
+                expected=[examples],
+            )
+
     def solver(self, working: int) -> PathSolver:
         """The solver with room for a working set."""
         share = self.share if self.penalty == "elastic" else 1.0
@@ -65,64 +106,6 @@ class FitOptions:
         if layout.in_memory:
             return None
         return Path(tempfile.gettempdir()) if self.scratch is None else self.scratch
-
-
-def checked_options(
-    *,
-    penalty: str | None,
-    share: float,
-    tolerance: float,
-    max_steps: int,
-    dtype: str,
-    device: str,
-    memory_budget: str | int | None,
-    scratch: Any,
-    variances: Any,
-    prior: bool,
-    examples: int,
-) -> FitOptions:
-    """The checked options of a fit."""
-    kind: Any = penalty or ("ridge" if prior else "l1")
-    if kind not in get_args(Penalty):
-        raise DatamodelsError(
-            "there is no such penalty", found=repr(kind), expected=", ".join(get_args(Penalty))
-        )
-    if kind == "means" and (prior or variances is not None):
-        raise DatamodelsError(
-            "a difference of means takes no prior", fix="use penalty='ridge' with a prior"
-        )
-    if not 0 < share <= 1:
-        raise DatamodelsError(
-            "the share of L1 in an elastic net must be above 0 and at most 1", found=share
-        )
-    if not tolerance > 0 or max_steps < 1:
-        raise DatamodelsError(
-            "tolerance and max_steps must be positive", found=f"{tolerance}, {max_steps}"
-        )
-    precision: Any = dtype
-    if precision not in ("float32", "float64"):
-        raise DatamodelsError("dtype must be 'float32' or 'float64'", found=repr(dtype))
-    if precision == "float32" and tolerance < 1e-6:
-        raise DatamodelsError(
-            "float32 cannot prove so small a gap",
-            found=f"tolerance {tolerance}",
-            expected="1e-6 or more",
-            fix="pass dtype='float64'",
-        )
-    allowed = None
-    if variances is not None:
-        allowed = np.asarray(variances, dtype=np.float64)
-        if allowed.shape != (examples,) or not (np.isfinite(allowed) & (allowed > 0)).all():
-            raise DatamodelsError(
-                "variances must be one positive number per training example",
-                found=f"shape {list(allowed.shape)}",
-                expected=[examples],
-            )
-    budget = None if memory_budget is None else parse_bytes(memory_budget)
-    folder = None if scratch is None else Path(scratch)
-    return FitOptions(
-        kind, float(share), float(tolerance), max_steps, precision, device, budget, folder, allowed
-    )
 
 
 def checked_outputs(masks: Masks, outputs: Any) -> AnyArray:

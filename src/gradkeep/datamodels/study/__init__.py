@@ -1,4 +1,7 @@
-"""Many models on subsets of one dataset: studies, trainings, and models by a spec and a `main`."""
+"""Many models on subsets of one dataset: studies and trainings, and models by a spec and a `main`.
+
+What users call is in `gradkeep.datamodels`; here is what commands and other layouts need.
+"""
 
 from gradkeep.datamodels.study._contract import (
     MODELS,
@@ -11,38 +14,20 @@ from gradkeep.datamodels.study._contract import (
     status,
     work,
 )
-from gradkeep.datamodels.study._outputs import (
-    Output,
-    confidences,
-    correct,
-    losses,
-    margins,
-    output,
-)
 from gradkeep.datamodels.study._spec import COMPLETED, Field, Spec, check_returned
-from gradkeep.datamodels.study._study import Study
-from gradkeep.datamodels.study._training import Training
 
 __all__ = [
     "COMPLETED",
     "MODELS",
     "Field",
     "MainJob",
-    "Output",
     "Spec",
     "Status",
-    "Study",
-    "Training",
     "check_returned",
-    "confidences",
-    "correct",
     "initialize",
     "load_main",
     "logdir_of",
-    "losses",
-    "margins",
     "models_of",
-    "output",
     "status",
     "work",
 ]

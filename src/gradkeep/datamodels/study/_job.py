@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import tempfile
 from dataclasses import dataclass, field
@@ -11,24 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
-from gradkeep import farm
-from gradkeep.datamodels.analyses._removal import VerifiedRemovals, verify_removals
-from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.datamodels.fitting._masks import Masks, Subsets, draw_masks, training_seed
 from gradkeep.datamodels.study._outputs import tensors
 from gradkeep.datamodels.study._training import Training, train_many
 from gradkeep.errors import RematError, StudyError
-from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._result import Datamodels
     from gradkeep.datamodels.study._outputs import Output
-    from gradkeep.store import Store
 
 MASKS, WEIGHTS = "masks", "weights"
 
@@ -184,65 +176,6 @@ class RetrainJob:
             )
             for number in numbers
         ]
-
-
-def verify_by_farm(
-    store: Store,
-    name: str,
-    job: StudyJob,
-    found: Datamodels,
-    removals: Sequence[Any],
-    *,
-    output: str,
-    base: Any,
-    repeats: int,
-    **options: Any,
-) -> VerifiedRemovals:
-    """Train the whole set and the set without each removal, then compare with the predictions."""
-    whole = checked_base(base, job.num_examples)
-    wanted = [whole]
-    for removed in removals:
-        mask = whole.copy()
-        mask[checked_ids("examples", removed, job.num_examples)] = False
-        wanted.append(mask)
-    alone = dataclasses.replace(
-        job, keep_models=False, stacked=False, outputs={output: job.outputs[output]}
-    )
-    retrain = RetrainJob(alone, Masks.of(np.stack(wanted)))
-    known = store.rows(name).schema
-    digest = xxhash.xxh3_64_hexdigest(retrain.masks.bits.tobytes() + output.encode())
-    rows = store.rows(
-        f"{name}.removals.{digest}",
-        Schema(
-            (
-                Array(MASKS, "bool", (job.num_examples,), kind="mask", encoding="bits"),
-                known.array(output),
-            ),
-            fingerprints=known.fingerprints,
-        ),
-        num_rows=len(wanted) * repeats,
-    )
-    outcome = farm.run(store, f"{name}.removals.{digest}", retrain, **options)
-    if not outcome.complete:
-        raise StudyError(
-            "some of the trainings without these examples failed",
-            path=rows.path,
-            found=f"{outcome.progress}; {outcome.failures[0].error.splitlines()[-1]}"
-            if outcome.failures
-            else outcome.progress,
-        )
-    answers = {
-        (mask.tobytes(), repeat): rows.read([repeat * len(wanted) + place], [output])[output][0]
-        for place, mask in enumerate(wanted)
-        for repeat in range(repeats)
-    }
-    return verify_removals(
-        found,
-        removals,
-        lambda mask, seed: answers[np.asarray(mask, np.bool_).tobytes(), seed],
-        base=whole,
-        repeats=repeats,
-    )
 
 
 class TrainingBudget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping
@@ -13,16 +14,18 @@ import xxhash
 import gradkeep.store as stores
 from gradkeep import farm
 from gradkeep._budgets import parse_budget
+from gradkeep.datamodels.analyses._removal import VerifiedRemovals, verify_removals
+from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.datamodels.fitting._masks import Masks, Subsets, check_alpha, draw_masks
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._job import (
     MASKS,
     WEIGHTS,
+    RetrainJob,
     StudyJob,
     floats,
     load_dataset,
     restore_weights,
-    verify_by_farm,
 )
 from gradkeep.datamodels.study._outputs import Output, tensors
 from gradkeep.datamodels.study._training import MANY, Training, stacks_well
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.capturing import Captured, Task
-    from gradkeep.datamodels.analyses._removal import VerifiedRemovals
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._result import Datamodels
     from gradkeep.store import Rows, Store
@@ -172,14 +174,34 @@ class Study:
             raise StudyError(
                 "this output does not say which examples it is about", fix="pass them as test="
             )
-        return capture_models(
-            self,
-            {"train": self.job.data(), "test": asked},
-            models=models,
-            task=task,
-            batch_size=batch_size,
-            **options,
-        )
+        from gradkeep.capturing import Captured, Classification, capture
+
+        taken = [name for name in _RESERVED if name in options]
+        if taken:
+            raise StudyError(
+                "the study itself names what it captures",
+                found=", ".join(taken),
+                expected="the model's number as checkpoint, the study's name as run",
+            )
+        splits = {"train": self.job.data(), "test": asked}
+        loaders = {split: _loader(data, batch_size) for split, data in splits.items()}
+        kept: list[Captured] = []
+        for index in self.done().tolist() if models is None else models:
+            model = self.model(index)
+            for split, loader in loaders.items():
+                found = capture(
+                    self.store,
+                    model,
+                    loader,
+                    task=Classification() if task is None else task,
+                    split=split,
+                    checkpoint=str(index),
+                    run=self.name,
+                    **{"mode": "eval", "progress": False, **options},
+                )
+                assert isinstance(found, Captured)
+                kept.append(found)
+        return kept
 
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
         """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""
@@ -202,16 +224,41 @@ class Study:
         As `gradkeep.datamodels.verify_removals`, with the trainings done by the farm (`options` are
         those of `run`) and kept in the store: called again, it trains only what is missing.
         """
-        return verify_by_farm(
-            self.store,
-            self.name,
-            self.job,
+        job, output = self.job, self._output(output)
+        whole = checked_base(base, job.num_examples)
+        wanted = [whole]
+        for removed in removals:
+            mask = whole.copy()
+            mask[checked_ids("examples", removed, job.num_examples)] = False
+            wanted.append(mask)
+        alone = dataclasses.replace(
+            job, keep_models=False, stacked=False, outputs={output: job.outputs[output]}
+        )
+        retrain = RetrainJob(alone, Masks.of(np.stack(wanted)))
+        digest = xxhash.xxh3_64_hexdigest(retrain.masks.bits.tobytes() + output.encode())
+        name, known = f"{self.name}.removals.{digest}", self.rows.schema
+        arrays = (known.array(MASKS), known.array(output))
+        schema = stores.Schema(arrays, fingerprints=known.fingerprints)
+        rows = self.store.rows(name, schema, num_rows=len(wanted) * repeats)
+        outcome = farm.run(self.store, name, retrain, **options)
+        if not outcome.complete:
+            why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
+            raise StudyError(
+                "some of the trainings without these examples failed",
+                path=rows.path,
+                found="; ".join([str(outcome.progress), *why]),
+            )
+        answers = {
+            (mask.tobytes(), repeat): rows.read([repeat * len(wanted) + place], [output])[output][0]
+            for place, mask in enumerate(wanted)
+            for repeat in range(repeats)
+        }
+        return verify_removals(
             found,
             removals,
-            output=self._output(output),
-            base=base,
+            lambda mask, seed: answers[np.asarray(mask, np.bool_).tobytes(), seed],
+            base=whole,
             repeats=repeats,
-            **options,
         )
 
     def _read(self, models: Sequence[int] | None, name: str) -> AnyArray:
@@ -325,45 +372,6 @@ def describe(train_fn: Any) -> str:
     if isinstance(train_fn, Training):
         return train_fn.describe()
     return str(getattr(train_fn, "__qualname__", type(train_fn).__qualname__))
-
-
-def capture_models(
-    study: Study,
-    splits: Mapping[str, Any],
-    *,
-    models: Sequence[int] | None,
-    task: Task | None,
-    batch_size: int,
-    **options: Any,
-) -> list[Captured]:
-    """Capture every split at every model, each model read back from the store once."""
-    from gradkeep.capturing import Captured, Classification, capture
-
-    taken = [name for name in _RESERVED if name in options]
-    if taken:
-        raise StudyError(
-            "the study itself names what it captures",
-            found=", ".join(taken),
-            expected="the model's number as checkpoint, the study's name as run",
-        )
-    loaders = {split: _loader(data, batch_size) for split, data in splits.items()}
-    kept: list[Captured] = []
-    for index in study.done().tolist() if models is None else models:
-        model = study.model(index)
-        for split, loader in loaders.items():
-            found = capture(
-                study.store,
-                model,
-                loader,
-                task=Classification() if task is None else task,
-                split=split,
-                checkpoint=str(index),
-                run=study.name,
-                **{"mode": "eval", "progress": False, **options},
-            )
-            assert isinstance(found, Captured)
-            kept.append(found)
-    return kept
 
 
 def _loader(data: Any, batch_size: int) -> Any:
