@@ -94,7 +94,7 @@ _IN_STUDY = (
     *("models_of", "status", "work"),
 )
 _IN_COMPAT = (
-    *("NpyFolder", "Published", "RegressionData", "export_folder", "import_folder"),
+    *("NpyFolder", "RegressionData", "export_folder", "import_folder"),
     *("import_published", "load_memmap", "load_weights", "open_published", "save_weights"),
     "train_row",
 )
@@ -107,6 +107,7 @@ __getattr__ = lazy_names(
         "Counts": "gradkeep.datamodels.fitting.Counts",
         "DatamodelsError": "gradkeep.errors.DatamodelsError",
         "Pairs": "gradkeep.datamodels.RankedPairs",
+        "Published": "gradkeep.compat.datamodels.PublishedArrays",
         "Planted": "gradkeep.datamodels.PlantedData",
         "Support": "gradkeep.datamodels.DataSupport",
         "Top": "gradkeep.datamodels.TopExamples",

@@ -10,12 +10,12 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import FarmError
-from gradkeep.farm._process import Stop, cores, environment, stop_on_signals
+from gradkeep.farm._process import StopRequest, cores, environment, stop_on_signals
 from gradkeep.farm._worker import (
     BROKEN,
     STOPPED,
     TIMED_OUT,
-    Message,
+    WorkerMessage,
     broken_worker,
     work_in_process,
 )
@@ -85,7 +85,7 @@ class _Supervisor:
                 self._kill_all()
             stop.raise_if_asked()
 
-    def _turn(self, stop: Stop) -> None:
+    def _turn(self, stop: StopRequest) -> None:
         if stop.asked and not self._stopping:
             self._stopping = True
             self._ask_to_stop()
@@ -120,7 +120,7 @@ class _Supervisor:
     def _listen(self, worker: _Worker) -> None:
         try:
             while worker.connection.poll():
-                message: Message = worker.connection.recv()
+                message: WorkerMessage = worker.connection.recv()
                 worker.heard = time.monotonic()
                 if message.kind == "ready":
                     worker.ready, self._failed_starts = True, 0

@@ -21,7 +21,7 @@ _THREAD_VARIABLES = (
 
 
 @dataclass(slots=True)
-class Stop:
+class StopRequest:
     """How often, and by which signal, somebody asked to stop."""
 
     times: int = 0
@@ -46,12 +46,12 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signals(*, raise_second: bool = False) -> Iterator[Stop]:
+def stop_on_signals(*, raise_second: bool = False) -> Iterator[StopRequest]:
     """Count interrupts and terminations instead of dying of them; the main thread gets them.
 
     With `raise_second` the second one interrupts whatever runs, as it would have without us.
     """
-    stop = Stop()
+    stop = StopRequest()
 
     def note(number: int, _: Any) -> None:
         stop.times += 1

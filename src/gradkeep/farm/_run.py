@@ -14,7 +14,7 @@ from gradkeep.farm._clusters import RayCluster, Slurm
 from gradkeep.farm._job import Job, JobSpec, packed_job
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._process import stop_on_signals
-from gradkeep.farm._progress import Pace, Progress, progress_of
+from gradkeep.farm._progress import Progress, progress_of
 from gradkeep.farm._worker import LeaseKeeper, Puller
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class _ProgressReporter:
         self, rows: Rows, max_attempts: int, report: Callable[[Progress], None] | None
     ) -> None:
         self._rows, self._max_attempts, self._report = rows, max_attempts, report
-        self._pace = Pace(len(rows.done()))
+        self._done_before, self._began = len(rows.done()), time.monotonic()
         self._next = 0.0
 
     def __call__(self) -> None:
@@ -206,5 +206,7 @@ class _ProgressReporter:
             return
         states = self._rows.states(max_attempts=self._max_attempts)
         seen = progress_of(states)
-        self._report(dataclasses.replace(seen, rate=self._pace.rate(seen.done)))
+        new = seen.done - self._done_before
+        rate = new / max(1e-9, now - self._began) if new > 0 else None
+        self._report(dataclasses.replace(seen, rate=rate))
         self._next = now + max(0.5, _REPORT_SHARE * (time.monotonic() - now))

@@ -301,7 +301,7 @@ def describe_rows(rows: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WorkerMessage:
     """What a worker tells the process that started it."""
 
     kind: Literal["ready", "holds", "broken"]
@@ -316,7 +316,7 @@ def work_in_process(spec: JobSpec, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
 
-    def send(message: Message) -> None:
+    def send(message: WorkerMessage) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more: `stopped` says so
             connection.send(message)
 
@@ -325,9 +325,9 @@ def work_in_process(spec: JobSpec, connection: Connection) -> None:
             spec,
             # The end of the connection can be "read" as well: the parent is gone.
             stopped=lambda: asked.is_set() or connection.poll(),
-            ready=lambda: send(Message("ready")),
-            beat=lambda leases: send(Message("holds", tuple(leases))),
+            ready=lambda: send(WorkerMessage("ready")),
+            beat=lambda leases: send(WorkerMessage("holds", tuple(leases))),
         )
     except BaseException:
-        send(Message("broken", text=traceback.format_exc()))
+        send(WorkerMessage("broken", text=traceback.format_exc()))
         os._exit(BROKEN)

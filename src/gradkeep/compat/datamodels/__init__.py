@@ -9,7 +9,13 @@ from gradkeep._public import lazy_names
 _HOMES = {
     "_npy_folder": ("NpyFolder", "load_memmap", "train_row"),
     "_exchange": (
-        *("Published", "export_folder", "import_folder", "import_published", "open_published"),
+        *(
+            "PublishedArrays",
+            "export_folder",
+            "import_folder",
+            "import_published",
+            "open_published",
+        ),
     ),
     "_regression": (
         *("RegressionData", "collect_completed", "compute_datamodels"),

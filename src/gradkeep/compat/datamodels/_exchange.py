@@ -67,7 +67,7 @@ def export_folder(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Published:
+class PublishedArrays:
     """The published arrays of one share of the training set, mapped: nothing is read yet."""
 
     alpha: float
@@ -80,7 +80,7 @@ class Published:
         return len(self.arrays["masks"])
 
 
-def open_published(path: str | os.PathLike[str], *, alpha: float | None = None) -> Published:
+def open_published(path: str | os.PathLike[str], *, alpha: float | None = None) -> PublishedArrays:
     """The arrays `data/{train_masks,test_margins,...}_<share>pct.npy` of the published layout."""
     base = Path(path)
     place = base / "data" if (base / "data").is_dir() else base
@@ -110,7 +110,7 @@ def open_published(path: str | os.PathLike[str], *, alpha: float | None = None) 
                 found=len(array),
                 expected=count,
             )
-    return Published(wanted[0] / 100, arrays)
+    return PublishedArrays(wanted[0] / 100, arrays)
 
 
 def import_published(

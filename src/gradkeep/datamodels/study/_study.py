@@ -57,7 +57,7 @@ def _store_first(init: Callable[_Given, None]) -> Callable[_Given, None]:
                 DeprecationWarning,
                 stacklevel=2,
             )
-            given, options = (options.pop("store"), *given), options
+            given = (options.pop("store"), *given)
         cast("Any", init)(study, *given, **options)
 
     return cast("Callable[_Given, None]", begin)

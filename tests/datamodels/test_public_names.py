@@ -1,13 +1,17 @@
-"""Names of earlier versions still work, and say what they are called now."""
+"""What is public: types with the functions that return them, and names of earlier versions."""
 
 import importlib
+import inspect
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from gradkeep.datamodels import Study, Training, margins
+import gradkeep as gk
+from gradkeep import datamodels, farm, store
+from gradkeep.datamodels import Study, Training, fitting, margins, study
 
 OLD = {
     "gradkeep.datamodels": """
@@ -26,6 +30,45 @@ OLD = {
         format_seconds progress_of recent_rate run
     """,
 }
+
+ANYWHERE = {
+    *[
+        "Any",
+        "AnyArray",
+        "Callable",
+        "Iterator",
+        "Literal",
+        "Mapping",
+        "Module",
+        "None",
+        "Optimizer",
+        "Path",
+        "Tensor",
+    ]
+}
+
+
+def returned(thing):
+    """The names in what a function, or a class's methods and fields, hand out."""
+    if not inspect.isclass(thing):
+        return set(re.findall(r"\b[A-Z]\w*", str(inspect.signature(thing).return_annotation)))
+    found = [
+        member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        for name, member in vars(thing).items()
+        if not name.startswith("_") and (callable(member) or isinstance(member, property))
+    ]
+    fields = " ".join(map(str, vars(thing).get("__annotations__", {}).values()))
+    return set(re.findall(r"\b[A-Z]\w*", fields)).union(*(returned(one) for one in found))
+
+
+@pytest.mark.parametrize("room", [datamodels, farm])
+def test_what_a_public_function_returns_is_public(room):
+    homes = [datamodels, farm, store, fitting, study, gk]
+    public = ANYWHERE.union(*(home.__all__ for home in homes))
+    for name in room.__all__:
+        thing = getattr(room, name)
+        if inspect.isfunction(thing) or inspect.isclass(thing):
+            assert returned(thing) <= public, name
 
 
 @pytest.mark.parametrize(
@@ -53,9 +96,9 @@ def test_a_study_takes_its_store_last_as_it_did(tmp_path):
         old = Study((x, y), training, store=tmp_path / "old", **options)
     new = Study(tmp_path / "new", (x, y), training, **options)
     named = Study(store=tmp_path / "named", dataset=(x, y), train_fn=training, **options)
-    for study in (new, old, named):
-        assert study.run(workers=0).complete
-        np.testing.assert_array_equal(study.outputs(), new.outputs())
+    for made in (new, old, named):
+        assert made.run(workers=0).complete
+        np.testing.assert_array_equal(made.outputs(), new.outputs())
 
 
 def linear():
