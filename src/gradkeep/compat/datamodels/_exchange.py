@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep.compat.datamodels._npy_folder import NpyFolder
+from gradkeep.compat.datamodels._npy_folder import NpyFolder, mapped, spec_of
 from gradkeep.datamodels.fitting import open_store
-from gradkeep.datamodels.study import MODELS, Field, Spec, initialize, models_of
+from gradkeep.datamodels.study import MODELS, Spec, initialize, models_of
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
@@ -100,17 +100,7 @@ def open_published(path: str | os.PathLike[str], *, alpha: float | None = None) 
             expected="one of them" if wanted else "train_masks_<share>pct.npy and its margins",
             fix="say alpha, such as 0.5",
         )
-    arrays = {key: np.load(file, mmap_mode="r") for key, file in found[wanted[0]].items()}
-    count = len(arrays["masks"])
-    for key, array in arrays.items():
-        if len(array) != count:
-            raise StudyError(
-                "the arrays do not have the same number of models",
-                path=found[wanted[0]][key],
-                found=len(array),
-                expected=count,
-            )
-    return PublishedArrays(wanted[0] / 100, arrays)
+    return PublishedArrays(wanted[0] / 100, mapped(found[wanted[0]], "masks"))
 
 
 def import_published(
@@ -124,10 +114,8 @@ def import_published(
     """Bring the published masks and outputs (or the first `num_models`) into a store."""
     published = open_published(path, alpha=alpha)
     count = published.num_models if num_models is None else min(num_models, published.num_models)
-    fields = tuple(
-        Field(key, array.shape[1:], array.dtype) for key, array in published.arrays.items()
-    )
-    return _import(store, name, Spec(count, fields), published.arrays, np.arange(count))
+    spec = spec_of(published.arrays, count)
+    return _import(store, name, spec, published.arrays, np.arange(count))
 
 
 def _import(

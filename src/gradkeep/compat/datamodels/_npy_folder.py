@@ -81,21 +81,9 @@ class NpyFolder:
                 found="no such folder" if not folder.is_dir() else f"no {_file(COMPLETED)}",
                 fix="make one with initialize_store",
             )
-        num_models = len(np.load(folder / _file(COMPLETED), mmap_mode="r"))
-        fields = []
-        for file in sorted(folder.glob("*.npy")):
-            if file.stem == COMPLETED:
-                continue
-            array = np.load(file, mmap_mode="r")
-            if len(array) != num_models:
-                raise StudyError(
-                    "the arrays do not have the same number of models",
-                    path=file,
-                    found=len(array),
-                    expected=num_models,
-                )
-            fields.append(Field(file.stem, array.shape[1:], array.dtype))
-        return cls(folder, Spec(num_models, tuple(fields)))
+        arrays = mapped({file.stem: file for file in sorted(folder.glob("*.npy"))}, COMPLETED)
+        flags = arrays.pop(COMPLETED)
+        return cls(folder, spec_of(arrays, len(flags)))
 
     def array(self, name: str) -> AnyArray:
         """One array `[num_models, *shape]`, mapped for reading."""
@@ -166,6 +154,26 @@ def load_memmap(logdir: str | os.PathLike[str], key: str, mode: Any) -> AnyArray
     """The array of a key in a store directory, mapped with numpy's `mode`."""
     found: AnyArray = np.load(Path(logdir) / _file(key), mmap_mode=mode)
     return found
+
+
+def mapped(files: Mapping[str, Path], first: str) -> dict[str, AnyArray]:
+    """Arrays mapped for reading, which must have a row for each of the first one's."""
+    arrays = {name: np.load(file, mmap_mode="r") for name, file in files.items()}
+    for name, array in arrays.items():
+        if len(array) != len(arrays[first]):
+            raise StudyError(
+                "the arrays do not have the same number of models",
+                path=files[name],
+                found=len(array),
+                expected=len(arrays[first]),
+            )
+    return arrays
+
+
+def spec_of(arrays: Mapping[str, AnyArray], num_models: int) -> Spec:
+    """The spec of arrays `[num_models, ...]`."""
+    fields = (Field(name, array.shape[1:], array.dtype) for name, array in arrays.items())
+    return Spec(num_models, tuple(fields))
 
 
 def _file(name: str) -> str:
