@@ -31,7 +31,7 @@ from gradkeep.datamodels import Masks, fit, planted
 from gradkeep.datamodels.fitting import Counts
 from gradkeep.datamodels.fitting._counts import add_pairs, pair_dtype
 from gradkeep.datamodels.fitting._path import PathSolver, follow_path
-from gradkeep.datamodels.fitting._standardized import standardise
+from gradkeep.datamodels.fitting._standardized import standardize
 
 GAP = 1e-4
 FRACTIONS = tuple(np.geomspace(1, 1e-2, 20))
@@ -103,7 +103,7 @@ def follow(masks: np.ndarray, outputs: np.ndarray) -> tuple[float, float, list[n
 
     start = time.process_time()
     counts = Counts.of(Masks.of(masks), outputs)
-    standard = standardise(counts, dtype=torch.float32, device="cpu", dense=True)
+    standard = standardize(counts, dtype=torch.float32, device="cpu", dense=True)
     middle = time.process_time()
     with torch.inference_mode():
         solver = PathSolver("l1", 1.0, 0.9 * GAP, 5000, masks.shape[1])

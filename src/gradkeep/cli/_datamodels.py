@@ -13,8 +13,8 @@ from gradkeep.cli._output import print_json
 from gradkeep.errors import FarmError, StudyError
 
 if TYPE_CHECKING:
-    from gradkeep.datamodels.study import Status
-    from gradkeep.farm import Outcome, Progress
+    from gradkeep.farm import Failure, Outcome, Progress
+    from gradkeep.store import RowState
 
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Which models, if the store has several sets.")
@@ -102,7 +102,10 @@ def status(
 
     found = study.status(store, name=name, max_attempts=attempts)
     if json:
-        print_json(_fields(found))
+        counts = ("total", "done", "failed", "leased", "pending", "rate", "eta")
+        fields = {name: getattr(found.progress, name) for name in counts}
+        failures = [_failure(state, state=state.state) for state in found.troubled]
+        print_json({**fields, "spec": found.spec.to_fields(), "failures": failures})
         return
     for field in found.spec.fields:
         print(f"{field.name}  {field.dtype.name} {list(field.shape)}")
@@ -129,29 +132,6 @@ def export(
         print_json({"folder": str(folder), "models": done})
     else:
         print(f"{folder}: {done} models")
-
-
-def _fields(found: Status) -> dict[str, Any]:
-    seen = found.progress
-    return {
-        "total": seen.total,
-        "done": seen.done,
-        "failed": seen.failed,
-        "leased": seen.leased,
-        "pending": seen.pending,
-        "rate": seen.rate,
-        "eta": seen.eta,
-        "spec": found.spec.to_fields(),
-        "failures": [
-            {
-                "model": state.row,
-                "state": state.state,
-                "attempts": state.attempts,
-                "error": state.error,
-            }
-            for state in found.troubled
-        ],
-    }
 
 
 def work(
@@ -254,13 +234,9 @@ def _run(
 
 
 def _report(outcome: Outcome, *, as_json: bool) -> None:
-    failures = [
-        {"model": item.row, "attempts": item.attempts, "error": item.error}
-        for item in outcome.failures
-    ]
     if as_json:
-        seen = outcome.progress
-        fields = {"total": seen.total, "done": seen.done, "failed": seen.failed}
+        fields = {name: getattr(outcome.progress, name) for name in ("total", "done", "failed")}
+        failures = [_failure(item) for item in outcome.failures]
         print_json({**fields, "seconds": outcome.seconds, "failures": failures})
         return
     print(outcome.progress)
@@ -272,6 +248,10 @@ def _report(outcome: Outcome, *, as_json: bool) -> None:
         print(
             "`gradkeep datamodels status` shows more; --retry-failed tries again", file=sys.stderr
         )
+
+
+def _failure(of: Failure | RowState, **more: Any) -> dict[str, Any]:
+    return {"model": of.row, **more, "attempts": of.attempts, "error": of.error}
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:

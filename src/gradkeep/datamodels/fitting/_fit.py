@@ -26,7 +26,7 @@ from gradkeep.datamodels.fitting._result import Datamodels
 from gradkeep.datamodels.fitting._standardized import (
     StandardizedRegression,
     after_prior,
-    standardise,
+    standardize,
 )
 from gradkeep.errors import DatamodelsError
 
@@ -312,7 +312,7 @@ class CountedFit:
         """The regression of some counts, after the prior if there is one."""
         import torch
 
-        standard = standardise(
+        standard = standardize(
             counts,
             dtype=getattr(torch, self.options.dtype),
             device=self.options.device,

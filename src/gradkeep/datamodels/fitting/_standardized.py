@@ -186,7 +186,7 @@ class StandardizedRegression:
         return whole if self.base is None else whole - self.base
 
 
-def standardise(
+def standardize(
     counts: Counts,
     *,
     dtype: torch.dtype,

@@ -115,7 +115,7 @@ def tensors(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _OfModel:
+class _FromLogits:
     """Runs a model over examples and takes something from its logits."""
 
     examples: Any
@@ -141,4 +141,4 @@ def _of_logits(
     dtype: str,
 ) -> Output:
     count = len(tensors(examples)[1])
-    return Output((count,), _OfModel(examples, of_logits), dtype, of_logits, examples)
+    return Output((count,), _FromLogits(examples, of_logits), dtype, of_logits, examples)
