@@ -17,7 +17,6 @@ import time
 import numpy as np
 import torch
 
-import gradkeep as gk
 from gradkeep import datamodels as dm
 from gradkeep.data import load_digits
 
@@ -40,9 +39,9 @@ def trained(store, models, targets):
     )
     training = dm.Training(perceptron, epochs=15, batch_size=64, options={"momentum": 0.9})
     study = dm.Study(
+        store,
         train,
         training,
-        store=gk.open(store),
         num_models=models,
         outputs=dm.margins(test),
         stacked=True,

@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from sklearn.linear_model import lasso_path
 
-from gradkeep.datamodels import Counts, Masks, fit, planted
-from gradkeep.datamodels._gram import add_pairs, pair_dtype
-from gradkeep.datamodels._path import Solver, walk
-from gradkeep.datamodels._standard import standardise
+from gradkeep.datamodels import Masks, fit, planted
+from gradkeep.datamodels.fitting import Counts
+from gradkeep.datamodels.fitting._counts import add_pairs, pair_dtype
+from gradkeep.datamodels.fitting._path import PathSolver, follow_path
+from gradkeep.datamodels.fitting._standardized import standardize
 
 GAP = 1e-4
 FRACTIONS = tuple(np.geomspace(1, 1e-2, 20))
@@ -102,11 +103,11 @@ def follow(masks: np.ndarray, outputs: np.ndarray) -> tuple[float, float, list[n
 
     start = time.process_time()
     counts = Counts.of(Masks.of(masks), outputs)
-    standard = standardise(counts, dtype=torch.float32, device="cpu", dense=True)
+    standard = standardize(counts, dtype=torch.float32, device="cpu", dense=True)
     middle = time.process_time()
     with torch.inference_mode():
-        solver = Solver("l1", 1.0, 0.9 * GAP, 5000, masks.shape[1])
-        walk(solver, standard, FRACTIONS, 1.0, visit)
+        solver = PathSolver("l1", 1.0, 0.9 * GAP, 5000, masks.shape[1])
+        follow_path(solver, standard, FRACTIONS, 1.0, visit)
     return middle - start, time.process_time() - middle, found
 
 

@@ -28,19 +28,16 @@ NAMES = {
         load_npz model models published_sizes read_idx zoo
     """,
     "gradkeep.datamodels": """
-        COMPLETED Clusters Comparison Components Correlation Counterfactual Counts
-        Datamodels DatamodelsError Groups LearningCurve MODELS MainJob Masks
-        Memorisation Neighbours NpyFolder Output Pairs Planted Published RegressionData
-        Spec Status Study Support Top Training Values Verified by_group clusters collect
-        compare components compute confidences correct correlation counterfactual
-        data_support draw_masks export_folder fit import_folder import_published
-        initialize leakage learning_curve load load_main load_memmap load_weights losses
-        margins memorisation models_of near_duplicates neighbours open_published output
-        planted save_weights similarity status top train_row values verify_removals work
+        Clusters Comparison Components Correlation Counterfactual DataSupport DataValues
+        Datamodels Groups LearningCurve Masks Memorisation Neighbours Output PlantedData
+        RankedPairs Study TopExamples Training VerifiedRemovals by_group clusters compare
+        components confidences correct correlation counterfactual data_support draw_masks
+        fit leakage learning_curve load losses margins memorisation near_duplicates
+        neighbours output planted similarity top values verify_removals
     """,
     "gradkeep.farm": """
-        Engine Failure Job LocalProcesses Order Outcome Progress RayCluster Slurm engine
-        format_seconds progress_of recent_rate run
+        Engine Failure Job JobSpec LocalProcesses Outcome Progress RayCluster Slurm engine
+        format_seconds progress_of recent_rate run work
     """,
     "gradkeep.query": """
         Directions Gradients Plan Products Step Top along cosine dot gradients gram mean

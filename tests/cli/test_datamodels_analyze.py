@@ -30,7 +30,7 @@ def study():
     data = list(range(12))
     kept = dm.output(of_mask, 2)
     store = gk.open("store", durability="process")
-    return dm.Study(data, train, store=store, num_models=200, outputs=kept, subsets="independent")
+    return dm.Study(store, data, train, num_models=200, outputs=kept, subsets="independent")
 
 nothing = 3
 """

@@ -94,7 +94,8 @@ def initialize(place, name="training.initialize_store"):
 
 def begin(place):
     """The same without a process, where the command is not what is tested."""
-    from gradkeep.datamodels import NpyFolder, Spec
+    from gradkeep.compat.datamodels import NpyFolder
+    from gradkeep.datamodels.study import Spec
 
     return NpyFolder.create(place / "out", Spec.read(place / "spec.json"))
 
@@ -230,7 +231,7 @@ def test_initializing_a_store_again_is_refused_and_changes_nothing(place):
     ],
 )
 def test_a_bad_spec_is_refused_by_the_name_of_its_field(tmp_path, spec, field):
-    from gradkeep.datamodels import Spec
+    from gradkeep.datamodels.study import Spec
     from gradkeep.errors import StudyError
 
     file = tmp_path / "spec.json"
@@ -248,13 +249,13 @@ def test_wrong_settings_do_not_look_like_success(place, flags):
 
 def test_a_kill_while_a_row_is_redone_leaves_it_not_done(place):
     """The flag goes down before the first byte is changed."""
-    from gradkeep.datamodels import NpyFolder
+    from gradkeep.compat.datamodels import NpyFolder
 
     begin(place)
     call(place, "training.worker", *worker_flags(0))
     script = (
         "import os, signal, numpy as np\n"
-        "from gradkeep.datamodels import NpyFolder\n"
+        "from gradkeep.compat.datamodels import NpyFolder\n"
         "folder = NpyFolder.open('out')\n"
         "real, calls = NpyFolder._write, []\n"
         "def dying(self, field, index, value):\n"
@@ -385,7 +386,7 @@ def test_cifar10_from_an_empty_folder_to_datamodels_by_the_compatible_commands(p
     fitted = call(place, "regression.compute_datamodels", "-C", "config.yaml", *flags)
     assert fitted.returncode == 0, fitted.stderr
 
-    from gradkeep.datamodels import load_weights
+    from gradkeep.compat.datamodels import load_weights
 
     found = load_weights(place / "out/reg_results/datamodels.pt")
     assert found["weight"].shape == (60, 20)

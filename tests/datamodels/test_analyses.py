@@ -12,7 +12,6 @@ from sklearn.decomposition import PCA
 from sklearn.metrics import adjusted_rand_score
 
 from gradkeep.datamodels import (
-    DatamodelsError,
     by_group,
     clusters,
     compare,
@@ -32,6 +31,7 @@ from gradkeep.datamodels import (
     values,
     verify_removals,
 )
+from gradkeep.errors import DatamodelsError
 
 SEEDS = st.integers(0, 10**6)
 

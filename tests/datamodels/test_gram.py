@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradkeep.datamodels import Counts, DatamodelsError, Masks
-from gradkeep.datamodels._gram import _mirror, _products, add_pairs, pair_dtype
+from gradkeep.datamodels import Masks
+from gradkeep.datamodels.fitting import Counts
+from gradkeep.datamodels.fitting._counts import _mirror, _products, add_pairs, pair_dtype
+from gradkeep.errors import DatamodelsError
 
 
 def by_products(masks):

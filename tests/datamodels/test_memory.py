@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradkeep.datamodels import fit, planted
-from gradkeep.datamodels._memory import plan
+from gradkeep.datamodels.fitting._memory import fit_layout
 from gradkeep.errors import BudgetError
 
 
 def least(**sizes):
     """The least budget, from the message that refuses a smaller one."""
     with pytest.raises(BudgetError, match="or more") as refused:
-        plan(**sizes, budget=1)
+        fit_layout(**sizes, budget=1)
     return int(str(refused.value).split("(")[1].split(" bytes")[0])
 
 
@@ -30,14 +30,14 @@ def test_the_least_budget_is_named_and_enough(models, examples, targets, itemsiz
     sizes = {"models": models, "examples": examples, "targets": targets}
     sizes |= {"itemsize": itemsize, "folds": folds}
     smallest = least(**sizes)
-    assert plan(**sizes, budget=smallest).targets >= 1
+    assert fit_layout(**sizes, budget=smallest).targets >= 1
     with pytest.raises(BudgetError):
-        plan(**sizes, budget=smallest - 1)
+        fit_layout(**sizes, budget=smallest - 1)
     for budget in (2 * smallest, 10 * smallest, 10**15):
-        found = plan(**sizes, budget=budget)
+        found = fit_layout(**sizes, budget=budget)
         assert 1 <= found.targets <= targets
         assert found.rows >= 1
-    assert plan(**sizes, budget=10**15).in_memory
+    assert fit_layout(**sizes, budget=10**15).in_memory
 
 
 @settings(max_examples=10)
@@ -87,7 +87,7 @@ def test_the_memory_taken_stays_below_the_budget(tmp_path):
     data = planted(300, 1500, 2, tail=0.0, seed=1)
     sizes = {"models": 300, "examples": 1500, "targets": 2, "itemsize": 4}
     budget = int(1.2 * least(**sizes))
-    assert not plan(**sizes, budget=budget).in_memory
+    assert not fit_layout(**sizes, budget=budget).in_memory
     assert budget < 1500 * 1500 * 6
     fit(data.masks[:50, :60], data.outputs[:50])  # imports are not the fit's
     tracemalloc.start()

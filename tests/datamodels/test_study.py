@@ -18,9 +18,8 @@ from gradkeep.datamodels import (
     margins,
     output,
 )
-from gradkeep.datamodels._draw import training_seed
-from gradkeep.datamodels._stacked import stacks_well, train_many
-from gradkeep.datamodels._training import TOLERANCE
+from gradkeep.datamodels.fitting._masks import training_seed
+from gradkeep.datamodels.study._training import TOLERANCE, stacks_well, train_many
 from gradkeep.errors import SchemaMismatch, StudyError
 from gradkeep.testing._autograd import per_sample_gradients
 
@@ -43,7 +42,7 @@ TRAINING = Training(mlp, epochs=3, batch_size=6, options={"momentum": 0.9})
 
 def study(folder, training=TRAINING, **options):
     given = {"num_models": 10, "outputs": margins(TEST), "stacked": False, **options}
-    return Study((X, Y), training, store=gk.open(folder, durability="process"), **given)
+    return Study(gk.open(folder, durability="process"), (X, Y), training, **given)
 
 
 def test_masks_follow_from_seed_and_index_alone():
@@ -208,9 +207,9 @@ def test_other_data_is_refused(tmp_path):
     study(tmp_path)
     with pytest.raises(SchemaMismatch, match="fingerprint data"):
         Study(
+            tmp_path,
             (X + 1, Y),
             TRAINING,
-            store=tmp_path,
             num_models=10,
             outputs=margins(TEST),
             stacked=False,

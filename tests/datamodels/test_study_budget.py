@@ -21,9 +21,9 @@ def study(folder, budget, **options):
     x, y = torch.randn(512, 16), torch.arange(512) % 3
     training = Training(deep, epochs=4, batch_size=64, lr=0.05)
     return Study(
+        folder,
         (x, y),
         training,
-        store=folder,
         num_models=3,
         outputs=margins((x[:5], y[:5])),
         keep_models=True,

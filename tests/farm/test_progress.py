@@ -37,7 +37,7 @@ def test_the_pace_is_found_from_the_rows_themselves(rows_of):
 def test_status_tells_how_long_it_will_take_while_somebody_works(rows_of):
     import farm_jobs
 
-    from gradkeep import datamodels
+    from gradkeep.datamodels.study import status
 
     store = rows_of(10)
     rows = store.rows("models")
@@ -45,9 +45,9 @@ def test_status_tells_how_long_it_will_take_while_somebody_works(rows_of):
         rows.put(number, farm_jobs.trivial([number])[0])
     for number, file in enumerate(sorted(Path(rows.path).rglob("*.safetensors"))):
         os.utime(file, (time.time() - 4 + 4 * number,) * 2)
-    assert datamodels.status(store).progress.eta is None, "nobody works"
+    assert status(store).progress.eta is None, "nobody works"
     rows.claim(count=1)
-    found = datamodels.status(store).progress
+    found = status(store).progress
     assert (found.done, found.leased, found.pending) == (2, 1, 7)
     assert found.eta == pytest.approx(32, rel=0.05)
 

@@ -57,10 +57,10 @@ COMMANDS = (
     Command("record", "_remat_record", "Record the training step of a script.", "remat"),
     Command("plan", "_remat_plan", "What every budget costs a script's step.", "remat"),
     Command("init", "_datamodels", "Begin a set of models, or import one.", "datamodels"),
-    Command("work", "_datamodels_work", "Be one worker that trains models.", "datamodels"),
-    Command("run", "_datamodels_work", "Train all models, here or on a cluster.", "datamodels"),
+    Command("work", "_datamodels", "Be one worker that trains models.", "datamodels"),
+    Command("run", "_datamodels", "Train all models, here or on a cluster.", "datamodels"),
     Command("status", "_datamodels", "Show what is done, runs and failed.", "datamodels"),
-    Command("fit", "_datamodels_fit", "Fit outputs to training subsets.", "datamodels"),
+    Command("fit", "_datamodels_analyze", "Fit outputs to training subsets.", "datamodels"),
     Command("analyze", "_datamodels_analyze", "Ask what the data did.", "datamodels"),
     Command("export", "_datamodels", "Write the models as .npy arrays.", "datamodels"),
 )

@@ -1,7 +1,8 @@
-"""`gradkeep datamodels init`, `status` and `export`: sets of models and how far they are."""
+"""`gradkeep datamodels init`, `status`, `export`, `work` and `run`: sets of models and their training."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,16 +10,32 @@ import typer
 
 from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
 from gradkeep.cli._output import print_json
-from gradkeep.errors import StudyError
+from gradkeep.errors import FarmError, StudyError
 
 if TYPE_CHECKING:
-    from gradkeep.datamodels import Status
+    from gradkeep.farm import Failure, Outcome, Progress
+    from gradkeep.store import RowState
 
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Which models, if the store has several sets.")
 ]
 AttemptsOption = Annotated[
     int, typer.Option("--attempts", min=1, help="How often a model is tried.")
+]
+MainOption = Annotated[
+    str, typer.Option("--main", help="The module with main(*_, index, logdir), dotted.")
+]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", help="Seconds that one model may take.")
+]
+LeaseOption = Annotated[
+    float, typer.Option("--lease", help="Seconds without a sign of life until others take over.")
+]
+RetryOption = Annotated[
+    bool, typer.Option("--retry-failed", help="Try again what failed as often as it may.")
+]
+PassedArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="What main finds in sys.argv.")
 ]
 
 
@@ -45,25 +62,26 @@ def init(
     What is done is never touched: beginning again or with another spec is refused.
     """
     import gradkeep.store as stores
-    from gradkeep import datamodels
+    from gradkeep.compat import datamodels as layouts
+    from gradkeep.datamodels import study
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
         raise StudyError("say one of --spec, --from and --grow", fix="for example --spec spec.json")
     imported = 0
-    chosen = datamodels.MODELS if name is None else name
+    chosen = study.MODELS if name is None else name
     if grow is not None:
         opened = stores.open(store, create=False)
-        rows = datamodels.models_of(opened, name)
+        rows = study.models_of(opened, name)
         rows.grow(grow)
     else:
-        read = None if spec is None else datamodels.Spec.read(spec)
+        read = None if spec is None else study.Spec.read(spec)
         opened = stores.open(store)
         if read is not None:
-            datamodels.initialize(opened, read, name=chosen)
-        elif source is not None and (source / f"{datamodels.COMPLETED}.npy").exists():
-            imported = datamodels.import_folder(opened, source, name=chosen)
+            study.initialize(opened, read, name=chosen)
+        elif source is not None and (source / f"{study.COMPLETED}.npy").exists():
+            imported = layouts.import_folder(opened, source, name=chosen)
         elif source is not None:
-            imported = datamodels.import_published(opened, source, alpha=alpha, name=chosen)
+            imported = layouts.import_published(opened, source, alpha=alpha, name=chosen)
         rows = opened.rows(chosen)
     if json:
         print_json({"store": store, "num_models": rows.num_rows, "imported": imported})
@@ -80,13 +98,14 @@ def status(
     json: JsonOption = False,
 ) -> None:
     """Show how many models are done, running and failed, why, and how long the rest will take."""
-    import gradkeep.store as stores
-    from gradkeep import datamodels
+    from gradkeep.datamodels import study
 
-    opened = stores.open(store, create=False)
-    found = datamodels.status(opened, name=name, max_attempts=attempts)
+    found = study.status(store, name=name, max_attempts=attempts)
     if json:
-        print_json(_fields(found))
+        counts = ("total", "done", "failed", "leased", "pending", "rate", "eta")
+        fields = {name: getattr(found.progress, name) for name in counts}
+        failures = [_failure(state, state=state.state) for state in found.troubled]
+        print_json({**fields, "spec": found.spec.to_fields(), "failures": failures})
         return
     for field in found.spec.fields:
         print(f"{field.name}  {field.dtype.name} {list(field.shape)}")
@@ -106,34 +125,140 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write the models that are done as .npy arrays with `_completed.npy`, as other tools read them."""
-    import gradkeep.store as stores
-    from gradkeep import datamodels
+    from gradkeep.compat import datamodels as layouts
 
-    done = datamodels.export_folder(stores.open(store, create=False), folder, name=name)
+    done = layouts.export_folder(store, folder, name=name)
     if json:
         print_json({"folder": str(folder), "models": done})
     else:
         print(f"{folder}: {done} models")
 
 
-def _fields(found: Status) -> dict[str, Any]:
-    seen = found.progress
-    return {
-        "total": seen.total,
-        "done": seen.done,
-        "failed": seen.failed,
-        "leased": seen.leased,
-        "pending": seen.pending,
-        "rate": seen.rate,
-        "eta": seen.eta,
-        "spec": found.spec.to_fields(),
-        "failures": [
-            {
-                "model": state.row,
-                "state": state.state,
-                "attempts": state.attempts,
-                "error": state.error,
-            }
-            for state in found.troubled
-        ],
-    }
+def work(
+    store: StoreArgument,
+    main: MainOption,
+    arguments: PassedArgument = None,
+    name: NameOption = None,
+    timeout: TimeoutOption = None,
+    attempts: AttemptsOption = 3,
+    lease: LeaseOption = 60.0,
+    retry_failed: RetryOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Be one worker: train models until none is left. Start as many as you like, anywhere.
+
+    Interrupt it at any moment: it finishes or gives back what it began. Exit code 3 if models failed.
+    """
+    limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
+    _run(store, main, arguments, name, limits, {"workers": 1}, retry=retry_failed, as_json=json)
+
+
+def run(
+    store: StoreArgument,
+    main: MainOption,
+    arguments: PassedArgument = None,
+    name: NameOption = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=0, help="How many; by default one per core.")
+    ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="local, ray or slurm.")] = "local",
+    address: Annotated[
+        str | None, typer.Option("--address", help="Of the Ray cluster, or auto.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="What submitit is to use: slurm or local.")
+    ] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", help="For submitit, such as slurm_partition=gpu; repeatable."),
+    ] = None,
+    timeout: TimeoutOption = None,
+    attempts: AttemptsOption = 3,
+    lease: LeaseOption = 60.0,
+    retry_failed: RetryOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Train all models that are not done, with many workers here or on a cluster.
+
+    Interrupt it at any moment and run it again: what is done stays done. Exit code 3 if models
+    failed.
+    """
+    from gradkeep import farm
+
+    place: dict[str, Any] = {"workers": workers}
+    if engine != "local":
+        options: dict[str, Any] = {"address": address, "workers": workers, "cluster": cluster}
+        options["parameters"] = _parameters(parameter or [])
+        given = {key: value for key, value in options.items() if value}
+        place = {"engine": farm.engine(engine, **given)}
+    elif address or cluster or parameter:
+        raise FarmError(
+            "--address, --cluster and --parameter are for other engines",
+            fix="--engine ray or slurm",
+        )
+    limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
+    _run(store, main, arguments, name, limits, place, retry=retry_failed, as_json=json)
+
+
+def _run(
+    store: str,
+    main: str,
+    arguments: list[str] | None,
+    name: str | None,
+    limits: dict[str, Any],
+    place: dict[str, Any],
+    *,
+    retry: bool,
+    as_json: bool,
+) -> None:
+    import gradkeep.store as stores
+    from gradkeep._progress import progress
+    from gradkeep.datamodels import study
+
+    sys.path.insert(0, "")  # as `python -m` does: modules of this folder
+    opened = stores.open(store, create=False)
+    if retry:
+        study.models_of(opened, name).retry()
+    passed = [main, *(arguments or [])]
+    with progress("training", "models") as told:
+
+        def tell(seen: Progress) -> None:
+            told(seen.done, seen.total)
+
+        outcome = study.work(
+            opened, main, name=name, arguments=passed, progress=tell, **limits, **place
+        )
+    _report(outcome, as_json=as_json)
+    if not outcome.complete:
+        raise typer.Exit(3)
+
+
+def _report(outcome: Outcome, *, as_json: bool) -> None:
+    if as_json:
+        fields = {name: getattr(outcome.progress, name) for name in ("total", "done", "failed")}
+        failures = [_failure(item) for item in outcome.failures]
+        print_json({**fields, "seconds": outcome.seconds, "failures": failures})
+        return
+    print(outcome.progress)
+    for item in outcome.failures[:5]:
+        lines = item.error.strip().splitlines()
+        reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        print(f"model {item.row} failed {item.attempts} times: {reason}", file=sys.stderr)
+    if outcome.failures:
+        print(
+            "`gradkeep datamodels status` shows more; --retry-failed tries again", file=sys.stderr
+        )
+
+
+def _failure(of: Failure | RowState, **more: Any) -> dict[str, Any]:
+    return {"model": of.row, **more, "attempts": of.attempts, "error": of.error}
+
+
+def _parameters(given: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise FarmError("a parameter is KEY=VALUE", found=item)
+        found[key] = int(value) if value.isdigit() else value
+    return found

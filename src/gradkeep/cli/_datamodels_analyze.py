@@ -1,16 +1,17 @@
-"""`gradkeep datamodels analyze`: what fits and trained models tell about the data."""
+"""`gradkeep datamodels fit` and `analyze`: from trained models to what the data did."""
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - typer reads it
+import dataclasses
+import importlib
+import sys
+import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._datamodels_answer import plain, show
-from gradkeep.cli._datamodels_fit import MasksOption, OutputOption, trained_data
-from gradkeep.cli._datamodels_named import labels_of, study_of
 from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
 from gradkeep.cli._output import print_json
 from gradkeep.errors import StudyError
@@ -18,15 +19,101 @@ from gradkeep.errors import StudyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradkeep.datamodels import Datamodels, Verified
+    from gradkeep.datamodels import Datamodels, Study, VerifiedRemovals
     from gradkeep.store import Store
 
+MasksOption = Annotated[str, typer.Option("--masks", help="The array of masks.")]
+OutputOption = Annotated[
+    str | None, typer.Option("--output", help="The array of outputs, if there are several.")
+]
 _TRAINED = ("memorisation", "curve", "values")
 _FITTED = (
     *("top", "support", "removal", "leakage", "duplicates", "neighbours", "components"),
     *("clusters", "groups", "compare", "verify"),
 )
 _EVERY = ", ".join((*_FITTED, *_TRAINED))
+
+
+def fit(
+    store: StoreArgument,
+    save: Annotated[str, typer.Option("--save", help="The name of the fit in the store.")],
+    name: NameOption = None,
+    masks: MasksOption = "masks",
+    output: OutputOption = None,
+    penalty: Annotated[str, typer.Option("--penalty", help="l1, elastic, ridge or means.")] = "l1",
+    lambdas: Annotated[int, typer.Option("--lambdas", min=1, help="How many to try.")] = 20,
+    folds: Annotated[
+        int | None, typer.Option("--folds", min=2, help="Leave out all models in turn.")
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option("--memory-budget", help="Bytes to stay within, such as 4GiB.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Which models are left out.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Fit how each output depends on which training examples a model saw, from the models done."""
+    import gradkeep.store as stores
+    from gradkeep import datamodels
+    from gradkeep._progress import progress
+
+    opened = stores.open(store, create=False)
+    subsets, outputs = _trained_data(opened, name, masks, output)
+    with progress("fit", "penalties") as told:
+        found = datamodels.fit(
+            subsets,
+            outputs,
+            penalty=penalty,
+            lambdas=lambdas,
+            folds=folds,
+            memory_budget=memory_budget,
+            seed=seed,
+            progress=told,
+        )
+    found.save(opened, save)
+    held = found.held_out
+    if json:
+        fields = {
+            "fit": save,
+            "models": found.num_models,
+            "examples": found.weights.shape[0],
+            "targets": found.weights.shape[1],
+            "gap": float(found.gap.max()),
+            "held_out": None if held is None else _plain(held),
+            "unfinished": list(found.unfinished),
+        }
+        print_json(fields)
+        return
+    print(found)
+
+
+def _trained_data(
+    opened: Store, name: str | None, masks: str, output: str | None
+) -> tuple[Any, Any]:
+    """The masks `[m, n]` and outputs `[m, t]` of the models that are done."""
+    import numpy as np
+
+    from gradkeep.datamodels.study import models_of
+
+    rows = models_of(opened, name)
+    names = [array.name for array in rows.schema.arrays]
+    others = [
+        array.name
+        for array in rows.schema.arrays
+        if array.name not in (masks, "weights") and array.dtype.startswith("float")
+    ]
+    chosen = others[0] if output is None and len(others) == 1 else output
+    if masks not in names or chosen not in names:
+        raise StudyError(
+            "which arrays hold masks and outputs?",
+            path=rows.path,
+            found=f"--masks {masks}, --output {chosen}",
+            expected=", ".join(names),
+        )
+    done = rows.done()
+    if len(done) == 0:
+        raise StudyError("no model is done yet", path=rows.path, fix="gradkeep datamodels run")
+    found = rows.read(done, [masks, chosen])
+    return found[masks], np.asarray(found[chosen], np.float32).reshape(len(done), -1)
 
 
 def analyze(
@@ -87,7 +174,7 @@ def analyze(
     chosen = None if targets is None else _numbers("targets", targets)
     asked: dict[str, Callable[[], Any]]
     if what in _TRAINED:
-        subsets, outputs = trained_data(datamodels.models_of(opened, name), masks, output)
+        subsets, outputs = _trained_data(opened, name, masks, output)
         asked = {
             "memorisation": lambda: datamodels.memorisation(subsets, outputs),
             "curve": lambda: datamodels.learning_curve(subsets, outputs, _numbers("sizes", sizes)),
@@ -106,8 +193,8 @@ def analyze(
             "clusters": lambda: datamodels.clusters(found, count),
             "groups": lambda: datamodels.by_group(
                 found,
-                labels_of("groups", groups),
-                target_groups=target_groups and labels_of("target-groups", target_groups),
+                _labels_of("groups", groups),
+                target_groups=target_groups and _labels_of("target-groups", target_groups),
             ),
             "compare": lambda: datamodels.compare(
                 found,
@@ -124,9 +211,9 @@ def analyze(
         }
     answer = asked[what]()
     if json:
-        print_json(plain(answer))
+        print_json(_plain(answer))
     else:
-        show(answer)
+        _show(answer)
 
 
 def _verified(
@@ -137,11 +224,11 @@ def _verified(
     targets: Sequence[int] | None,
     output: str | None,
     **options: Any,
-) -> Verified:
+) -> VerifiedRemovals:
     """Trainings without the sets that were given, or without the top examples of each target."""
     from gradkeep import datamodels
 
-    study = study_of(where)
+    study = _study_of(where)
     if remove:
         sets: list[Any] = [_numbers("remove", one) for one in remove]
     else:
@@ -175,3 +262,116 @@ def _numbers(what: str, given: str | None) -> list[int]:
         raise StudyError(
             f"--{what} is wrong", found=repr(given), expected="whole numbers, such as 0,3,7"
         ) from None
+
+
+def _plain(value: Any) -> Any:
+    """The values of a record of arrays, as lists and numbers."""
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _show(answer: Any) -> None:
+    """Print an answer: records of arrays field by field, some in words of their own."""
+    from gradkeep.datamodels import Groups, TopExamples
+
+    if isinstance(answer, TopExamples):
+        for place, target in enumerate(answer.targets):
+            best = ", ".join(_weighed(answer.positive, answer.positive_weights, place))
+            worst = ", ".join(_weighed(answer.negative, answer.negative_weights, place))
+            print(
+                f"target {target}\n    helped by {best or 'none'}\n    hurt by   {worst or 'none'}"
+            )
+    elif isinstance(answer, Groups):
+        for column, target in enumerate(answer.columns):
+            print(f"target {target}")
+            for place, name in enumerate(answer.names):
+                total, share = answer.total[place, column], answer.share[place, column]
+                count = answer.counts[place]
+                print(f"    {name}  {total:+.3g} by {count} examples, {share:.0%} of all weight")
+    else:
+        _show_fields(answer)
+
+
+def _weighed(ids: Any, weights: Any, place: int) -> list[str]:
+    pairs = zip(ids[place], weights[place], strict=True)
+    return [f"{example} ({weight:+.3g})" for example, weight in pairs if example >= 0]
+
+
+def _show_fields(answer: Any, indent: str = "") -> None:
+    import numpy as np
+
+    for field in dataclasses.fields(answer):
+        value = getattr(answer, field.name)
+        if isinstance(value, np.ndarray):
+            text = np.array2string(value, precision=3, threshold=200, edgeitems=5)
+            shape = " x ".join(map(str, value.shape))
+            inner = f"\n{indent}    "
+            print(f"{indent}{field.name} [{shape}]{inner}" + text.replace("\n", inner))
+        elif dataclasses.is_dataclass(value):
+            print(f"{indent}{field.name}")
+            _show_fields(value, indent + "    ")
+        else:
+            print(f"{indent}{field.name}  {value}")
+
+
+def _labels_of(option: str, source: str | None) -> Any:
+    """One label each `[n]`: of an .npy file, an array of an .npz file, or lines of text."""
+    import numpy as np
+
+    if source is None:
+        raise StudyError(
+            f"--{option} is missing", expected="FILE.npy, FILE.npz:NAME, or a file of lines"
+        )
+    file, name = source, ""
+    if not Path(source).exists() and ".npz:" in source:
+        file, _, name = source.rpartition(":")
+    try:
+        if not file.endswith((".npy", ".npz")):
+            return np.array(Path(file).read_text().splitlines())
+        with open(file, "rb") as opened:  # numpy leaves a broken archive open
+            read = np.load(opened)
+            if file.endswith(".npy"):
+                return read
+            arrays = dict(read)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise StudyError(f"--{option} cannot be read", path=file, found=error) from error
+    if not name and len(arrays) == 1:
+        return next(iter(arrays.values()))
+    if name not in arrays:
+        raise StudyError(
+            "which array holds the groups?",
+            path=file,
+            found=name or None,
+            expected=", ".join(arrays),
+            fix=f"--{option} {file}:NAME",
+        )
+    return arrays[name]
+
+
+def _study_of(where: str | None) -> Study:
+    """The study that `module:name` is or makes, also in modules of this folder."""
+    from gradkeep.datamodels import Study
+
+    module, _, name = (where or "").partition(":")
+    if not name:
+        raise StudyError(
+            "which study trained these models? To train again, its data and training are needed",
+            found=where,
+            expected="--study module:name, a Study or a function that returns it",
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise StudyError("--study cannot be imported", path=where, found=error) from error
+    if callable(found):
+        found = found()
+    if not isinstance(found, Study):
+        raise StudyError("--study names no study", path=where, found=type(found).__name__)
+    return found

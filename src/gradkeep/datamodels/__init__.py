@@ -1,125 +1,119 @@
-"""Datamodels: linear maps from training subsets to a model's outputs, and what they tell."""
+"""Datamodels: linear maps from training subsets to a model's outputs, and what they tell.
 
-from gradkeep.datamodels._compared import Comparison, compare
-from gradkeep.datamodels._components import Clusters, Components, clusters, components
-from gradkeep.datamodels._contract import MODELS, Status, initialize, models_of, status, work
-from gradkeep.datamodels._correlation import Correlation, correlation
-from gradkeep.datamodels._counts import Counts
-from gradkeep.datamodels._curve import LearningCurve, learning_curve
-from gradkeep.datamodels._draw import draw_masks
-from gradkeep.datamodels._exchange import (
-    Published,
-    export_folder,
-    import_folder,
-    import_published,
-    load_weights,
-    open_published,
-    save_weights,
+How they are fitted is in `fitting`, what they tell in `analyses`, and how the models are trained that
+they are fitted to in `study`.
+"""
+
+from gradkeep._public import lazy_names
+from gradkeep.datamodels.analyses._components import (
+    Clusters,
+    Comparison,
+    Components,
+    clusters,
+    compare,
+    components,
 )
-from gradkeep.datamodels._fit import fit
-from gradkeep.datamodels._groups import Groups, by_group
-from gradkeep.datamodels._main_job import MainJob, load_main
-from gradkeep.datamodels._masks import Masks
-from gradkeep.datamodels._memorised import Memorisation, memorisation
-from gradkeep.datamodels._near import (
+from gradkeep.datamodels.analyses._learning_curve import LearningCurve, learning_curve
+from gradkeep.datamodels.analyses._removal import (
+    Counterfactual,
+    DataSupport,
+    VerifiedRemovals,
+    counterfactual,
+    data_support,
+    verify_removals,
+)
+from gradkeep.datamodels.analyses._similarity import (
     Neighbours,
-    Pairs,
+    RankedPairs,
     leakage,
     near_duplicates,
     neighbours,
     similarity,
 )
-from gradkeep.datamodels._npy_folder import NpyFolder, load_memmap
-from gradkeep.datamodels._one_row import train_row
-from gradkeep.datamodels._outputs import Output, confidences, correct, losses, margins, output
-from gradkeep.datamodels._planted import Planted, planted
-from gradkeep.datamodels._regression_file import RegressionData, collect, compute
-from gradkeep.datamodels._removal import (
-    Counterfactual,
-    Support,
-    Verified,
-    counterfactual,
-    data_support,
-    verify_removals,
-)
-from gradkeep.datamodels._result import Datamodels
-from gradkeep.datamodels._saved import load
-from gradkeep.datamodels._spec import COMPLETED, Spec
-from gradkeep.datamodels._study import Study
-from gradkeep.datamodels._top import Top, top
-from gradkeep.datamodels._training import Training
-from gradkeep.datamodels._values import Values, values
-from gradkeep.errors import DatamodelsError
+from gradkeep.datamodels.analyses._valuation import DataValues, Memorisation, memorisation, values
+from gradkeep.datamodels.analyses._weights import Groups, TopExamples, by_group, top
+from gradkeep.datamodels.fitting._correlation import Correlation, correlation
+from gradkeep.datamodels.fitting._fit import fit
+from gradkeep.datamodels.fitting._masks import Masks, draw_masks
+from gradkeep.datamodels.fitting._planted import PlantedData, planted
+from gradkeep.datamodels.fitting._result import Datamodels, load
+from gradkeep.datamodels.study._outputs import Output, confidences, correct, losses, margins, output
+from gradkeep.datamodels.study._study import Study
+from gradkeep.datamodels.study._training import Training
 
 __all__ = [
-    "COMPLETED",
-    "MODELS",
     "Clusters",
     "Comparison",
     "Components",
     "Correlation",
     "Counterfactual",
-    "Counts",
+    "DataSupport",
+    "DataValues",
     "Datamodels",
-    "DatamodelsError",
     "Groups",
     "LearningCurve",
-    "MainJob",
     "Masks",
     "Memorisation",
     "Neighbours",
-    "NpyFolder",
     "Output",
-    "Pairs",
-    "Planted",
-    "Published",
-    "RegressionData",
-    "Spec",
-    "Status",
+    "PlantedData",
+    "RankedPairs",
     "Study",
-    "Support",
-    "Top",
+    "TopExamples",
     "Training",
-    "Values",
-    "Verified",
+    "VerifiedRemovals",
     "by_group",
     "clusters",
-    "collect",
     "compare",
     "components",
-    "compute",
     "confidences",
     "correct",
     "correlation",
     "counterfactual",
     "data_support",
     "draw_masks",
-    "export_folder",
     "fit",
-    "import_folder",
-    "import_published",
-    "initialize",
     "leakage",
     "learning_curve",
     "load",
-    "load_main",
-    "load_memmap",
-    "load_weights",
     "losses",
     "margins",
     "memorisation",
-    "models_of",
     "near_duplicates",
     "neighbours",
-    "open_published",
     "output",
     "planted",
-    "save_weights",
     "similarity",
-    "status",
     "top",
-    "train_row",
     "values",
     "verify_removals",
-    "work",
 ]
+
+_IN_STUDY = (
+    *("COMPLETED", "MODELS", "MainJob", "Spec", "Status", "initialize", "load_main"),
+    *("models_of", "status", "work"),
+)
+_IN_COMPAT = (
+    *("NpyFolder", "RegressionData", "export_folder", "import_folder"),
+    *("import_published", "load_memmap", "load_weights", "open_published", "save_weights"),
+    "train_row",
+)
+__getattr__ = lazy_names(
+    "gradkeep.datamodels",
+    renamed={
+        **{name: f"gradkeep.datamodels.study.{name}" for name in _IN_STUDY},
+        # Layouts of another library: named, not imported, for compat stands above this room.
+        **{name: f"gradkeep.compat.datamodels.{name}" for name in _IN_COMPAT},
+        "Counts": "gradkeep.datamodels.fitting.Counts",
+        "DatamodelsError": "gradkeep.errors.DatamodelsError",
+        "Pairs": "gradkeep.datamodels.RankedPairs",
+        "Published": "gradkeep.compat.datamodels.PublishedArrays",
+        "Planted": "gradkeep.datamodels.PlantedData",
+        "Support": "gradkeep.datamodels.DataSupport",
+        "Top": "gradkeep.datamodels.TopExamples",
+        "Values": "gradkeep.datamodels.DataValues",
+        "Verified": "gradkeep.datamodels.VerifiedRemovals",
+        "collect": "gradkeep.compat.datamodels.collect_completed",
+        "compute": "gradkeep.compat.datamodels.compute_datamodels",
+    },
+)

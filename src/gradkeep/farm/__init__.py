@@ -3,19 +3,20 @@
 What a job computes is not known here: it gets row numbers and returns arrays.
 """
 
+from gradkeep._public import lazy_names
+from gradkeep.farm._clusters import RayCluster, Slurm
+from gradkeep.farm._job import Job, JobSpec
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._order import Job, Order
 from gradkeep.farm._progress import Progress, format_seconds, progress_of, recent_rate
-from gradkeep.farm._ray import RayCluster
 from gradkeep.farm._run import Engine, Failure, Outcome, engine, run
-from gradkeep.farm._slurm import Slurm
+from gradkeep.farm._worker import work
 
 __all__ = [
     "Engine",
     "Failure",
     "Job",
+    "JobSpec",
     "LocalProcesses",
-    "Order",
     "Outcome",
     "Progress",
     "RayCluster",
@@ -25,4 +26,7 @@ __all__ = [
     "progress_of",
     "recent_rate",
     "run",
+    "work",
 ]
+
+__getattr__ = lazy_names("gradkeep.farm", renamed={"Order": "gradkeep.farm.JobSpec"})

@@ -10,16 +10,22 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import FarmError
-from gradkeep.farm._signals import Stop, stop_on_signals
-from gradkeep.farm._threads import cores, environment
-from gradkeep.farm._worker import BROKEN, STOPPED, TIMED_OUT, Message, work_in_process
+from gradkeep.farm._process import StopRequest, cores, environment, stop_on_signals
+from gradkeep.farm._worker import (
+    BROKEN,
+    STOPPED,
+    TIMED_OUT,
+    WorkerMessage,
+    broken_worker,
+    work_in_process,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
-    from gradkeep.farm._order import Order
+    from gradkeep.farm._job import JobSpec
     from gradkeep.store import Lease, Rows
 
 _TICK = 0.2
@@ -52,15 +58,15 @@ class LocalProcesses:
         """The threads of each: all cores shared out."""
         return max(1, cores() // max(1, self.num_workers))
 
-    def run(self, order: Order, look: Callable[[], None]) -> None:
+    def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
         """Run workers until no row is left, replacing those that die."""
-        _Supervisor(order, look).run(self.num_workers)
+        _Supervisor(spec, report).run(self.num_workers)
 
 
 class _Supervisor:
-    def __init__(self, order: Order, look: Callable[[], None]) -> None:
-        self._order, self._look = order, look
-        self._rows: Rows = order.open_rows()
+    def __init__(self, spec: JobSpec, report: Callable[[], None]) -> None:
+        self._spec, self._report = spec, report
+        self._rows: Rows = spec.open_rows()
         self._before = len(self._rows.done())
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
@@ -74,12 +80,12 @@ class _Supervisor:
                     self._workers.append(self._start())
                 while self._workers:
                     self._turn(stop)
-                    self._look()
+                    self._report()
             finally:
                 self._kill_all()
             stop.raise_if_asked()
 
-    def _turn(self, stop: Stop) -> None:
+    def _turn(self, stop: StopRequest) -> None:
         if stop.asked and not self._stopping:
             self._stopping = True
             self._ask_to_stop()
@@ -95,18 +101,18 @@ class _Supervisor:
                 self._workers.remove(worker)
                 self._bury(worker)
             elif worker.ready and time.monotonic() - worker.heard > self._patience(worker):
-                # Not even its watch runs: stuck in native code that never lets go of Python.
+                # Not even its lease keeper runs: stuck in native code that never lets go of Python.
                 worker.process.kill()
         return None
 
     def _patience(self, worker: _Worker) -> float:
         """How long a living worker may be silent: between batches it has nothing to say."""
-        return 2 * self._order.lease_seconds + 5.0 if worker.leases else float("inf")
+        return 2 * self._spec.lease_seconds + 5.0 if worker.leases else float("inf")
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=work_in_process, args=(self._order, theirs))
-        with environment(self._order.threads):
+        process = self._context.Process(target=work_in_process, args=(self._spec, theirs))
+        with environment(self._spec.threads):
             process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -114,7 +120,7 @@ class _Supervisor:
     def _listen(self, worker: _Worker) -> None:
         try:
             while worker.connection.poll():
-                message: Message = worker.connection.recv()
+                message: WorkerMessage = worker.connection.recv()
                 worker.heard = time.monotonic()
                 if message.kind == "ready":
                     worker.ready, self._failed_starts = True, 0
@@ -134,11 +140,7 @@ class _Supervisor:
         if code in (0, STOPPED):
             return
         if code == BROKEN and worker.broken is not None:
-            raise FarmError(
-                "a worker could not go on",
-                found="\n" + worker.broken.rstrip(),
-                fix="repair what it says and run again: what is done stays done",
-            )
+            raise broken_worker("a worker", worker.broken)
         if code != TIMED_OUT:
             self._record_death(worker, code)
         if self._stopping:
@@ -158,7 +160,7 @@ class _Supervisor:
         by_itself = code is not None and code > 0
         self._deaths += by_itself or bool(worker.leases)
         self._failed_starts += 0 if worker.ready else _FAILED_STARTS if by_itself else 1
-        barren = self._deaths >= self._order.give_up_after
+        barren = self._deaths >= self._spec.give_up_after
         if barren and (done := len(self._rows.done())) > self._before:
             barren, self._deaths, self._before = False, 0, done
         if barren or self._failed_starts >= _FAILED_STARTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -90,16 +90,3 @@ def recent_rate(store: Store, rows: Rows) -> float | None:
     if len(times) < 2 or times[-1] == times[0]:
         return None
     return (len(times) - 1) / (times[-1] - times[0])
-
-
-@dataclass(slots=True)
-class Pace:
-    """The rate of a run that is watched from its beginning."""
-
-    done_before: int
-    began: float = field(default_factory=time.monotonic)
-
-    def rate(self, done: int) -> float | None:
-        """Rows per second since the beginning."""
-        new = done - self.done_before
-        return new / max(1e-9, time.monotonic() - self.began) if new > 0 else None

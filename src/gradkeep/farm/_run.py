@@ -8,40 +8,50 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import gradkeep.store as stores
 from gradkeep.errors import Conflict, FarmError
+from gradkeep.farm._clusters import RayCluster, Slurm
+from gradkeep.farm._job import Job, JobSpec, packed_job
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._order import Job, Order, packed_job
-from gradkeep.farm._progress import Pace, Progress, progress_of
-from gradkeep.farm._pull import Puller
-from gradkeep.farm._ray import RayCluster
-from gradkeep.farm._signals import stop_on_signals
-from gradkeep.farm._slurm import Slurm
-from gradkeep.farm._watch import Watch
+from gradkeep.farm._process import stop_on_signals
+from gradkeep.farm._progress import Progress, progress_of
+from gradkeep.farm._worker import LeaseKeeper, Puller
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
 
     from gradkeep.store import Rows, Store
 
-_ENGINES = {"local": LocalProcesses, "ray": RayCluster, "slurm": Slurm}
-_LOOK_SHARE = 20
+_ENGINES: dict[str, type[LocalProcesses | RayCluster | Slurm]] = {
+    "local": LocalProcesses,
+    "ray": RayCluster,
+    "slurm": Slurm,
+}
+_REPORT_SHARE = 20
 
 
 class Engine(Protocol):
-    """Where workers come from."""
+    """Where workers come from: any object with these two members is one.
 
-    @property
-    def num_workers(self) -> int:
-        """How many workers there will be."""
-        ...
+    >>> from gradkeep import farm
+    >>> class OneAfterAnother:
+    ...     threads = 1
+    ...     def run(self, spec, report):
+    ...         farm.work(spec)  # on another machine, mostly: a spec can be pickled
+    """
 
     @property
     def threads(self) -> int:
-        """The threads that each may use, unless the order says otherwise."""
+        """The threads that each worker may use, unless `run` was told a number."""
         ...
 
-    def run(self, order: Order, look: Callable[[], None]) -> None:
-        """Have workers pull rows until none is left; call `look` now and then."""
+    def run(self, spec: JobSpec, report: Callable[[], None], /) -> None:
+        """Have `farm.work(spec)` called where the workers are, and return when no row is left.
+
+        Call `report` now and then: it tells the progress, and costs next to nothing. What workers
+        leave undone stays to be done: the rows know, and the outcome says so.
+        """
         ...
 
 
@@ -69,7 +79,7 @@ class Outcome:
         return self.progress.complete
 
 
-def engine(name: str, **options: Any) -> Engine:
+def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     """An engine by its name: `local`, `ray` or `slurm`, with its options.
 
     >>> engine("local", workers=2).num_workers
@@ -84,12 +94,11 @@ def engine(name: str, **options: Any) -> Engine:
         raise FarmError(
             f"the engine {name} has no option {', '.join(unknown)}", expected=", ".join(known)
         )
-    found: Engine = kind(**options)
-    return found
+    return kind(**options)
 
 
 def run(
-    store: Store,
+    store: Store | str | os.PathLike[str],
     rows: str,
     job: Job,
     *,
@@ -102,9 +111,10 @@ def run(
     """Run `job` for every row of the set `rows` that is not done, and report how it went.
 
     `job(numbers)` returns the arrays of each row. `workers` is the number of local processes, 0 for
-    this one; `engine` may be another place. `limits` are the fields of `Order`: `batch`, `timeout`,
-    `max_attempts`, `lease_seconds`, `grace`, `give_up_after`. May be run again, and at the same time
-    from other machines: a row that is done stays done.
+    this one; `engine` is another place for them. `limits` are fields of `JobSpec`: `batch`,
+    `timeout`, `max_attempts`, `lease_seconds`, `grace`, `give_up_after`. May be run again, and at
+    the same time from other machines: a row that is done stays done. A job that raises is a failed
+    attempt of its rows, not an error here: `Outcome.failures` has the tracebacks.
 
     >>> import tempfile, numpy as np, gradkeep as gk
     >>> store = gk.open(tempfile.mkdtemp())
@@ -114,9 +124,16 @@ def run(
     >>> outcome.complete, store.rows("squares").read([3])["value"]
     (True, array([9.], dtype=float32))
     """
+    if workers is not None and engine is not None:
+        raise FarmError(
+            "workers= is a number of local processes, and the engine has its own",
+            found=f"workers={workers} and engine={engine!r}",
+            fix="say one of them",
+        )
+    store = store if isinstance(store, stores.Store) else stores.open(store, create=False)
     opened = store.rows(rows)
     place = LocalProcesses(workers) if engine is None else engine
-    order = Order(
+    spec = JobSpec(
         store=store.location,
         rows=rows,
         job=b"" if workers == 0 else packed_job(job),
@@ -125,15 +142,15 @@ def run(
         **limits,
     )
     began = time.monotonic()
-    look = _Look(opened, order.max_attempts, progress)
-    if workers == 0 and engine is None:
-        _run_here(order, opened, job, look)
+    report = _ProgressReporter(opened, spec.max_attempts, progress)
+    if workers == 0:
+        _run_here(spec, opened, job, report)
     else:
         _check_shared(store)
-        place.run(order, look)
+        place.run(spec, report)
     with contextlib.suppress(Conflict):
         opened.compact()
-    states = opened.states(max_attempts=order.max_attempts)
+    states = opened.states(max_attempts=spec.max_attempts)
     if progress is not None:
         progress(progress_of(states))
     failures = tuple(
@@ -144,23 +161,23 @@ def run(
     return Outcome(progress_of(states), failures, time.monotonic() - began)
 
 
-def _run_here(order: Order, rows: Rows, job: Job, look: _Look) -> None:
-    if order.timeout is not None:
+def _run_here(spec: JobSpec, rows: Rows, job: Job, report: _ProgressReporter) -> None:
+    if spec.timeout is not None:
         raise FarmError(
             "a job in this process cannot be ended when it hangs",
-            found=f"timeout={order.timeout:g} with workers=0",
+            found=f"timeout={spec.timeout:g} with workers=0",
             fix="use workers=1, which is a process of its own",
         )
     with stop_on_signals(raise_second=True) as stop:
 
         def watched(numbers: Any) -> Any:
-            look()
+            report()
             return job(numbers)
 
-        puller = Puller(order, rows, watched, stopped=lambda: stop.asked)
+        puller = Puller(spec, rows, watched, stopped=lambda: stop.asked)
         # The process is the caller's: nothing here may end it, whatever the grace.
-        with Watch(order, rows, end=lambda _: None) as watch:
-            puller.run(watch)
+        with LeaseKeeper(spec, rows, end=lambda _: None) as keeper:
+            puller.run(keeper)
         stop.raise_if_asked()
 
 
@@ -173,14 +190,14 @@ def _check_shared(store: Store) -> None:
         )
 
 
-class _Look:
+class _ProgressReporter:
     """Reports progress, but never spends more than a small share of the time on finding out."""
 
     def __init__(
         self, rows: Rows, max_attempts: int, report: Callable[[Progress], None] | None
     ) -> None:
         self._rows, self._max_attempts, self._report = rows, max_attempts, report
-        self._pace = Pace(len(rows.done()))
+        self._done_before, self._began = len(rows.done()), time.monotonic()
         self._next = 0.0
 
     def __call__(self) -> None:
@@ -189,5 +206,7 @@ class _Look:
             return
         states = self._rows.states(max_attempts=self._max_attempts)
         seen = progress_of(states)
-        self._report(dataclasses.replace(seen, rate=self._pace.rate(seen.done)))
-        self._next = now + max(0.5, _LOOK_SHARE * (time.monotonic() - now))
+        new = seen.done - self._done_before
+        rate = new / max(1e-9, now - self._began) if new > 0 else None
+        self._report(dataclasses.replace(seen, rate=rate))
+        self._next = now + max(0.5, _REPORT_SHARE * (time.monotonic() - now))

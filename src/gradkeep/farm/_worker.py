@@ -1,32 +1,307 @@
-"""A worker as a process: it pulls rows until told to stop, and ends itself when its job hangs."""
+"""A worker: takes rows, computes them, keeps their leases, puts them or records why not."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
+import secrets
 import signal
+import socket
+import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from gradkeep.farm._pull import Puller
-from gradkeep.farm._threads import pin
-from gradkeep.farm._watch import Watch
+from gradkeep.errors import FarmError, LeaseLost, StoreError, WriteFailed
+from gradkeep.farm._process import pin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
 
-    from gradkeep.farm._order import Order
-    from gradkeep.store import Lease
+    from gradkeep.farm._job import Job, JobSpec
+    from gradkeep.store import Lease, Rows
 
 TIMED_OUT, STOPPED, BROKEN = 75, 76, 77
 """Exit codes of a worker that ended itself; 0 is for a worker that found nothing left."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0
+_TICK = 0.25
+_log = logging.getLogger("gradkeep")
+
+
+def end_process(reason: str) -> None:
+    """End this process at once, with the exit code of a job that hung or of a stop."""
+    os._exit(TIMED_OUT if reason == "timeout" else STOPPED)
+
+
+def broken_worker(who: str, text: str) -> FarmError:
+    """The error for what made it impossible for a worker to go on, with its traceback."""
+    return FarmError(
+        f"{who} could not go on",
+        found="\n" + text.rstrip(),
+        fix="repair what it says and run again: what is done stays done",
+    )
+
+
+def work(
+    spec: JobSpec,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    ready: Callable[[], None] = lambda: None,
+    beat: Callable[[Sequence[Lease]], None] = lambda _: None,
+) -> None:
+    """Be one worker: compute rows of `spec` in this process until none is left for it.
+
+    What an engine starts, as often as it likes and on any machine that sees the store. `stopped()`
+    says when to finish and take nothing new. A row that takes longer than its timeout is recorded
+    as failed and this process ended with code 75, for nothing else ends a job that hangs; code 76
+    if it does not finish within the grace after a stop. `ready` is called when the job is loaded,
+    `beat` with the leases that are held now.
+    """
+    pin(spec.threads)
+    rows, job = spec.open_rows(), spec.load_job()
+    pin(spec.threads)  # loading the job may have loaded torch
+    ready()
+    with LeaseKeeper(spec, rows, end=end_process, beat=beat, stopped=stopped) as keeper:
+        Puller(spec, rows, job, stopped=stopped).run(keeper)
+
+
+@dataclass(slots=True)
+class Puller:
+    """One worker's loop over the rows of a spec, until none is left for it."""
+
+    spec: JobSpec
+    rows: Rows
+    job: Job
+    stopped: Callable[[], bool] = lambda: False
+    owner: str = ""
+    _successes: int = 0
+    _failures: int = 0
+
+    def __post_init__(self) -> None:
+        # A token as well: process numbers repeat, and a dead worker's leases are not its heir's.
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.owner = self.owner or name
+
+    def run(self, keeper: LeaseKeeper) -> None:
+        """Work until every row is done or failed too often, or until stopped."""
+        wait = _FIRST_WAIT
+        while not self.stopped():
+            leases = self.rows.claim(
+                owner=self.owner,
+                seconds=self.spec.lease_seconds,
+                count=self.spec.batch,
+                max_attempts=self.spec.max_attempts,
+            )
+            if leases:
+                wait = _FIRST_WAIT
+                keeper.hold(leases)
+                self._compute(leases, keeper)
+            elif self._nothing_left():
+                return
+            else:
+                # Others hold the rest. If they die, their leases end and the rows are ours.
+                time.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT, max(_FIRST_WAIT, self.spec.lease_seconds / 4))
+
+    def _nothing_left(self) -> bool:
+        states = self.rows.states(max_attempts=self.spec.max_attempts)
+        return all(state.state in ("done", "failed") for state in states)
+
+    def _compute(self, leases: Sequence[Lease], keeper: LeaseKeeper) -> None:
+        numbers = [lease.row for lease in leases]
+        results = self._attempt(numbers)
+        if isinstance(results, str) and len(numbers) > 1:
+            # One row may have spoiled it for all: each alone.
+            for number in numbers:
+                keeper.begin_again(1)
+                self._settle(number, self._attempt([number]), keeper)
+            return
+        keeper.computed()
+        for place, number in enumerate(numbers):
+            result = results if isinstance(results, str) else [results[place]]
+            self._settle(number, result, keeper)
+
+    def _attempt(self, numbers: Sequence[int]) -> Sequence[Mapping[str, Any]] | str:
+        """The results, or the traceback of what went wrong."""
+        try:
+            results = self.job(numbers)
+            if len(results) != len(numbers):
+                raise FarmError(
+                    "the job returned another number of results than it got rows",
+                    found=len(results),
+                    expected=len(numbers),
+                )
+        except (Exception, SystemExit):
+            return traceback.format_exc()
+        return results
+
+    def _settle(self, number: int, result: Any, keeper: LeaseKeeper) -> None:
+        error = result if isinstance(result, str) else None
+        lease = keeper.let_go(number)
+        if error is None:
+            try:
+                self.rows.finish(lease, result[0])
+            except WriteFailed:
+                # The place is full or gone, which no other row would change.
+                self.rows.release(lease)
+                raise
+            except Exception:
+                error = traceback.format_exc()
+        if error is not None:
+            self.rows.fail(lease, f"{error.rstrip()}\nafter {keeper.seconds:.3g} s by {self.owner}")
+        keeper.settled()
+        self._count(number, error)
+
+    def _count(self, number: int, error: str | None) -> None:
+        if error is None:
+            self._successes += 1
+            return
+        self._failures += 1
+        if self._successes == 0 and self._failures >= self.spec.give_up_after:
+            raise FarmError(
+                f"the first {self._failures} attempts all failed; the last was "
+                f"{describe_rows([number])}",
+                found=error.strip().splitlines()[-1],
+                expected="that some row succeeds",
+                fix="read the traceback of a failed row, repair the job, and retry the rows",
+            )
+
+
+class LeaseKeeper:
+    """Holds the leases of the batch that is computed now.
+
+    `end` is called with a reason when the process must end: the job took too long, or did not
+    finish within the grace after a stop. By then its rows are recorded or given back.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        rows: Rows,
+        *,
+        end: Callable[[str], None],
+        beat: Callable[[Sequence[Lease]], None] = lambda _: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._spec, self._rows = spec, rows
+        self._end, self._beat, self._stopped = end, beat, stopped
+        self._lock = threading.Lock()
+        self._leases: dict[int, Lease] = {}
+        self._since = self._renewed = self._stop_seen = 0.0
+        self._allowed = math.inf
+        self._closed = threading.Event()
+        self._worker = threading.get_ident()
+        self._thread = threading.Thread(target=self._loop, name="lease keeper", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+        for lease in self._leases.values():  # of a batch that an exception left behind
+            self._rows.release(lease)
+
+    def hold(self, leases: Sequence[Lease]) -> None:
+        """A batch begins."""
+        with self._lock:
+            self._leases = {lease.row: lease for lease in leases}
+            self._since = self._renewed = time.monotonic()
+            self._allow(len(leases))
+            self._beat(leases)
+
+    def begin_again(self, count: int) -> None:
+        """The time for `count` rows begins anew."""
+        with self._lock:
+            self._allow(count)
+
+    def computed(self) -> None:
+        """The job returned: what follows is bounded by the disk, and must not be cut in two."""
+        with self._lock:
+            self._allowed = math.inf
+
+    def let_go(self, row: int) -> Lease:
+        """The newest lease of a row, which is the caller's to end from here on."""
+        with self._lock:
+            lease = self._leases.pop(row)
+            self._beat([*self._leases.values(), lease])
+            return lease
+
+    def settled(self) -> None:
+        """The row that was let go is done or recorded."""
+        with self._lock:
+            self._beat(list(self._leases.values()))
+
+    @property
+    def seconds(self) -> float:
+        """How long the batch has taken so far."""
+        return time.monotonic() - self._since
+
+    def _allow(self, count: int) -> None:
+        timeout = math.inf if self._spec.timeout is None else self._spec.timeout
+        self._allowed = time.monotonic() + timeout * count
+
+    def _loop(self) -> None:
+        while not self._closed.wait(_TICK):
+            if self._stopped() and not self._stop_seen:
+                self._stop_seen = time.monotonic()
+            with self._lock:
+                if self._leases:
+                    self._tick()
+
+    def _tick(self) -> None:
+        now, spec = time.monotonic(), self._spec
+        if now > self._allowed:
+            self._give_up_on_job()
+        elif self._stop_seen and now - self._stop_seen > spec.grace:
+            for lease in self._leases.values():
+                self._rows.release(lease)
+            self._end("stopped")
+        elif now - self._renewed > spec.lease_seconds / 3:
+            self._renewed = now
+            for row, lease in self._leases.items():
+                # Taken over, or a disk that is full for now: the row has one winner anyway, and a
+                # later beat may succeed.
+                try:
+                    self._leases[row] = self._rows.renew(lease, seconds=spec.lease_seconds)
+                except (LeaseLost, StoreError, OSError) as error:
+                    _log.info("row %d: %s", row, error)
+            self._beat(list(self._leases.values()))
+
+    def _give_up_on_job(self) -> None:
+        frame = sys._current_frames().get(self._worker)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        text = (
+            f"Traceback (most recent call last):\n{stack}"
+            f"TimeoutError: {describe_rows(list(self._leases))} took longer than "
+            f"{self._spec.timeout:g} s each"
+        )
+        for lease in self._leases.values():
+            with contextlib.suppress(StoreError, OSError):
+                self._rows.fail(lease, text)
+        self._end("timeout")
+
+
+def describe_rows(rows: Sequence[int]) -> str:
+    """For messages: a few of the rows, and how many there are.
+
+    >>> describe_rows([7]), describe_rows([1, 2, 3, 4, 5, 6, 7])
+    ('row 7', 'rows 1, 2, 3, 4, 5 ... (7 in all)')
+    """
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    few = ", ".join(map(str, rows[:5]))
+    return f"rows {few} ... ({len(rows)} in all)" if len(rows) > 5 else f"rows {few}"
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WorkerMessage:
     """What a worker tells the process that started it."""
 
     kind: Literal["ready", "holds", "broken"]
@@ -34,35 +309,25 @@ class Message:
     text: str = ""
 
 
-def work_in_process(order: Order, connection: Connection) -> None:
+def work_in_process(spec: JobSpec, connection: Connection) -> None:
     """The whole life of a worker process; anything to read from the connection means: stop."""
     asked = threading.Event()
     # An interrupt from the terminal reaches the whole group; only the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    pin(order.threads)
 
-    def send(message: Message) -> None:
+    def send(message: WorkerMessage) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more: `stopped` says so
             connection.send(message)
 
-    def stopped() -> bool:
-        # The end of the connection can be "read" as well: the parent is gone.
-        return asked.is_set() or connection.poll()
-
-    def beat(leases: Sequence[Lease]) -> None:
-        send(Message("holds", tuple(leases)))
-
-    def end(reason: str) -> None:
-        os._exit(TIMED_OUT if reason == "timeout" else STOPPED)
-
     try:
-        rows, job = order.open_rows(), order.load_job()
-        pin(order.threads)  # loading the job may have loaded torch
-        send(Message("ready"))
-        puller = Puller(order, rows, job, stopped=stopped)
-        with Watch(order, rows, end=end, beat=beat, stopped=stopped) as watch:
-            puller.run(watch)
+        work(
+            spec,
+            # The end of the connection can be "read" as well: the parent is gone.
+            stopped=lambda: asked.is_set() or connection.poll(),
+            ready=lambda: send(WorkerMessage("ready")),
+            beat=lambda leases: send(WorkerMessage("holds", tuple(leases))),
+        )
     except BaseException:
-        send(Message("broken", text=traceback.format_exc()))
+        send(WorkerMessage("broken", text=traceback.format_exc()))
         os._exit(BROKEN)

@@ -1,5 +1,28 @@
-"""The commands of the datamodels library, of both its generations, with the same flags.
+"""The commands of the datamodels library, of both its generations, with the same flags, and its files.
 
 `python -m datamodels.training.worker ...` becomes `python -m gradkeep.compat.datamodels.training.worker
 ...`; scripts with `main(*_, index, logdir)`, specs and YAML files stay as they are.
 """
+
+from gradkeep._public import lazy_names
+
+_HOMES = {
+    "_npy_folder": ("NpyFolder", "load_memmap", "train_row"),
+    "_exchange": (
+        *(
+            "PublishedArrays",
+            "export_folder",
+            "import_folder",
+            "import_published",
+            "open_published",
+        ),
+    ),
+    "_regression": (
+        *("RegressionData", "collect_completed", "compute_datamodels"),
+        *("load_weights", "save_weights"),
+    ),
+}
+__all__ = [name for names in _HOMES.values() for name in names]
+__getattr__ = lazy_names(
+    __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+)

@@ -1,6 +1,6 @@
 """The older name of `training.initialize_store`."""
 
-from gradkeep.compat.datamodels._flags import end
+from gradkeep.compat.datamodels._command_line import end
 from gradkeep.compat.datamodels.training.initialize_store import main
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.datamodels._flags import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import Flag, collect, end
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
@@ -40,16 +40,16 @@ FLAGS = (
 
 def main(arguments: Sequence[str]) -> None:
     """Fit datamodels and write `datamodels.pt` to a new folder."""
-    from gradkeep import datamodels
     from gradkeep._progress import progress
+    from gradkeep.compat.datamodels._regression import RegressionData, compute_datamodels
 
     settings = collect(FLAGS, arguments)
     if settings["cfg.use_bias"] != 1:
         raise StudyError("datamodels here always have a bias", found="--cfg.use_bias=0")
     stop = settings["data.target_end_ind"]
     with progress("datamodels", "penalties") as told:
-        found = datamodels.compute(
-            datamodels.RegressionData.load(settings["data.data_path"]),
+        found = compute_datamodels(
+            RegressionData.load(settings["data.data_path"]),
             num_train=settings["data.num_train"],
             num_val=settings["data.num_val"],
             lambdas=settings["cfg.k"],

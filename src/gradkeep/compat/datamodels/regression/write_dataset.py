@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.compat.datamodels._flags import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import Flag, collect, end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,12 +22,13 @@ FLAGS = (
 
 def main(arguments: Sequence[str]) -> None:
     """Write masks and targets of the completed models to one file, without FFCV."""
-    from gradkeep import datamodels
+    from gradkeep.compat.datamodels._npy_folder import NpyFolder
+    from gradkeep.compat.datamodels._regression import collect_completed
 
     settings = collect(FLAGS, arguments)
     column = settings["cfg.y_slice"]
-    data = datamodels.collect(
-        datamodels.NpyFolder.open(settings["cfg.data_dir"]),
+    data = collect_completed(
+        NpyFolder.open(settings["cfg.data_dir"]),
         masks=settings["cfg.x_name"],
         outputs=settings["cfg.y_name"],
         column=None if column < 0 else column,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.compat.datamodels._flags import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import Flag, collect, end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,8 @@ FLAGS = (Flag("logging.logdir", required=True), Flag("logging.spec", required=Tr
 
 def main(arguments: Sequence[str]) -> None:
     """Make the empty arrays of a spec in an existing folder."""
-    from gradkeep.datamodels import NpyFolder, Spec
+    from gradkeep.compat.datamodels._npy_folder import NpyFolder
+    from gradkeep.datamodels.study import Spec
 
     settings = collect(FLAGS, arguments)
     folder = NpyFolder.create(settings["logging.logdir"], Spec.read(settings["logging.spec"]))

@@ -1,5 +1,5 @@
 """Names that scripts import."""
 
-from gradkeep.datamodels import COMPLETED
+from gradkeep.datamodels.study import COMPLETED
 
 __all__ = ["COMPLETED"]

@@ -1,5 +1,5 @@
 """Names that scripts import."""
 
-from gradkeep.datamodels import load_memmap
+from gradkeep.compat.datamodels._npy_folder import load_memmap
 
 __all__ = ["load_memmap"]

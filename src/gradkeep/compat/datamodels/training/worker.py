@@ -6,8 +6,14 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from gradkeep.compat.datamodels import _scripts
-from gradkeep.compat.datamodels._flags import Flag, collect, end
+from gradkeep.compat.datamodels._command_line import (
+    Flag,
+    collect,
+    collect_for_script,
+    end,
+    offer_old_name,
+    tolerate_other_flags,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,16 +29,17 @@ FLAGS = (
 
 def main(arguments: Sequence[str]) -> None:
     """Train the model of one row; all other flags are left to the script, in `sys.argv`."""
-    from gradkeep.datamodels import NpyFolder, load_main, train_row
+    from gradkeep.compat.datamodels._npy_folder import NpyFolder, train_row
+    from gradkeep.datamodels.study import load_main
 
     settings = collect(FLAGS, arguments)
     folder = NpyFolder.open(settings["worker.logdir"])
     index = settings["worker.index"]
     folder.check_index(index)
-    _scripts.offer_old_name()
-    _scripts.tolerate_other_flags()
+    offer_old_name()
+    tolerate_other_flags()
     function = load_main(settings["worker.main_import"])
-    _scripts.collect_for_script()
+    collect_for_script()
     trained = train_row(
         folder,
         function,

@@ -1,0 +1,170 @@
+"""Masks and targets of completed models in one file, datamodels fitted from it, and their `.pt` file."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradkeep.datamodels import Masks, fit
+from gradkeep.errors import StudyError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from gradkeep.compat.datamodels._npy_folder import AnyArray, NpyFolder
+    from gradkeep.datamodels import Datamodels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegressionData:
+    """What a regression reads: `masks [m, n]`, `targets [m, t]` float32, and the rows `[m]`."""
+
+    masks: Masks
+    targets: AnyArray
+    rows: AnyArray
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one file, masks as bits."""
+        with open(path, "wb") as file:
+            np.savez(
+                file,
+                bits=self.masks.bits,
+                num_examples=np.int64(self.masks.num_examples),
+                targets=self.targets,
+                rows=self.rows,
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RegressionData:
+        """Read what `save` wrote."""
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                masks = Masks(found["bits"], int(found["num_examples"]))
+                return cls(masks, found["targets"], found["rows"])
+        except OSError as error:
+            raise StudyError(
+                "the data for the regression cannot be read", path=path, found=error.strerror
+            ) from error
+        except (ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise StudyError(
+                "this file was not written for the regression here",
+                path=path,
+                expected="a file made by write_dataset; those of FFCV are not needed",
+                fix="run write_dataset again on the store directory",
+            ) from error
+
+
+def collect_completed(
+    folder: NpyFolder,
+    *,
+    masks: str = "masks",
+    outputs: str,
+    column: int | None = None,
+    flags: str | None = "_completed",
+) -> RegressionData:
+    """The completed rows of a store directory; `flags=None` takes all rows.
+
+    `column` takes one target; outputs of several dimensions count as so many targets.
+    """
+    for name in (masks, outputs):
+        if name not in [field.name for field in folder.spec.fields]:
+            raise StudyError(
+                "there is no such array in the store directory",
+                path=folder.path,
+                found=name,
+                expected=", ".join(field.name for field in folder.spec.fields),
+            )
+    rows = np.arange(folder.spec.num_models)
+    if flags is not None:
+        rows = np.flatnonzero(folder.array(flags))
+    if len(rows) == 0:
+        raise StudyError("no model is completed yet", path=folder.path, fix="run the workers")
+    chosen = np.asarray(folder.array(outputs)[rows], np.float32)
+    targets = chosen.reshape(len(rows), -1)
+    if column is not None:
+        targets = targets[:, [column]]
+    return RegressionData(Masks.of(folder.array(masks)[rows]), targets, rows)
+
+
+def compute_datamodels(
+    data: RegressionData,
+    *,
+    num_train: int,
+    num_val: int,
+    lambdas: int = 20,
+    least: float = 1e-2,
+    columns: slice = slice(None),
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Datamodels:
+    """Datamodels of the first `num_train + num_val` models, the latter choosing each penalty.
+
+    `lambdas` penalties go from the least without weights down to nearly `least` times it. With
+    `out`, a new folder, writes `datamodels.pt`: `weight [n, t]` and `bias [t]` in mask units (so
+    that `mask @ weight + bias` is the prediction), `lam`, and each column's `mean` and `std`.
+    """
+    total = num_train + num_val
+    if min(num_train, num_val, lambdas) < 1 or total > len(data.targets):
+        raise StudyError(
+            "there are not enough models",
+            found=f"{len(data.targets)} completed models",
+            expected=f"num_train {num_train} and num_val {num_val}, both at least 1",
+            fix="train more, or ask for fewer",
+        )
+    place = None if out is None else Path(out)
+    if place is not None and place.exists():
+        raise StudyError(
+            "the folder for the results exists already", path=place, fix="give a new name"
+        )
+    masks = data.masks[:total]
+    found = fit(
+        masks,
+        data.targets[:total, columns],
+        lambdas=[least ** (step / lambdas) for step in range(lambdas)],
+        held_out=np.arange(num_train, total),
+        progress=progress,
+    )
+    if place is not None:
+        place.mkdir(parents=True)
+        mean = masks.numpy().mean(axis=0)
+        std = np.sqrt(mean * (1 - mean))
+        save_weights(
+            place / "datamodels.pt", found.weights, found.bias, found.lam, mean=mean, std=std
+        )
+    return found
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, AnyArray]:
+    """`weight [n, t]`, `bias [t]`, `lam [t]` of a datamodels .pt file, read without running it."""
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise StudyError("the weights cannot be read", path=path, found=error.strerror) from error
+    except Exception as error:
+        raise StudyError(
+            "this is no file of tensors", path=path, found=f"{type(error).__name__}: {error}"
+        ) from error
+    missing = [key for key in ("weight", "bias", "lam") if key not in found]
+    if missing:
+        raise StudyError(
+            "this file holds no datamodels", path=path, found=f"no {', '.join(missing)}"
+        )
+    return {key: np.asarray(value) for key, value in found.items() if hasattr(value, "shape")}
+
+
+def save_weights(
+    path: str | os.PathLike[str], weight: AnyArray, bias: AnyArray, lam: AnyArray, **more: AnyArray
+) -> None:
+    """Write a datamodels .pt file: weight `[n, t]`, bias `[t]`, lam `[t]`, and more by name."""
+    import torch
+
+    named = {"weight": weight, "bias": bias, "lam": lam, **more}
+    tensors = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in named.items()}
+    torch.save(tensors, path)

@@ -1,0 +1,158 @@
+"""What would happen without some training examples: predicted, and checked by retraining."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
+from gradkeep.errors import DatamodelsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.datamodels.fitting._masks import AnyArray
+    from gradkeep.datamodels.fitting._result import Datamodels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counterfactual:
+    """Predicted outputs `[t]` of a training set, of the same without `removed`, and the change."""
+
+    removed: AnyArray
+    before: AnyArray
+    after: AnyArray
+    change: AnyArray
+
+
+def counterfactual(found: Datamodels, removed: Any, *, base: Any = None) -> Counterfactual:
+    """The predicted outputs after leaving out some examples of a training set (all, or `base [n]`).
+
+    The change is minus the sum of the removed weights. Datamodels were fitted on subsets of a
+    certain size: changes extrapolate to a full set better than outputs do.
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(400, 20, 3)
+    >>> found = fit(data.masks, data.outputs)
+    >>> told = counterfactual(found, [4, 7])
+    >>> bool(np.allclose(told.change, -found.weights[[4, 7]].sum(0)))
+    True
+    """
+    n = len(found.weights)
+    whole = checked_base(base, n)
+    gone = checked_ids("examples", removed, n)
+    gone = gone[whole[gone]]
+    weights = found.weights.astype(np.float64)
+    before = weights[whole].sum(axis=0) + found.bias
+    change = -weights[gone].sum(axis=0)
+    return Counterfactual(gone, before, before + change, change)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedRemovals:
+    """Predicted and measured changes `[removals, t]`, the standard error of the measured ones (NaN
+    for a single training), and the correlation of both over removals and targets."""
+
+    predicted: AnyArray
+    measured: AnyArray
+    standard_error: AnyArray
+    correlation: float
+
+
+def verify_removals(
+    found: Datamodels,
+    removals: Sequence[Any],
+    retrain: Callable[[AnyArray, int], Any],
+    *,
+    base: Any = None,
+    repeats: int = 1,
+) -> VerifiedRemovals:
+    """Train with and without each set of examples, and compare with what was predicted.
+
+    `retrain(mask [n], seed)` returns the outputs `[t]` of a model trained on a mask. The same
+    `repeats` seeds train every set, so that part of the noise cancels. Costs
+    (removals + 1) x repeats trainings.
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(400, 20, 3)
+    >>> found = fit(data.masks, data.outputs)
+    >>> real = lambda mask, seed: mask @ data.weights + data.bias
+    >>> verify_removals(found, [[0, 1], [2, 3, 4], [5]], real).correlation > 0.9
+    True
+    """
+    if repeats < 1 or not removals:
+        raise DatamodelsError("verification needs a removal and a repeat or more")
+    n, targets = found.weights.shape
+    whole = checked_base(base, n)
+    told = [counterfactual(found, removed, base=whole) for removed in removals]
+    before = [_outputs(retrain(whole.copy(), seed), targets) for seed in range(repeats)]
+    changes = np.empty((len(told), repeats, targets))
+    for index, one in enumerate(told):
+        mask = whole.copy()
+        mask[one.removed] = False
+        for seed in range(repeats):
+            changes[index, seed] = _outputs(retrain(mask.copy(), seed), targets) - before[seed]
+    predicted, measured = np.stack([one.change for one in told]), changes.mean(axis=1)
+    error = np.full_like(measured, np.nan)
+    if repeats > 1:
+        error = changes.std(axis=1, ddof=1) / np.sqrt(repeats)
+    p, y = predicted.ravel() - predicted.mean(), measured.ravel() - measured.mean()
+    length = float(np.sqrt((p @ p) * (y @ y)))
+    return VerifiedRemovals(
+        predicted, measured, error, float(p @ y) / length if length else float("nan")
+    )
+
+
+def _outputs(returned: Any, targets: int) -> AnyArray:
+    array = np.asarray(returned, dtype=np.float64)
+    if array.shape != (targets,) or not np.isfinite(array).all():
+        raise DatamodelsError(
+            "the retraining must return one finite output per target",
+            found=f"shape {list(array.shape)}",
+            expected=[targets],
+        )
+    return array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataSupport:
+    """Per target the fewest examples whose removal is predicted to bring its output to the threshold
+    or below: their number `[t]` (0 if it is there already, -1 if no removal does it), their ids, and
+    the predicted outputs before and after `[t]`."""
+
+    size: AnyArray
+    removed: tuple[AnyArray, ...]
+    before: AnyArray
+    after: AnyArray
+
+
+def data_support(found: Datamodels, *, threshold: float = 0.0, base: Any = None) -> DataSupport:
+    """The smallest removal that is predicted to flip each target: how brittle its output is.
+
+    With margins and threshold 0 a flip is a wrong class. For a linear model taking the most
+    positive weights first is the smallest removal there is. Costs n log n per target.
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(400, 20, 3)
+    >>> found = fit(data.masks, data.outputs + 5)
+    >>> told = data_support(found, threshold=float(data.outputs.mean()))
+    >>> bool((told.after[told.size > 0] <= told.before[told.size > 0]).all())
+    True
+    """
+    whole = checked_base(base, len(found.weights))
+    inside = np.flatnonzero(whole)
+    weights = found.weights[inside].astype(np.float64)
+    before = weights.sum(axis=0) + found.bias
+    sizes, removed, after = [], [], []
+    for target, start in enumerate(before):
+        order = np.argsort(-weights[:, target], kind="stable")
+        order = order[weights[order, target] > 0]
+        left = start - np.cumsum(np.concatenate([[0.0], weights[order, target]]))
+        flipped = np.flatnonzero(left <= threshold)
+        size = int(flipped[0]) if len(flipped) else -1
+        sizes.append(size)
+        removed.append(inside[order[: max(size, 0)]])
+        after.append(left[size] if size >= 0 else left[-1])
+    return DataSupport(np.array(sizes), tuple(removed), before, np.array(after))

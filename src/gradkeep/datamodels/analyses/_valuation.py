@@ -1,0 +1,155 @@
+"""What training examples are worth, straight from the models with and without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gradkeep.datamodels.fitting._masks import Masks
+from gradkeep.datamodels.fitting._options import checked_outputs
+from gradkeep.errors import DatamodelsError
+
+if TYPE_CHECKING:
+    from gradkeep.datamodels.fitting._masks import AnyArray
+
+_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataValues:
+    """The value of each training example to each utility, `[n, t]`.
+
+    `covered [n]` is the part of the subset sizes 0 .. n - 1 at which both kinds of models were seen
+    (1 for Banzhaf values, which weigh all subsets alike); NaN values where none was.
+    """
+
+    value: AnyArray
+    covered: AnyArray
+    kind: Literal["banzhaf", "shapley"]
+
+
+def values(
+    masks: Any, utility: Any, *, kind: Literal["banzhaf", "shapley"] = "banzhaf"
+) -> DataValues:
+    """Data Banzhaf or Shapley values of n examples, from utilities `[m]` or `[m, t]` of models.
+
+    Banzhaf: E[u | i in] - E[u | i out] over subsets drawn with probability 1/2 (maximum sample
+    reuse: every model informs every example). Shapley: the mean over sizes s of
+    E[u | i in, size s + 1] - E[u | i out, size s], over the sizes that the models have; masks of one
+    alpha have sizes near alpha n only, which `covered` tells: draw alpha at random for more.
+    Costs m n t.
+
+    >>> masks = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])
+    >>> values(masks, [0.0, 1.0, 2.0, 5.0]).value[:, 0].tolist()
+    [3.0, 2.0]
+    >>> values(masks, [0.0, 1.0, 2.0, 5.0], kind="shapley").value[:, 0].tolist()
+    [3.0, 2.0]
+    """
+    packed = Masks.of(masks)
+    u = checked_outputs(packed, utility).astype(np.float64)
+    n = packed.num_examples
+    if kind == "banzhaf":
+        value, there = _difference(packed, u, np.arange(len(packed)), np.arange(len(packed)))
+        return DataValues(np.where(there[:, None], value, np.nan), there.astype(np.float64), kind)
+    if kind != "shapley":
+        raise DatamodelsError(
+            "there is no such value", found=repr(kind), expected="banzhaf or shapley"
+        )
+    sizes = packed.sizes()
+    rows = {int(size): np.flatnonzero(sizes == size) for size in np.unique(sizes)}
+    total, seen = np.zeros((n, u.shape[1])), np.zeros(n)
+    for size in sorted(rows):
+        if size + 1 in rows:
+            value, there = _difference(packed, u, rows[size + 1], rows[size])
+            total[there] += value[there]
+            seen += there
+    mean = np.divide(total, seen[:, None], out=np.full_like(total, np.nan), where=seen[:, None] > 0)
+    return DataValues(mean, seen / n, kind)
+
+
+def _difference(
+    masks: Masks, u: AnyArray, with_it: AnyArray, without: AnyArray
+) -> tuple[AnyArray, AnyArray]:
+    """E[u | i in] over some models minus E[u | i out] over others, and where both exist."""
+    centre = u.mean(axis=0)
+    n = masks.num_examples
+    sums = []
+    for rows, wanted in ((with_it, 1), (without, 0)):
+        count, total = np.zeros(n), np.zeros((n, u.shape[1]))
+        for start in range(0, len(rows), _ROWS):
+            part = rows[start : start + _ROWS]
+            inside = (masks[part].dense(0, len(part)) == wanted).astype(np.float64)
+            count += inside.sum(axis=0)
+            total += inside.T @ (u[part] - centre)
+        sums.append((count, total))
+    (count_in, total_in), (count_out, total_out) = sums
+    there = (count_in > 0) & (count_out > 0)
+    value = total_in / np.maximum(count_in, 1)[:, None]
+    value -= total_out / np.maximum(count_out, 1)[:, None]
+    return value, there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memorisation:
+    """Per training example, `[n]`: its mean output over models that saw it, over models that did not,
+    the difference with its standard error, and its rank among label `suspects` (ids, the most
+    suspect first: the lowest output of models that did not see it). NaN where all models or none
+    saw an example."""
+
+    seen: AnyArray
+    unseen: AnyArray
+    value: AnyArray
+    standard_error: AnyArray
+    suspects: AnyArray
+
+
+def memorisation(masks: Any, outputs: Any) -> Memorisation:
+    """How much of its own output each training example owes to itself (Feldman and Zhang).
+
+    `outputs [m, n]` are those of the training examples themselves, the larger the better (margins,
+    or the probability of the label). A label that models without the example reject is suspect:
+    out-of-sample outputs find wrong labels as well as anything known. Costs m n.
+
+    >>> masks = np.random.default_rng(0).random((400, 3)) < 0.5
+    >>> outputs = np.where(masks, [1.0, 1.0, 1.0], [0.9, -2.0, 0.8])
+    >>> told = memorisation(masks, outputs)
+    >>> told.value.round(1).tolist(), int(told.suspects[0])
+    ([0.1, 3.0, 0.2], 1)
+    """
+    packed = Masks.of(masks)
+    y = checked_outputs(packed, outputs)
+    n = packed.num_examples
+    if y.shape[1] != n:
+        raise DatamodelsError(
+            "memorisation needs the outputs of the training examples themselves",
+            found=f"{y.shape[1]} targets",
+            expected=f"{n}, one per training example and in their order",
+        )
+    centre = y.mean(axis=0, dtype=np.float64)
+    sums = np.zeros((2, 3, n))
+    for start, rows in packed.blocks(_ROWS):
+        values = y[start : start + len(rows)].astype(np.float64) - centre
+        for which, inside in enumerate((rows == 1, rows == 0)):
+            kept = np.where(inside, values, 0.0)
+            sums[which] += inside.sum(axis=0), kept.sum(axis=0), (kept * kept).sum(axis=0)
+    means, errors = zip(*(_mean_and_error(*part) for part in sums), strict=True)
+    unseen = means[1] + centre
+    return Memorisation(
+        means[0] + centre,
+        unseen,
+        means[0] - means[1],
+        np.sqrt(errors[0] + errors[1]),
+        np.argsort(np.where(np.isnan(unseen), np.inf, unseen), kind="stable"),
+    )
+
+
+def _mean_and_error(
+    count: AnyArray, total: AnyArray, squares: AnyArray
+) -> tuple[AnyArray, AnyArray]:
+    """The mean and the square of its standard error; NaN where nothing was counted."""
+    nothing = np.full_like(total, np.nan)
+    mean = np.divide(total, count, out=nothing.copy(), where=count > 0)
+    spread = np.maximum(squares - count * mean * mean, 0)
+    return mean, np.divide(spread, count * (count - 1), out=nothing, where=count > 1)

@@ -1,0 +1,141 @@
+"""How well outputs are predicted, with intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from gradkeep._ranks import ranks
+from gradkeep.errors import DatamodelsError
+
+if TYPE_CHECKING:
+    from gradkeep.datamodels.fitting._masks import AnyArray
+
+_AT_ONCE = 100
+_LEAST = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correlation:
+    """The correlation of predicted and true outputs over models: `value`, `low`, `high` `[t]`, and
+    their mean over targets. A constant prediction of a target that varies counts as 0; where the
+    output itself is constant there is nothing to predict: NaN, and left out of the mean."""
+
+    value: AnyArray
+    low: AnyArray
+    high: AnyArray
+    mean: float
+    mean_low: float
+    mean_high: float
+    models: int
+    level: float
+    kind: Literal["pearson", "spearman"]
+    constant_outputs: tuple[int, ...] = ()
+    """Targets whose output is the same for all these models: NaN."""
+    constant_predictions: tuple[int, ...] = ()
+    """Targets that vary but are predicted to be the same, mostly because a fit without weights
+    predicted best: 0."""
+
+    def __str__(self) -> str:
+        told = (
+            f"{self.kind} {self.mean:.3f} [{self.mean_low:.3f}, {self.mean_high:.3f}] over "
+            f"{self.models} models, mean of {len(self.value) - len(self.constant_outputs)} targets"
+        )
+        if self.constant_predictions:
+            told += f", {len(self.constant_predictions)} of them with constant predictions (0)"
+        if self.constant_outputs:
+            told += f", without {len(self.constant_outputs)} whose output is constant"
+        return told
+
+
+def correlation(
+    predicted: AnyArray,
+    actual: AnyArray,
+    *,
+    kind: Literal["pearson", "spearman"] = "pearson",
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Correlation:
+    """The correlation over models of predictions and outputs `[m, t]`, with bootstrap intervals.
+
+    Models are drawn anew with replacement, the same for all targets, so that the mean over targets
+    has an honest interval too. `kind="spearman"` correlates ranks: its mean over targets is the
+    linear datamodeling score. Costs resamples x m x t.
+
+    >>> x = np.arange(20.0)[:, None]
+    >>> found = correlation(x, x ** 3, kind="spearman")
+    >>> round(found.mean, 6), found.models
+    (1.0, 20)
+    """
+    p, y = _two_dimensional(predicted), _two_dimensional(actual)
+    if p.shape != y.shape or len(p) < _LEAST:
+        raise DatamodelsError(
+            "a correlation needs as many predictions as outputs, of three models or more",
+            found=f"predictions {list(p.shape)}, outputs {list(y.shape)}",
+        )
+    # By range: a mean of equal numbers may differ from them in the last bit.
+    still = np.ptp(y, axis=0) == 0
+    silent = (np.ptp(p, axis=0) == 0) & ~still
+    if kind == "spearman":
+        p, y = ranks(p), ranks(y)
+    p, y = p - p.mean(axis=0), y - y.mean(axis=0)
+    for values, constant in ((p, still | silent), (y, still)):
+        values /= np.where(constant, np.nan, values.std(axis=0))
+    p[:, silent] = 0.0
+    value = (p * y).mean(axis=0)
+    drawn = np.empty((resamples, p.shape[1]))
+    rng = np.random.default_rng(seed)
+    parts = np.concatenate([p, y, p * y, p * p, y * y], axis=1)
+    for start in range(0, resamples, _AT_ONCE):
+        count = min(_AT_ONCE, resamples - start)
+        times = rng.multinomial(len(p), np.full(len(p), 1 / len(p)), size=count)
+        ep, ey, epy, epp, eyy = np.split(times @ parts / len(p), 5, axis=1)
+        spread = np.sqrt(np.maximum(epp - ep * ep, 0) * np.maximum(eyy - ey * ey, 0))
+        ratio = np.divide(epy - ep * ey, spread, out=np.full_like(spread, np.nan), where=spread > 0)
+        ratio[:, silent] = 0.0
+        drawn[start : start + count] = np.clip(ratio, -1, 1)
+    tails = (50 * (1 - level), 50 * (1 + level))
+    low, high = _percentiles(drawn, value, tails)
+    defined = ~np.isnan(value)
+    means = drawn[:, defined].mean(axis=1) if defined.any() else np.full(resamples, np.nan)
+    mean = float(value[defined].mean()) if defined.any() else float("nan")
+    (mean_low,), (mean_high,) = _percentiles(means[:, None], np.array([mean]), tails)
+    return Correlation(
+        value,
+        low,
+        high,
+        mean,
+        float(mean_low),
+        float(mean_high),
+        len(p),
+        level,
+        kind,
+        constant_outputs=tuple(np.flatnonzero(still).tolist()),
+        constant_predictions=tuple(np.flatnonzero(silent).tolist()),
+    )
+
+
+def _percentiles(
+    drawn: AnyArray, value: AnyArray, tails: tuple[float, float]
+) -> tuple[AnyArray, AnyArray]:
+    """Percentiles of each column without its NaN; NaN where nothing else is there.
+
+    The draws are moved to have the value as their mean: a correlation of few models is too near
+    to 0, that of a resample doubly so.
+    """
+    found = np.full((2, drawn.shape[1]), np.nan)
+    for column in range(drawn.shape[1]):
+        values = drawn[:, column]
+        values = values[~np.isnan(values)]
+        if len(values):
+            found[:, column] = np.percentile(values, tails) + value[column] - values.mean()
+    low, high = np.clip(found, -1, 1)
+    return low, high
+
+
+def _two_dimensional(values: AnyArray) -> AnyArray:
+    array = np.asarray(values, dtype=np.float64)
+    return array[:, None] if array.ndim == 1 else array

@@ -1,0 +1,195 @@
+"""Which training examples each model saw, one bit each, and subsets drawn from two numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gradkeep.errors import DatamodelsError, StudyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+AnyArray = np.ndarray[Any, np.dtype[Any]]
+_PACK_BYTES = 1 << 26
+_ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+Subsets = Literal["fixed", "independent"]
+"""`fixed`: every subset has the same size; `independent`: every example with the same chance."""
+_MASK, _TRAINING = 0, 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """The subsets of m models over n training examples, packed to bits `[m, ceil(n / 8)]`.
+
+    Bit j of a row (least significant first, as the store keeps masks) says whether that model
+    was trained on example j. Takes m n / 8 bytes, and none of memory for a memory map.
+
+    >>> masks = Masks.of([[1, 0, 1], [0, 1, 1]])
+    >>> masks.shape, masks.sizes().tolist(), masks[1:].numpy().astype(int).tolist()
+    ((2, 3), [2, 2], [[0, 1, 1]])
+    """
+
+    bits: AnyArray
+    num_examples: int
+
+    def __post_init__(self) -> None:
+        wide = -(-self.num_examples // 8)
+        if self.bits.dtype != np.uint8 or self.bits.ndim != 2 or self.bits.shape[1] != wide:
+            raise DatamodelsError(
+                "these are not the packed bits of masks",
+                found=f"{self.bits.dtype} {list(self.bits.shape)}",
+                expected=f"uint8 [models, {wide}] for {self.num_examples} examples",
+                fix="use Masks.of(array) for masks that are not packed",
+            )
+        spare = wide * 8 - self.num_examples
+        if spare and bool((self.bits[:, -1] >> (8 - spare)).any()):
+            raise DatamodelsError(
+                f"bits are set beyond the last of {self.num_examples} examples",
+                fix="pack with numpy.packbits(masks, axis=1, bitorder='little')",
+            )
+
+    @classmethod
+    def of(cls, masks: Any) -> Masks:
+        """Masks from an array `[m, n]` of booleans or of zeros and ones; packed ones as they are."""
+        if isinstance(masks, Masks):
+            return masks
+        array = as_array(masks)
+        if array.ndim != 2 or array.shape[1] == 0:
+            raise DatamodelsError(
+                "masks need a row per model and a column per training example",
+                found=f"shape {list(array.shape)}",
+                expected="[models, examples] with at least one example",
+            )
+        if array.dtype.kind not in "buif":
+            raise DatamodelsError(
+                "masks must be booleans or zeros and ones", found=f"dtype {array.dtype}"
+            )
+        bits = np.empty((len(array), -(-array.shape[1] // 8)), np.uint8)
+        step = max(1, _PACK_BYTES // (array.shape[1] * array.itemsize))
+        for start in range(0, len(array), step):
+            rows = array[start : start + step]
+            if array.dtype.kind != "b":
+                _check_binary(rows, start)
+            bits[start : start + step] = np.packbits(rows != 0, axis=1, bitorder="little")
+        return cls(bits, array.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Models, examples."""
+        return len(self.bits), self.num_examples
+
+    def __getitem__(self, rows: Any) -> Masks:
+        """The masks of some models: a slice, ids or a boolean array."""
+        bits = self.bits[rows]
+        return Masks(bits if bits.ndim == 2 else bits[None], self.num_examples)
+
+    def __add__(self, other: Masks) -> Masks:
+        """These models, then the others."""
+        if other.num_examples != self.num_examples:
+            raise DatamodelsError(
+                "masks of different data sets cannot be joined",
+                found=f"{other.num_examples} examples",
+                expected=f"{self.num_examples} examples",
+            )
+        return Masks(np.concatenate([self.bits, other.bits]), self.num_examples)
+
+    def numpy(self) -> AnyArray:
+        """The masks as booleans `[m, n]`: eight times the memory."""
+        return self.dense(0, len(self)).view(np.bool_)
+
+    def dense(self, start: int, stop: int) -> AnyArray:
+        """Zeros and ones of some models, uint8 `[stop - start, n]`."""
+        rows = np.ascontiguousarray(self.bits[start:stop])
+        return np.unpackbits(rows, axis=1, count=self.num_examples, bitorder="little")
+
+    def blocks(self, most: int) -> Iterator[tuple[int, AnyArray]]:
+        """All models in order, `most` at a time: where each block begins, and `dense` of it."""
+        for start in range(0, len(self), most):
+            yield start, self.dense(start, min(len(self), start + most))
+
+    def sizes(self) -> AnyArray:
+        """How many examples each model was trained on, `[m]`."""
+        return np.asarray(_ONES[self.bits].sum(axis=1, dtype=np.int64))
+
+    def num_repeated(self) -> int:
+        """How many models have the mask of an earlier one."""
+        rows = np.ascontiguousarray(self.bits)
+        whole = rows.view(np.dtype((np.void, rows.shape[1]))).ravel()
+        return len(self) - len(np.unique(whole))
+
+
+def as_array(values: Any) -> AnyArray:
+    """The values of a tensor, told without importing torch, or of anything else."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        # numpy has no bfloat16; float32 holds it exactly.
+        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
+    return np.asarray(values.numpy() if hasattr(values, "numpy") else values)
+
+
+def _check_binary(rows: AnyArray, start: int) -> None:
+    wrong = (rows != 0) & (rows != 1)
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise DatamodelsError(
+            "masks must hold only zeros and ones",
+            found=f"{rows[row, column]} for model {start + row}, example {column}",
+            fix="pass masks > 0, or the weights' support, if that is what is meant",
+        )
+
+
+def draw_masks(
+    seed: int,
+    indices: Sequence[int],
+    *,
+    num_examples: int,
+    alpha: float = 0.5,
+    subsets: Subsets = "fixed",
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """The masks `[K, num_examples]` of these models: each follows from (seed, index) alone.
+
+    >>> draw_masks(0, [5], num_examples=8).astype(int).tolist()
+    [[0, 0, 1, 1, 0, 0, 1, 1]]
+    """
+    check_alpha(alpha, num_examples=num_examples)
+    masks = np.zeros((len(indices), num_examples), np.bool_)
+    for mask, index in zip(masks, indices, strict=True):
+        # The raw stream of a bit generator is the one thing numpy promises never to change.
+        keys = _bits(seed, index, _MASK).random_raw(num_examples)
+        if subsets == "fixed":
+            mask[np.argsort(keys, kind="stable")[: subset_size(alpha, num_examples)]] = True
+        else:
+            mask[:] = keys < np.uint64(min(round(alpha * 2**64), 2**64 - 1))
+    return masks
+
+
+def training_seed(seed: int, index: int) -> int:
+    """The seed for whatever else is random in a model's training, below 2**31."""
+    return int(_bits(seed, index, _TRAINING).random_raw()) >> 33
+
+
+def subset_size(alpha: float, num_examples: int) -> int:
+    """How many examples a subset of fixed size has."""
+    return max(1, round(alpha * num_examples))
+
+
+def check_alpha(alpha: float, *, num_examples: int) -> None:
+    """Refuse a share that leaves nothing to learn from, or nothing out."""
+    if not 0 < alpha < 1:
+        raise StudyError(
+            "alpha is the share of examples in a subset", found=alpha, expected="0 < alpha < 1"
+        )
+    if num_examples < 2:
+        raise StudyError("subsets need examples to choose from", found=f"{num_examples} examples")
+
+
+def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
+    if seed < 0 or index < 0:
+        raise StudyError("seeds and indices are at least 0", found=f"seed {seed}, index {index}")
+    return np.random.Philox(np.random.SeedSequence([seed, index, purpose]))

@@ -1,0 +1,231 @@
+"""What a fit was asked for, checked before any work is done."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from gradkeep.datamodels.fitting._masks import as_array
+from gradkeep.datamodels.fitting._memory import FitLayout, fit_layout
+from gradkeep.datamodels.fitting._path import PathSolver, Penalty
+from gradkeep.errors import DatamodelsError
+
+if TYPE_CHECKING:
+    from gradkeep.datamodels.fitting._masks import AnyArray, Masks
+
+_LEAST_LEFT_OUT = 3
+_ENOUGH_TO_CHOOSE = 400
+"""Below so many outputs a small ridge around a prior over-fits, whatever left-out rows say."""
+_FEW_MODELS = 1000
+_FOLDS = 5
+_PART = 0.1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitOptions:
+    """How a fit is solved, again and again as models are added: the checked options of `fit`."""
+
+    penalty: Penalty
+    share: float
+    tolerance: float
+    max_steps: int
+    dtype: Literal["float32", "float64"]
+    device: str
+    memory_budget: int | None
+    scratch: Path | None
+    variances: AnyArray | None
+
+    def __post_init__(self) -> None:
+        if self.penalty not in get_args(Penalty):
+            raise DatamodelsError(
+                "there is no such penalty",
+                found=repr(self.penalty),
+                expected=", ".join(get_args(Penalty)),
+            )
+        if not 0 < self.share <= 1:
+            raise DatamodelsError(
+                "the share of L1 in an elastic net must be above 0 and at most 1", found=self.share
+            )
+        if not self.tolerance > 0 or self.max_steps < 1:
+            raise DatamodelsError(
+                "tolerance and max_steps must be positive",
+                found=f"{self.tolerance}, {self.max_steps}",
+            )
+        if self.dtype not in ("float32", "float64"):
+            raise DatamodelsError("dtype must be 'float32' or 'float64'", found=repr(self.dtype))
+        if self.dtype == "float32" and self.tolerance < 1e-6:
+            raise DatamodelsError(
+                "float32 cannot prove so small a gap",
+                found=f"tolerance {self.tolerance}",
+                expected="1e-6 or more",
+                fix="pass dtype='float64'",
+            )
+
+    def check_prior(self, prior: AnyArray | None, examples: int) -> None:
+        """Refuse a prior or variances that this penalty, or so many examples, cannot have."""
+        if self.penalty == "means" and (prior is not None or self.variances is not None):
+            raise DatamodelsError(
+                "a difference of means takes no prior", fix="use penalty='ridge' with a prior"
+            )
+        allowed = self.variances
+        if allowed is None:
+            return
+        if allowed.shape != (examples,) or not (np.isfinite(allowed) & (allowed > 0)).all():
+            raise DatamodelsError(
+                "variances must be one positive number per training example",
+                found=f"shape {list(allowed.shape)}",
+                expected=[examples],
+            )
+
+    def solver(self, working: int) -> PathSolver:
+        """The solver with room for a working set."""
+        share = self.share if self.penalty == "elastic" else 1.0
+        return PathSolver(self.penalty, share, self.tolerance, self.max_steps, working)
+
+    def layout(
+        self, models: int, examples: int, targets: int, *, folds: int = 0, predictions: int = 0
+    ) -> FitLayout:
+        """How the fit is divided to stay within its budget."""
+        return fit_layout(
+            models=models,
+            examples=examples,
+            targets=targets,
+            itemsize=np.dtype(self.dtype).itemsize,
+            folds=folds,
+            predictions=predictions,
+            budget=self.memory_budget,
+        )
+
+    def folder(self, layout: FitLayout) -> Path | None:
+        """Where counts lie that are too large for memory; None if they are not."""
+        if layout.in_memory:
+            return None
+        return Path(tempfile.gettempdir()) if self.scratch is None else self.scratch
+
+
+def checked_outputs(masks: Masks, outputs: Any) -> AnyArray:
+    """Outputs `[m, t]` as floats: one row per mask, every value a finite number."""
+    array = as_array(outputs)
+    array = array[:, None] if array.ndim == 1 else array
+    if array.dtype.kind not in "fiub":
+        raise DatamodelsError("outputs must be numbers", found=f"dtype {array.dtype}")
+    if array.ndim != 2 or len(array) != len(masks) or array.shape[1] == 0:
+        raise DatamodelsError(
+            "outputs need a row per mask and a column per target",
+            found=f"outputs {list(array.shape)}, masks {list(masks.shape)}",
+            expected=f"[{len(masks)}] or [{len(masks)}, targets]",
+        )
+    array = array if array.dtype.kind == "f" else array.astype(np.float64)
+    wrong = ~np.isfinite(array)
+    if wrong.any():
+        row, target = np.argwhere(wrong)[0]
+        models = np.flatnonzero(wrong.any(axis=1))
+        raise DatamodelsError(
+            "outputs hold NaN or infinity",
+            found=f"{array[row, target]} for model {row}, target {target}; "
+            f"{len(models)} of {len(array)} models are affected",
+            fix="leave those models out: keep = np.isfinite(outputs).all(1); "
+            "fit(masks[keep], outputs[keep])",
+        )
+    return array
+
+
+def checked_prior(prior: Any, examples: int, targets: int) -> AnyArray | None:
+    """Prior weights `[n, t]` from attribution scores `[t, n]`, an array or anything with numpy()."""
+    if prior is None:
+        return None
+    array = as_array(prior).astype(np.float64)
+    array = array[None] if array.ndim == 1 else array
+    if array.shape != (targets, examples) or not np.isfinite(array).all():
+        raise DatamodelsError(
+            "a prior needs one finite score per target and training example",
+            found=f"shape {list(array.shape)}",
+            expected=[targets, examples],
+            fix="scores are [queries, train]: the targets' order, and all training examples",
+        )
+    return np.ascontiguousarray(array.T)
+
+
+def fractions(
+    lambdas: Any, kind: Penalty, *, models: int, examples: int, targets: int, prior: bool
+) -> tuple[float, ...]:
+    """The path, from large to small, in parts of the penalty's natural scale."""
+    if isinstance(lambdas, int | np.integer) and not isinstance(lambdas, bool):
+        if lambdas < 1:
+            raise DatamodelsError("a path needs one penalty or more", found=f"lambdas={lambdas}")
+        low, high = (1e-2, 1.0) if kind != "ridge" else (1e-2, 1e2)
+        if prior and kind == "ridge":
+            low, high = (0.1 if models * targets >= _ENOUGH_TO_CHOOSE else 10.0), 1e4
+        return tuple(float(value) for value in np.geomspace(high, low, int(lambdas)))
+    if isinstance(lambdas, Mapping | str) or not isinstance(lambdas, Iterable):
+        raise DatamodelsError("lambdas is a number of penalties or several fractions")
+    values = tuple(sorted((float(value) for value in lambdas), reverse=True))
+    if not values or not all(np.isfinite(values)) or values[-1] < 0:
+        raise DatamodelsError("lambdas must be positive numbers", found=values)
+    if values[-1] == 0:
+        few = models <= examples
+        raise DatamodelsError(
+            f"{models} models cannot determine {examples} weights without a penalty"
+            if few
+            else "without a penalty no gap can be proven",
+            found="a lambda of 0",
+            fix="leave out the 0; a small one such as 1e-3 is nearly none"
+            + (", or train more models" if few else ""),
+        )
+    return values
+
+
+def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> tuple[Any, int]:
+    """How penalties are chosen: rows to leave out, or a number of folds (0 for none).
+
+    By default a tenth of the models; around a prior, where the choice matters most with few
+    models, five folds below a thousand.
+    """
+    if held_out is not None and folds is not None:
+        raise DatamodelsError("held_out and folds exclude each other", fix="pass one of them")
+    if folds is not None:
+        return None, folds
+    if held_out is None and prior and models < _FEW_MODELS:
+        return None, _FOLDS
+    return (_PART if held_out is None else held_out), 0
+
+
+def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
+    """Which models are left out to choose the penalty: sorted rows, from a part or from ids."""
+    if isinstance(held_out, float):
+        if not 0 < held_out < 1:
+            raise DatamodelsError("held_out as a part must be between 0 and 1", found=held_out)
+        count = max(_LEAST_LEFT_OUT, round(held_out * models))
+        rows = np.sort(np.random.default_rng(seed).permutation(models)[:count])
+    else:
+        rows = np.unique(np.asarray(held_out))
+        if rows.dtype.kind not in "iu" or len(rows) == 0 or rows[0] < 0 or rows[-1] >= models:
+            raise DatamodelsError(
+                "held_out must be a part, such as 0.1, or ids of models",
+                expected=f"0..{models - 1}",
+            )
+    if len(rows) < _LEAST_LEFT_OUT or models - len(rows) < _LEAST_LEFT_OUT:
+        raise DatamodelsError(
+            "too few models to leave some out",
+            found=f"{models} models, {len(rows)} left out",
+            expected=f"{_LEAST_LEFT_OUT} or more on either side",
+            fix="train more models, or pass lam= and held_out=None",
+        )
+    return rows
+
+
+def fold_rows(folds: int, models: int, *, seed: int) -> list[AnyArray]:
+    """The models of each fold, sorted."""
+    if not 2 <= folds <= models // _LEAST_LEFT_OUT:
+        raise DatamodelsError(
+            "folds must leave three models or more in each",
+            found=f"{folds} folds of {models} models",
+            expected=f"2 to {models // _LEAST_LEFT_OUT}",
+        )
+    order = np.random.default_rng(seed).permutation(models)
+    return [np.sort(part) for part in np.array_split(order, folds)]

@@ -1,0 +1,251 @@
+"""A path of penalties, each start warm, and which of them predicts left-out models best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import numpy as np
+
+from gradkeep.datamodels.fitting._l1 import (
+    PenalizedProblem,
+    SolverState,
+    coordinate_blocks,
+    descend,
+    descend_by_blocks,
+)
+from gradkeep.datamodels.fitting._ridge import conjugate
+from gradkeep.datamodels.fitting._standardized import DenseGram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from gradkeep.datamodels.fitting._masks import AnyArray, Masks
+    from gradkeep.datamodels.fitting._standardized import StandardizedRegression
+
+Penalty = Literal["l1", "elastic", "ridge", "means"]
+_FIRST_CURVATURE = 1.2
+"""Columns have variance 1, so no target's curvature is below 1; what is met is remembered."""
+_WORTH = 0.6
+"""A working set below this part of all examples pays for its own matrix."""
+_ROUNDS = 4
+_ROWS = 1024
+_PATIENCE = 4
+"""A target leaves the path after so many penalties that predict worse than its best."""
+
+
+class _Until(TypedDict):
+    tolerance: float
+    max_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathSolver:
+    """How a penalty is minimised: its kind, the share of L1 in an elastic net, when to stop, and
+    how many examples a working set may have in memory."""
+
+    kind: Penalty
+    share: float
+    tolerance: float
+    max_steps: int
+    working: int
+
+    def penalties(
+        self, standard: StandardizedRegression, fraction: float, natural: float
+    ) -> torch.Tensor:
+        """`[t]`: a fraction of the least penalty without weights (L1), or of the natural ridge."""
+        import torch
+
+        if self.kind == "ridge":
+            return torch.full_like(standard.power, fraction * natural)
+        return standard.largest * fraction / self.share
+
+    def unit(self, standard: StandardizedRegression) -> AnyArray:
+        """`[t]`, what a penalty in standard units is multiplied by to be one in output units."""
+        return np.ones_like(standard.spread) if self.kind == "ridge" else standard.spread
+
+    def start(self, standard: StandardizedRegression, x: torch.Tensor | None = None) -> SolverState:
+        """No weights, or those of an earlier fit."""
+        import torch
+
+        first = torch.full_like(standard.power, _FIRST_CURVATURE)
+        if x is None:
+            return SolverState(torch.zeros_like(standard.c), torch.zeros_like(standard.c), first)
+        return SolverState(x.clone(), standard.gram.times(x), first)
+
+    def solve(
+        self,
+        standard: StandardizedRegression,
+        state: SolverState,
+        lam: torch.Tensor,
+        before: torch.Tensor,
+    ) -> torch.Tensor:
+        """Move the state to the optimum at penalties lam `[t]`, coming from `before`; the gap."""
+        if self.kind == "ridge":
+            problem = PenalizedProblem(standard.c, standard.power, 0 * lam, lam)
+            return conjugate(standard.gram.times, problem, state, **self._until)
+        problem = PenalizedProblem(
+            standard.c, standard.power, lam * self.share, lam * (1 - self.share)
+        )
+        return self._by_working_sets(standard, state, problem, before * self.share)
+
+    @property
+    def _until(self) -> _Until:
+        return {"tolerance": self.tolerance, "max_steps": self.max_steps}
+
+    def _by_working_sets(
+        self,
+        standard: StandardizedRegression,
+        state: SolverState,
+        problem: PenalizedProblem,
+        before: torch.Tensor,
+    ) -> torch.Tensor:
+        """Solve for the examples that may have weights, then check all others; widen and repeat."""
+        all_examples = problem.c.shape[1]
+        most = min(self.working, int(_WORTH * all_examples))
+        # The strong rule: gradients move no faster than penalties, but for rare exceptions.
+        reach = (2 * problem.lam - before).clamp_min(0)[:, None]
+        inside = ((_slope(problem, state).abs() >= reach) | (state.x != 0)).any(dim=0)
+        for _ in range(_ROUNDS):
+            ids = inside.nonzero()[:, 0]
+            if len(ids) > most or len(ids) == 0:
+                break
+            matrix = standard.gram.part(ids)
+            part = SolverState(state.x[:, ids], state.gx[:, ids], state.curvature)
+            narrow = PenalizedProblem(problem.c[:, ids], problem.power, problem.lam, problem.ridge)
+            descend_by_blocks(coordinate_blocks(matrix), narrow, part, **self._until)
+            state.x[:, ids] = part.x
+            state.gx = standard.gram.times_some(part.x, ids)
+            gap = problem.gap(state.x, _slope(problem, state))
+            if not bool((gap > self.tolerance).any()):
+                return gap
+            slope = _slope(problem, state).abs()
+            wider = inside | ((slope > problem.lam[:, None]) & (gap > self.tolerance)[:, None]).any(
+                0
+            )
+            if bool((wider == inside).all()):
+                break
+            inside = wider
+        if isinstance(standard.gram, DenseGram):
+            return descend_by_blocks(standard.gram.parts(), problem, state, **self._until)
+        return descend(standard.gram.times, problem, state, **self._until)
+
+
+def _slope(problem: PenalizedProblem, state: SolverState) -> torch.Tensor:
+    return problem.c - state.gx - problem.ridge[:, None] * state.x
+
+
+def follow_path(
+    solver: PathSolver,
+    standard: StandardizedRegression,
+    fractions: Sequence[float],
+    natural: float,
+    visit: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None],
+) -> None:
+    """Solve along the path; `visit(index, ids, lam, w [t', n])` may return which targets go on."""
+    import torch
+
+    ids = torch.arange(len(standard.c), device=standard.c.device)
+    state = solver.start(standard)
+    before = solver.penalties(standard, 1.0, natural)
+    for index, fraction in enumerate(fractions):
+        lam = solver.penalties(standard, fraction, natural)
+        solver.solve(standard, state, lam, before)
+        on = visit(index, ids, lam, state.x)
+        before = lam
+        if on is not None and not bool(on.all()):
+            if not bool(on.any()):
+                return
+            ids, standard, state, before = ids[on], standard.targets(on), state.rows(on), lam[on]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PenaltyChoice:
+    """Per target: the place of the chosen penalty on the path `[t]`, the penalty in output units
+    `[t]`, the weights there `[n, t]`, and what they predict for the left-out models `[m', t]`."""
+
+    index: AnyArray
+    lam: AnyArray
+    weights: AnyArray
+    predicted: AnyArray
+
+
+def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
+    """mask . weights + bias for all models, float64 `[m, t]`."""
+    out = np.empty((len(masks), weights.shape[1]))
+    for start, rows in masks.blocks(_ROWS):
+        out[start : start + len(rows)] = rows.astype(weights.dtype) @ weights
+    out += bias
+    return out
+
+
+def choose_on_rows(
+    solver: PathSolver,
+    standard: StandardizedRegression,
+    fractions: Sequence[float],
+    natural: float,
+    masks: Masks,
+    outputs: AnyArray,
+    *,
+    together: bool,
+    progress: Callable[[], None],
+) -> PenaltyChoice:
+    """The penalty of each target (or, `together`, the one of all) with the least error on rows.
+
+    Keeps only the best weights so far, and lets a target go once its error keeps rising.
+    """
+    count, n = standard.c.shape
+    best = PenaltyChoice(
+        np.zeros(count, np.int64),
+        np.zeros(count),
+        np.zeros((n, count), np.float32),
+        np.zeros((len(masks), count), np.float32),
+    )
+    least = np.full(count, np.inf)
+
+    def visit(
+        index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor
+    ) -> torch.Tensor | None:
+        import torch
+
+        here = ids.cpu().numpy()
+        now = standard.targets(ids)
+        weights, bias = now.in_mask_units(w)
+        predicted = predict(masks, weights.astype(np.float32), bias)
+        error = ((predicted - outputs[:, here]) ** 2).mean(axis=0, dtype=np.float64)
+        error /= now.spread**2
+        if together:
+            error = np.full_like(error, error.mean())
+        better = error < least[here]
+        won = here[better]
+        least[won], best.index[won] = error[better], index
+        best.lam[won] = (lam.double().cpu().numpy() * solver.unit(now))[better]
+        best.weights[:, won], best.predicted[:, won] = weights[:, better], predicted[:, better]
+        progress()
+        return torch.from_numpy(index - best.index[here] < _PATIENCE).to(ids.device)
+
+    follow_path(solver, standard, fractions, natural, visit)
+    return best
+
+
+def predict_path(
+    solver: PathSolver,
+    standard: StandardizedRegression,
+    fractions: Sequence[float],
+    natural: float,
+    masks: Masks,
+    *,
+    progress: Callable[[], None],
+) -> AnyArray:
+    """What every penalty of the path predicts for some models, float32 `[penalties, m', t]`."""
+    found = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
+
+    def visit(index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor) -> None:
+        weights, bias = standard.in_mask_units(w)
+        found[index] = predict(masks, weights.astype(np.float32), bias)
+        progress()
+
+    follow_path(solver, standard, fractions, natural, visit)
+    return found

@@ -1,0 +1,274 @@
+"""Fitted datamodels, and how a store keeps them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import gradkeep.store as stores
+from gradkeep.datamodels.fitting._correlation import Correlation, correlation
+from gradkeep.datamodels.fitting._counts import Counts
+from gradkeep.datamodels.fitting._masks import AnyArray, Masks
+from gradkeep.datamodels.fitting._options import FitOptions, checked_outputs
+from gradkeep.datamodels.fitting._path import predict
+from gradkeep.errors import DatamodelsError
+from gradkeep.store import Array, Schema, ScoresKey
+
+if TYPE_CHECKING:
+    import os
+    from typing import Literal
+
+    from gradkeep.datamodels.fitting._masks import AnyArray
+    from gradkeep.store import Block, Store
+
+
+_KIND = "datamodels"
+_ROWS = 256
+_OPTIONS = ("penalty", "share", "tolerance", "max_steps", "dtype", "device", "memory_budget")
+_SUMS = ("total", "squares", "offset")
+_PER_TARGET = ("bias", "lam", "gap", *_SUMS, "held", "held_low", "held_high")
+_HELD = ("mean", "mean_low", "mean_high", "models", "level", "kind")
+_HELD_LISTS = ("constant_outputs", "constant_predictions")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Datamodels:
+    """Linear maps from a training subset to a model's outputs: output = mask . weights + bias.
+
+    Made by `fit`. `weights [n, t]` and `bias [t]` are in mask units: a weight is what training on
+    that example adds to the output.
+    """
+
+    weights: AnyArray
+    bias: AnyArray
+    lam: AnyArray
+    """`[t]`, the penalty in (1/2m) |y - b - Zw|^2 + lam |w|_1 with standard columns Z; lam/2 |w|^2
+    for ridge, lam (share |w|_1 + (1 - share) / (2 sd(y)) |w|^2) for an elastic net."""
+    gap: AnyArray
+    """`[t]`, at most how far the objective is from its least value, in parts of half a variance."""
+    num_models: int
+    options: FitOptions
+    held_out: Correlation | None = None
+    """Over models left out while the penalty was chosen; after `add`, over the models added, as
+    predicted before. None if there were none."""
+    held_out_rows: AnyArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    constant_targets: tuple[int, ...] = ()
+    """Outputs that never changed: weights 0, bias the constant, gap 0."""
+    constant_examples: tuple[int, ...] = ()
+    """Examples in all subsets or in none: nothing can be learnt about them, weight 0."""
+    repeated_masks: int = 0
+    """Models with the mask of an earlier one; they count as further trainings of that subset."""
+    prior_scale: AnyArray | None = None
+    """`[t]`, what the prior's scores were multiplied by; 0 if they pointed the wrong way."""
+    prior: AnyArray | None = field(default=None, repr=False)
+    counts: Counts | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for array in (self.weights, self.bias, self.lam, self.gap):
+            array.flags.writeable = False
+
+    def __repr__(self) -> str:
+        examples, targets = self.weights.shape
+        told = "" if self.held_out is None else f", held out: {self.held_out}"
+        return (
+            f"Datamodels({self.options.penalty}, {self.num_models} models, {examples} examples, "
+            f"{targets} targets, gap <= {self.gap.max(initial=0.0):.1e}{told})"
+        )
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Targets whose gap is above the tolerance: raise max_steps, or use float64."""
+        return tuple(np.flatnonzero(self.gap > self.options.tolerance).tolist())
+
+    def predict(self, masks: Any) -> AnyArray:
+        """The outputs of models trained on these subsets, `[m, t]`: 2 m n t operations."""
+        given = Masks.of(masks)
+        self._check_examples(given)
+        return predict(given, self.weights, self.bias)
+
+    def score(
+        self, masks: Any, outputs: Any, *, kind: Literal["pearson", "spearman"] = "pearson"
+    ) -> Correlation:
+        """How well the outputs of models that were not fitted are predicted, with intervals."""
+        given = Masks.of(masks)
+        return correlation(self.predict(given), self._outputs(given, outputs), kind=kind)
+
+    def add(self, masks: Any, outputs: Any) -> Datamodels:
+        """The fit of these and more models at the same penalties, started from this one.
+
+        Costs the pairs of the new models and a few steps. The new models are predicted first:
+        `held_out` of the result says how well.
+        """
+        from gradkeep.datamodels.fitting._fit import grown
+
+        given = Masks.of(masks)
+        self._check_examples(given)
+        return grown(self, given, self._outputs(given, outputs))
+
+    def save(self, store: Store | str | os.PathLike[str], name: str) -> None:
+        """Keep the fit in a store, a row per target, under a name of its scores."""
+        _save(self, open_store(store), name)
+
+    def _outputs(self, masks: Masks, outputs: Any) -> AnyArray:
+        array = checked_outputs(masks, outputs)
+        if array.shape[1] != self.weights.shape[1]:
+            raise DatamodelsError(
+                "these outputs have other targets than the fit",
+                found=f"{array.shape[1]} targets",
+                expected=f"{self.weights.shape[1]}",
+            )
+        return array
+
+    def _check_examples(self, masks: Masks) -> None:
+        if masks.num_examples != len(self.weights):
+            raise DatamodelsError(
+                "these masks are of another data set than the fit",
+                found=f"{masks.num_examples} examples",
+                expected=f"{len(self.weights)}",
+            )
+
+
+def open_store(store: Store | str | os.PathLike[str], *, create: bool = True) -> Store:
+    """A store as it is, or the one at a path."""
+    return store if isinstance(store, stores.Store) else stores.open(store, create=create)
+
+
+def _save(found: Datamodels, store: Store, name: str) -> None:
+    """Write a fit under `scores/<name>`, and its counts under `scores/<name>.counts`."""
+    n, targets = found.weights.shape
+    options, held, sums = found.options, found.held_out, found.counts
+    facts: dict[str, Any] = {
+        "kind": _KIND,
+        **{part: getattr(options, part) for part in _OPTIONS},
+        "scratch": None if options.scratch is None else str(options.scratch),
+        "num_models": found.num_models,
+        "repeated_masks": found.repeated_masks,
+        "constant_targets": " ".join(map(str, found.constant_targets)),
+        "constant_examples": " ".join(map(str, found.constant_examples)),
+        "counts": sums is not None,
+    }
+    if held is not None:
+        facts |= {f"held_{part}": getattr(held, part) for part in _HELD}
+        facts |= {f"held_{part}": " ".join(map(str, getattr(held, part))) for part in _HELD_LISTS}
+    absent = np.full(targets, np.nan)
+    columns: dict[str, AnyArray] = {
+        "weights": found.weights.T,
+        **{part: getattr(found, part) for part in ("bias", "lam", "gap")},
+        **{part: absent if sums is None else getattr(sums, part) for part in _SUMS},
+        "held": absent if held is None else held.value,
+        "held_low": absent if held is None else held.low,
+        "held_high": absent if held is None else held.high,
+    }
+    arrays = [Array("weights", options.dtype, (n,), "data")]
+    arrays += [Array(part, "float64", nan="keep") for part in _PER_TARGET]
+    if found.prior is not None and found.prior_scale is not None:
+        arrays += [Array("prior", "float64", (n,), "data"), Array("prior_scale", "float64")]
+        columns |= {"prior": found.prior.T, "prior_scale": found.prior_scale}
+    if sums is not None:
+        _save_counts(sums, options, store, name)
+    _write(
+        store, name, Schema(tuple(arrays), num_rows=targets, fingerprints=_finite(facts)), columns
+    )
+
+
+def load(store: Store | str | os.PathLike[str], name: str) -> Datamodels:
+    """The datamodels saved under a name.
+
+    >>> import gradkeep as gk, tempfile
+    >>> from gradkeep.datamodels import fit, load
+    >>> store = gk.open(tempfile.mkdtemp())
+    >>> masks = np.random.default_rng(0).random((50, 8)) < 0.5
+    >>> fit(masks, masks @ np.arange(8.0)).save(store, "digits")
+    >>> load(store, "digits").weights.shape
+    (8, 1)
+    """
+    store = open_store(store, create=False)
+    block = store.read(ScoresKey(name))
+    facts = dict(block.schema.fingerprints)
+    if facts.get("kind") != _KIND:
+        raise DatamodelsError(
+            "these are not fitted datamodels", path=block.path, found=facts.get("kind", "scores")
+        )
+    read = {part.name: block.column(part.name) for part in block.schema.arrays}
+    columns: dict[str, AnyArray] = {part: np.asarray(read[part]) for part in read}
+    counts, variances = None, None
+    if facts["counts"]:
+        counts, variances = _load_counts(store, name, columns, int(str(facts["num_models"])))
+    held = None
+    if "held_models" in facts:
+        rest: dict[str, Any] = {part: facts.get(f"held_{part}", math.nan) for part in _HELD}
+        rest |= {part: _numbers(facts.get(f"held_{part}", "")) for part in _HELD_LISTS}
+        held = Correlation(columns["held"], columns["held_low"], columns["held_high"], **rest)
+    known: Any = {part: facts[part] for part in _OPTIONS}
+    scratch = facts["scratch"]
+    return Datamodels(
+        weights=np.ascontiguousarray(columns["weights"].T),
+        bias=columns["bias"].copy(),
+        lam=columns["lam"].copy(),
+        gap=columns["gap"].copy(),
+        num_models=int(str(facts["num_models"])),
+        options=FitOptions(
+            **known, scratch=None if scratch is None else Path(str(scratch)), variances=variances
+        ),
+        held_out=held,
+        constant_targets=_numbers(facts["constant_targets"]),
+        constant_examples=_numbers(facts["constant_examples"]),
+        repeated_masks=int(str(facts["repeated_masks"])),
+        prior_scale=columns.get("prior_scale"),
+        prior=columns["prior"].T if "prior" in columns else None,
+        counts=counts,
+    )
+
+
+def _save_counts(sums: Counts, options: FitOptions, store: Store, name: str) -> None:
+    n, targets = sums.cross.shape
+    arrays = [
+        Array("pairs", sums.pairs.dtype.name, (n,), "data"),
+        Array("cross", "float64", (targets,), "data"),
+    ]
+    columns = {"pairs": sums.pairs, "cross": sums.cross}
+    if options.variances is not None:
+        arrays.append(Array("variance", "float64"))
+        columns["variance"] = options.variances
+    facts: dict[str, str | int] = {"kind": f"{_KIND}-counts", "num_models": sums.models}
+    _write(store, f"{name}.counts", Schema(tuple(arrays), num_rows=n, fingerprints=facts), columns)
+
+
+def _load_counts(
+    store: Store, name: str, columns: dict[str, AnyArray], models: int
+) -> tuple[Counts, AnyArray | None]:
+    block: Block = store.read(ScoresKey(f"{name}.counts"))
+    variances = np.asarray(block.column("variance")) if "variance" in block.names else None
+    counts = Counts(
+        models,
+        np.asarray(block.column("pairs")),
+        np.asarray(block.column("cross")),
+        *(columns[part] for part in _SUMS),
+    )
+    return counts, variances
+
+
+def _write(store: Store, name: str, schema: Schema, columns: dict[str, AnyArray]) -> None:
+    count = schema.num_rows or 0
+    with store.write(ScoresKey(name), schema) as writer:
+        for start in range(0, count, _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = {key: np.ascontiguousarray(value[rows]) for key, value in columns.items()}
+            writer.append(np.arange(start, min(count, start + _ROWS)), part)
+
+
+def _finite(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts without NaN, which a JSON file cannot hold."""
+    return {
+        key: value
+        for key, value in facts.items()
+        if not (isinstance(value, float) and math.isnan(value))
+    }
+
+
+def _numbers(text: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(text).split())

@@ -1,0 +1,252 @@
+"""The regression in standard units: what the solvers see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from gradkeep.datamodels.fitting._l1 import coordinate_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradkeep.datamodels.fitting._counts import Counts
+    from gradkeep.datamodels.fitting._l1 import CoordinateBlock
+    from gradkeep.datamodels.fitting._masks import AnyArray
+
+
+_ROWS = 1024
+_ALL = slice(None)
+
+
+class Gram(Protocol):
+    """The symmetric matrix `[n, n]` of a regression, wherever it is kept."""
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """The products with rows `x [t, n]`, `[t, n]`."""
+
+    def part(self, ids: torch.Tensor) -> torch.Tensor:
+        """Its rows and columns of some examples, `[w, w]`."""
+
+    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The products with rows `x [t, w]` that are 0 but for some examples, `[t, n]`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseGram:
+    """The matrix in memory: 4 n^2 bytes in float32."""
+
+    matrix: torch.Tensor
+    _parts: list[CoordinateBlock] = field(default_factory=list, repr=False)
+
+    def parts(self) -> list[CoordinateBlock]:
+        """The matrix in blocks, made at the first call: their eigenvalues cost n block^2."""
+        if not self._parts:
+            self._parts.extend(coordinate_blocks(self.matrix))
+        return self._parts
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x G, one product for all targets."""
+        return x @ self.matrix
+
+    def part(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows and columns of some examples."""
+        return self.matrix[ids][:, ids]
+
+    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """x G for x that is 0 but for some examples, in blocks so that little is copied."""
+        import torch
+
+        out = torch.zeros(len(x), len(self.matrix), dtype=x.dtype, device=x.device)
+        for start in range(0, len(ids), _ROWS):
+            rows = slice(start, start + _ROWS)
+            out += x[:, rows] @ self.matrix[ids[rows]]
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedGram:
+    """The matrix computed, a panel of rows at a time, from counts that may lie on a disk.
+
+    A product reads all n^2 counts: what it saves is memory.
+    """
+
+    counts: Counts
+    mean: AnyArray
+    scale: AnyArray
+    dtype: torch.dtype
+    device: str
+    rows: int
+
+    def dense(self) -> DenseGram:
+        """The whole matrix, made a panel at a time so that nothing else of its size exists."""
+        import torch
+
+        n = len(self.mean)
+        out = torch.empty(n, n, dtype=self.dtype, device=self.device)
+        for start in range(0, n, self.rows):
+            out[start : start + self.rows] = self._rows(slice(start, start + self.rows))
+        return DenseGram(out)
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x G, reading the counts once."""
+        import torch
+
+        out = torch.empty_like(x)
+        for start in range(0, x.shape[1], self.rows):
+            panel = slice(start, start + self.rows)
+            out[:, panel] = x @ self._rows(panel).T
+        return out
+
+    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """x G for x that is 0 but for some examples, reading only their rows."""
+        import torch
+
+        out = torch.zeros(len(x), len(self.mean), dtype=x.dtype, device=x.device)
+        where = ids.cpu().numpy()
+        for start in range(0, len(where), self.rows):
+            rows = slice(start, start + self.rows)
+            out += x[:, rows] @ self._rows(where[rows])
+        return out
+
+    def part(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows and columns of some examples, reading only those rows."""
+        import torch
+
+        where = ids.cpu().numpy()
+        out = torch.empty(len(where), len(where), dtype=self.dtype, device=self.device)
+        for start in range(0, len(where), self.rows):
+            out[start : start + self.rows] = self._rows(where[start : start + self.rows], where)
+        return out
+
+    def _rows(self, rows: slice | AnyArray, columns: slice | AnyArray = _ALL) -> torch.Tensor:
+        """Rows of G = (C / m - mu mu') scale scale'."""
+        import torch
+
+        # In float64, because C / m and mu mu' agree in their leading digits.
+        part = self.counts.pairs[rows][:, columns] / self.counts.models
+        part -= np.multiply.outer(self.mean[rows], self.mean[columns])
+        part *= np.multiply.outer(self.scale[rows], self.scale[columns])
+        return torch.from_numpy(part).to(self.device, self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StandardizedRegression:
+    """min over w of 1/2 w'Gw - c'w + penalty(w) for t targets at once, every target of variance 1.
+
+    Column j is (x_j - mean_j) `scale`_j, with scale = 1/sd (0 for an example that is in all models
+    or in none), times the square root of the variance that a prior allows the example.
+    """
+
+    gram: Gram
+    c: torch.Tensor
+    """`[t, n]`, the covariance of columns and targets."""
+    power: torch.Tensor
+    """`[t]`, the variance of what is left to explain: 1, less what a prior explains, or 0."""
+    mean: AnyArray
+    scale: AnyArray
+    spread: AnyArray
+    """`[t]`, the standard deviation of the outputs; 1 for a constant target."""
+    centre: AnyArray
+    """`[t]`, the mean output."""
+    base: torch.Tensor | None = None
+    """`[t, n]`, the weights of a prior, which `c` and `power` are the remainder of."""
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """`[t]`, the smallest L1 penalty with which all weights are 0: max_j |c_j|."""
+        return self.c.abs().amax(dim=1)
+
+    def targets(self, which: torch.Tensor) -> StandardizedRegression:
+        """The same for some targets."""
+        host = which.cpu().numpy()
+        return replace(
+            self,
+            c=self.c[which],
+            power=self.power[which],
+            spread=self.spread[host],
+            centre=self.centre[host],
+            base=None if self.base is None else self.base[which],
+        )
+
+    def in_mask_units(self, w: torch.Tensor) -> tuple[AnyArray, AnyArray]:
+        """Weights `[n, t]` and bias `[t]` such that output = mask . weights + bias."""
+        whole = w if self.base is None else w + self.base
+        weights = whole.double().cpu().numpy() * self.scale * self.spread[:, None]
+        return weights.T, self.centre - weights @ self.mean
+
+    def from_mask_units(self, weights: AnyArray) -> torch.Tensor:
+        """Standard weights `[t, n]` from those in mask units `[n, t]`: a warm start."""
+        import torch
+
+        inverse = np.divide(1.0, self.scale, out=np.zeros_like(self.scale), where=self.scale > 0)
+        whole = torch.from_numpy(weights.T * inverse / self.spread[:, None]).to(self.c)
+        return whole if self.base is None else whole - self.base
+
+
+def standardize(
+    counts: Counts,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    dense: bool,
+    rows: int = _ROWS,
+    variances: AnyArray | None = None,
+) -> StandardizedRegression:
+    """The regression of these counts; with `dense` the matrix is made once, else on demand."""
+    import torch
+
+    mean, variance = counts.frequency(), counts.variance()
+    sd = np.sqrt(mean - mean * mean)
+    scale = np.divide(1.0, sd, out=np.zeros_like(sd), where=sd > 0)
+    if variances is not None:
+        scale = scale * np.sqrt(variances / variances.mean())
+    spread = np.where(variance > 0, np.sqrt(variance), 1.0)
+    covariance = counts.cross / counts.models
+    covariance -= np.multiply.outer(mean, counts.total / counts.models)
+    covariance *= scale[:, None]
+    c = (covariance / spread * (variance > 0)).T
+    gram = CountedGram(counts, mean, scale, dtype, device, rows)
+    return StandardizedRegression(
+        gram.dense() if dense else gram,
+        torch.from_numpy(np.ascontiguousarray(c)).to(device, dtype),
+        torch.from_numpy(np.where(variance > 0, 1.0, 0.0)).to(device, dtype),
+        mean,
+        scale,
+        spread,
+        counts.mean(),
+    )
+
+
+def after_prior(
+    standard: StandardizedRegression, prior: AnyArray, models: int
+) -> tuple[StandardizedRegression, AnyArray]:
+    """What is left to explain after prior weights `[n, t]` in mask units, and their scale `[t]`.
+
+    The scale is the least-squares one, never negative (scores only promise an order), and shrunk
+    as far as the prior's correlation r with the outputs may be chance: noise alone gives 1/m in
+    the mean of r^2 over the targets. A prior that knows nothing so leaves the plain regression.
+    """
+    import torch
+    from torch.linalg import vecdot
+
+    p = standard.from_mask_units(prior)
+    gp = standard.gram.times(p)
+    against, own = vecdot(p, standard.c), vecdot(p, gp)
+    tiny = torch.finfo(own.dtype).tiny
+    known = (own > 0) & (standard.power > 0)
+    r = torch.where(known, against / (own * standard.power).sqrt().clamp_min(tiny), 0 * own)
+    signal = (r * r.abs()).sum() / known.sum().clamp_min(1)  # opposite signs speak against it
+    trust = (1 - (1 - signal) / (models * signal.clamp_min(tiny))).clamp_min(0)
+    trust = torch.where(signal > 0, trust, 0 * trust)
+    fitted = trust * against / own.clamp_min(tiny)
+    scale = torch.where(known & (against > 0), fitted, 0 * own)
+    left = replace(
+        standard,
+        c=standard.c - scale[:, None] * gp,
+        power=(standard.power - 2 * scale * against + scale * scale * own).clamp_min(0),
+        base=scale[:, None] * p,
+    )
+    return left, scale.double().cpu().numpy()

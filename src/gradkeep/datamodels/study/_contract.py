@@ -1,0 +1,194 @@
+"""Models trained by a user's `main(*_, index, logdir)`: begun by a spec, worked on, looked at."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradkeep import farm
+from gradkeep.datamodels.fitting._result import open_store
+from gradkeep.datamodels.study._spec import Spec, check_returned
+from gradkeep.errors import SchemaMismatch, StudyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.store import Rows, RowState, Store
+
+MODELS = "models"
+"""The set of rows of models that are trained by a user's `main`."""
+_WORKERS = "workers"
+"""The folder in a store's directory where each model may leave files of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a set of models is."""
+
+    progress: farm.Progress
+    states: tuple[RowState, ...]
+    spec: Spec
+
+    @property
+    def troubled(self) -> list[RowState]:
+        """The models with failed attempts that are not done, worst first."""
+        found = [state for state in self.states if state.attempts and state.state != "done"]
+        return sorted(found, key=lambda state: (-state.attempts, state.row))
+
+
+def initialize(store: Store | str | os.PathLike[str], spec: Spec, *, name: str = MODELS) -> None:
+    """Make room in a store for the models of a spec; what is there already is never touched."""
+    store = open_store(store)
+    if name in store.row_sets():
+        _refuse(store, spec, name)
+    store.rows(name, spec.to_schema(), num_rows=spec.num_models)
+
+
+def _refuse(store: Store, spec: Spec, name: str) -> None:
+    rows = store.rows(name)
+    differences = rows.schema.diff(spec.to_schema())
+    if spec.num_models != rows.num_rows:
+        differences.append(f"num_models: stored {rows.num_rows}, asked for {spec.num_models}")
+    if differences:
+        raise SchemaMismatch(
+            "these models were begun with another spec; nothing was changed",
+            path=rows.path,
+            found="".join(f"\n    {line}" for line in differences),
+            fix="use another name or store; more models of the same kind: --grow",
+        )
+    done = len(rows.done())
+    if done:
+        raise StudyError(
+            "these models were begun before; nothing was changed",
+            path=rows.path,
+            found=f"{done} of {rows.num_rows} models are done",
+            fix="go on with work or run, or use another name",
+        )
+
+
+def work(
+    store: Store | str | os.PathLike[str],
+    main: str,
+    *,
+    name: str | None = None,
+    arguments: Sequence[str] = (),
+    folder: str | None = None,
+    workers: int | None = None,
+    engine: farm.Engine | None = None,
+    progress: Callable[[farm.Progress], None] | None = None,
+    **limits: Any,
+) -> farm.Outcome:
+    """Call `main(*_, index, logdir)` of a module for every model that is not done.
+
+    `arguments` is what `main` finds in `sys.argv`; `folder` is where the models' own folders are,
+    by default `STORE.files` beside the store.
+    """
+    store = open_store(store, create=False)
+    rows = models_of(store, name)
+    load_main(main)  # a name that cannot be imported is told now, not by every worker
+    local = store.backend.local_path("")
+    place = folder or ("gradkeep.files" if local is None else f"{local.rstrip('/')}.files")
+    job = MainJob(
+        main,
+        Spec.of_schema(rows.schema, rows.num_rows),
+        os.path.abspath(place),
+        tuple(arguments),
+        (os.getcwd(), *(item for item in sys.path if item)),
+    )
+    name = rows.folder.rpartition("/")[2]
+    return farm.run(store, name, job, workers=workers, engine=engine, progress=progress, **limits)
+
+
+def status(
+    store: Store | str | os.PathLike[str], *, name: str | None = None, max_attempts: int = 3
+) -> Status:
+    """What is done, runs and failed, with the time left at the pace of the last hour."""
+    store = open_store(store, create=False)
+    rows = models_of(store, name)
+    states = rows.states(max_attempts=max_attempts)
+    rate = farm.recent_rate(store, rows)
+    running = any(state.state == "leased" for state in states)
+    found = farm.progress_of(states, rate=rate if running else None)
+    return Status(found, tuple(states), Spec.of_schema(rows.schema, rows.num_rows))
+
+
+def models_of(store: Store | str | os.PathLike[str], name: str | None = None) -> Rows:
+    """The set of models of this name, which need not be said if there is only one."""
+    store = open_store(store, create=False)
+    known = store.row_sets()
+    if name is None and len(known) == 1:
+        return store.rows(known[0])
+    if name is None or name not in known:
+        raise StudyError(
+            "there are no such models in this store",
+            path=store.location,
+            found="no name" if name is None else name,
+            expected=" or ".join(known) or "none were begun yet",
+            fix="gradkeep datamodels init STORE --spec FILE begins some",
+        )
+    return store.rows(name)
+
+
+@dataclass(frozen=True, slots=True)
+class MainJob:
+    """Calls `main` of a module for each index and checks what it returns against the spec.
+
+    `main` gets a folder of its own for files, `folder/workers/<index>/`, and may read `arguments`
+    from `sys.argv`.
+    """
+
+    module: str
+    spec: Spec
+    folder: str
+    arguments: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+    """Folders to import from: those of the process that began the run."""
+
+    def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The checked results of `main` for each index."""
+        main = self.load()
+        return [
+            check_returned(self.spec, main(index=n, logdir=logdir_of(self.folder, n)), index=n)
+            for n in numbers
+        ]
+
+    def load(self) -> Callable[..., Any]:
+        """The function, imported in this process with the arguments where it looks for them."""
+        if self.arguments:
+            sys.argv = list(self.arguments)
+        sys.path.extend(item for item in self.path if item not in sys.path)
+        return load_main(self.module)
+
+
+def load_main(module: str) -> Callable[..., Any]:
+    """`main` of a module, by its dotted name."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise  # something that the module itself needs is missing: its traceback says what
+        raise StudyError(
+            "there is no such module",
+            found=module,
+            expected="a dotted name that can be imported from here, such as examples.train",
+            fix="run in the folder above it, or set PYTHONPATH",
+        ) from error
+    main = getattr(found, "main", None)
+    if not callable(main):
+        raise StudyError(
+            f"the module {module} has no function main",
+            expected="def main(*_, index, logdir): ... returning a dictionary",
+        )
+    function: Callable[..., Any] = main
+    return function
+
+
+def logdir_of(folder: str, index: int) -> str:
+    """A model's own folder, made if needed."""
+    place = Path(folder) / _WORKERS / str(index)
+    place.mkdir(parents=True, exist_ok=True)
+    return f"{place}/"

@@ -1,0 +1,200 @@
+"""What is kept of each model, and what a training returned held against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.datamodels.fitting._masks import as_array
+from gradkeep.errors import StoreError, StudyError
+from gradkeep.store import Array, Schema
+
+if TYPE_CHECKING:
+    import os
+
+    from gradkeep.datamodels.fitting._masks import AnyArray
+
+COMPLETED = "_completed"
+"""The name of the flags that say which models are done; no array may have it."""
+
+_ALIASES = {"float": "float64", "int": "int64", "bool": "bool", "bool_": "bool"}
+_EXAMPLE = '{"num_models": 100, "schema": {"masks": {"shape": [50000], "dtype": "bool_"}}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What is kept of each model under one name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def to_array(self) -> Array:
+        """As the store keeps it: booleans as bits."""
+        bits = self.dtype.kind == "b" and bool(self.shape)
+        try:
+            return Array(
+                self.name,
+                self.dtype.name,
+                self.shape,
+                kind="data" if self.shape else "scalar",
+                encoding="bits" if bits else "plain",
+            )
+        except StoreError as error:
+            raise StudyError(f"the spec's schema.{self.name}: {error.what}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How many models, and the name, shape and dtype of each thing that a model returns.
+
+    >>> spec = Spec.from_fields({"num_models": 2, "schema": {"m": {"shape": [], "dtype": "float"}}})
+    >>> spec.fields[0].dtype, spec.to_fields()["schema"]["m"]["dtype"]
+    (dtype('float64'), 'float64')
+    """
+
+    num_models: int
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Spec:
+        """The spec in a JSON file."""
+        try:
+            fields = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise StudyError("the spec cannot be read", path=path, found=error.strerror) from error
+        except ValueError as error:
+            raise StudyError(
+                "the spec is not JSON", path=path, found=error, expected=_EXAMPLE
+            ) from error
+        return cls.from_fields(fields, path=path)
+
+    @classmethod
+    def from_fields(
+        cls, fields: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
+    ) -> Spec:
+        """The spec from JSON fields; every problem names its field."""
+
+        def refuse(what: str, found: object, expected: str) -> StudyError:
+            return StudyError(f"the spec's {what}", path=path, found=found, expected=expected)
+
+        if not isinstance(fields, dict):
+            raise refuse("content is not an object", repr(fields), _EXAMPLE)
+        missing = [name for name in ("num_models", "schema") if name not in fields]
+        unknown = sorted(set(fields) - {"num_models", "schema"})
+        if missing or unknown:
+            found = f"missing {missing}, unknown {unknown}"
+            raise refuse("fields are not these two", found, "num_models and schema")
+        count, schema = fields["num_models"], fields["schema"]
+        if type(count) is not int or count < 1:
+            raise refuse("num_models is wrong", repr(count), "a whole number of at least 1")
+        if not isinstance(schema, dict) or not schema:
+            raise refuse("schema is wrong", repr(schema), "name: {shape, dtype}, one or more")
+        found_fields = []
+        for name, item in schema.items():
+            if name == COMPLETED:
+                raise refuse(f"schema.{name} has a reserved name", name, "any other name")
+            found_fields.append(_field(name, item, refuse))
+            found_fields[-1].to_array()
+        return cls(count, tuple(found_fields))
+
+    def to_fields(self) -> dict[str, Any]:
+        """The spec as JSON fields."""
+        schema = {
+            field.name: {"shape": list(field.shape), "dtype": field.dtype.name}
+            for field in self.fields
+        }
+        return {"num_models": self.num_models, "schema": schema}
+
+    def to_schema(self) -> Schema:
+        """The schema of the store's rows."""
+        return Schema(tuple(field.to_array() for field in self.fields))
+
+    @classmethod
+    def of_schema(cls, schema: Schema, num_models: int) -> Spec:
+        """The spec that a schema came from."""
+        fields = (Field(a.name, a.shape, np.dtype(a.dtype)) for a in schema.arrays)
+        return cls(num_models, tuple(fields))
+
+
+def _field(name: str, item: Any, refuse: Any) -> Field:
+    where = f"schema.{name}"
+    if not isinstance(item, dict) or not {"shape", "dtype"} <= set(item):
+        raise refuse(f"{where} is wrong", repr(item), "an object with shape and dtype")
+    unknown = sorted(set(item) - {"shape", "dtype"})
+    if unknown:
+        raise refuse(f"{where} has unknown fields", ", ".join(unknown), "shape and dtype")
+    shape, dtype = item["shape"], item["dtype"]
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        raise refuse(f"{where}.shape is wrong", repr(shape), "a list of whole numbers, [] for one")
+    kind = getattr(np, dtype, None) if isinstance(dtype, str) else None
+    if isinstance(dtype, str) and dtype in _ALIASES:
+        kind = np.dtype(_ALIASES[dtype])
+    try:
+        found = None if kind is None else np.dtype(kind)
+    except TypeError:
+        found = None
+    if found is None or found.kind not in "biuf":
+        raise refuse(
+            f"{where}.dtype is wrong", repr(dtype), "a numpy type such as float16 or bool_"
+        )
+    return Field(name, tuple(shape), found)
+
+
+def check_returned(spec: Spec, returned: Any, *, index: int) -> dict[str, AnyArray]:
+    """Every field of the spec as an array of its shape and dtype; anything else is refused.
+
+    Values may change their precision (float32 to float16) but not their kind, and none may be lost.
+
+    >>> spec = Spec.from_fields({"num_models": 1, "schema": {"m": {"shape": [2], "dtype": "float16"}}})
+    >>> check_returned(spec, {"m": np.array([0.5, 2.0])}, index=0)["m"].dtype
+    dtype('float16')
+    """
+    names = [field.name for field in spec.fields]
+    if not isinstance(returned, Mapping):
+        raise _wrong(index, "must return a dictionary", type(returned).__name__, ", ".join(names))
+    missing = [name for name in names if name not in returned]
+    unknown = [str(name) for name in returned if name not in names]
+    if missing or unknown:
+        found = f"missing {missing}, unknown {unknown}"
+        raise _wrong(index, "must return exactly the spec's keys", found, ", ".join(names))
+    return {field.name: _array(field, returned[field.name], index) for field in spec.fields}
+
+
+def _array(field: Field, value: Any, index: int) -> AnyArray:
+    try:
+        given = as_array(value)
+    except ValueError as error:
+        raise _wrong(index, f"{field.name!r} is no array", str(error), str(field.shape)) from error
+    if given.shape != field.shape:
+        raise _wrong(index, f"{field.name!r} has another shape", given.shape, field.shape)
+    what = f"{field.name!r} does not fit the spec's dtype"
+    if not np.can_cast(given.dtype, field.dtype, "same_kind"):
+        # Python's own numbers come as int64, also for unsigned fields.
+        whole = given.dtype.kind in "iu" and field.dtype.kind in "iu"
+        if not whole:
+            raise _wrong(index, what, given.dtype.name, field.dtype.name)
+    with np.errstate(over="ignore"):
+        cast = given.astype(field.dtype)
+    if field.dtype.kind in "iu":
+        lost = cast.astype(given.dtype) != given
+    else:
+        lost = ~np.isfinite(cast) if field.dtype.kind == "f" else np.zeros(given.shape, bool)
+    if lost.any():
+        bad = given[lost].reshape(-1)[0]
+        raise _wrong(index, what, f"{bad} among its values", f"finite values of {field.dtype.name}")
+    return cast
+
+
+def _wrong(index: int, what: str, found: object, expected: object) -> StudyError:
+    return StudyError(
+        f"model {index}: {what}",
+        found=found,
+        expected=expected,
+        fix="change what main returns, or the spec; nothing was written",
+    )

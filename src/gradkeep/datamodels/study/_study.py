@@ -1,0 +1,382 @@
+"""A study: many models on random subsets of one dataset, their masks and outputs in a store."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
+
+import numpy as np
+import xxhash
+
+import gradkeep.store as stores
+from gradkeep import farm
+from gradkeep._budgets import parse_budget
+from gradkeep.datamodels.analyses._removal import VerifiedRemovals, verify_removals
+from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
+from gradkeep.datamodels.fitting._masks import Masks, Subsets, check_alpha, draw_masks
+from gradkeep.datamodels.fitting._result import open_store
+from gradkeep.datamodels.study._job import (
+    MASKS,
+    WEIGHTS,
+    RetrainJob,
+    StudyJob,
+    floats,
+    load_dataset,
+    restore_weights,
+)
+from gradkeep.datamodels.study._outputs import Output, tensors
+from gradkeep.datamodels.study._training import MANY, Training, stacks_well
+from gradkeep.errors import SchemaMismatch, StudyError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.capturing import Captured, Task
+    from gradkeep.datamodels.fitting._masks import AnyArray
+    from gradkeep.datamodels.fitting._result import Datamodels
+    from gradkeep.store import Rows, Store
+
+
+_RESERVED = ("checkpoint", "run", "split")
+_Given = ParamSpec("_Given")
+
+
+def _store_first(init: Callable[_Given, None]) -> Callable[_Given, None]:
+    """Take what earlier versions took as well, `Study(dataset, train_fn, store=...)`."""
+
+    @functools.wraps(init)
+    def begin(study: Any, *given: Any, **options: Any) -> None:
+        if "store" in options and given:
+            warnings.warn(
+                "Study(dataset, train_fn, store=...) is now Study(store, dataset, train_fn, ...); "
+                "the old order goes away in the next version",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            given = (options.pop("store"), *given)
+        cast("Any", init)(study, *given, **options)
+
+    return cast("Callable[_Given, None]", begin)
+
+
+class Study:
+    """Models 0 to `num_models - 1`, each trained on its own random share `alpha` of `dataset`.
+
+    `train_fn(subset, seed)` returns a trained model; a `Training` can be trained many at a time.
+    `outputs` is what to keep of each: `margins(test)` or a dictionary of such. Making the same study
+    again opens it, and a larger `num_models` adds to it. `keep_models` stores each model's weights:
+    True for a `Training`, else a function that makes an untrained model. `memory_budget` trains each
+    model inside a byte budget, or a fraction of what a step takes: the same models, to the bit.
+
+    >>> import tempfile, torch
+    >>> from gradkeep.datamodels import margins
+    >>> x, y = torch.eye(6), torch.tensor([0, 1, 0, 1, 0, 1])
+    >>> training = Training(lambda: torch.nn.Linear(6, 2), epochs=2, batch_size=3)
+    >>> study = Study(tempfile.mkdtemp(), (x, y), training, num_models=4,
+    ...               outputs=margins((x, y)), stacked=False)
+    >>> study.run(workers=0).complete, study.masks().shape, study.outputs().shape
+    (True, (4, 6), (4, 6))
+    """
+
+    @_store_first
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        dataset: Any,
+        train_fn: Callable[[Any, int], Any],
+        *,
+        num_models: int,
+        outputs: Output | Mapping[str, Output],
+        alpha: float = 0.5,
+        seed: int = 0,
+        name: str = "study",
+        subsets: Subsets = "fixed",
+        keep_models: bool | Callable[[], Any] = False,
+        stacked: bool | None = None,
+        memory_budget: float | str | None = None,
+    ) -> None:
+        self.store = open_store(store)
+        self.name = name
+        data = load_dataset(dataset)
+        count = count_of(data)
+        check_alpha(alpha, num_examples=count)
+        given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
+        self._blank = _blank(train_fn, keep_models)
+        self.job = StudyJob(
+            dataset,
+            train_fn,
+            given,
+            count,
+            alpha,
+            subsets,
+            seed,
+            bool(keep_models),
+            stacked=False,
+            memory_budget=None if memory_budget is None else parse_budget(memory_budget),
+        )
+        self.job.stacked = self._choose(data, stacked)
+        self.rows: Rows = self._enter(data, num_models)
+
+    def run(self, *, workers: int | None = None, **options: Any) -> farm.Outcome:
+        """Train what is not trained yet; `options` are those of `gradkeep.farm.run`."""
+        if self.job.stacked:
+            options.setdefault("batch", MANY)
+        return farm.run(self.store, self.name, self.job, workers=workers, **options)
+
+    def grow(self, num_models: int) -> None:
+        """Make room for more models; those that are done stay."""
+        self.rows.grow(num_models)
+
+    def done(self) -> AnyArray:
+        """The models that are trained, sorted `[m]`."""
+        return self.rows.done()
+
+    def masks(self, models: Sequence[int] | None = None) -> Masks:
+        """Which examples these models (all that are done) were trained on."""
+        return Masks.of(self._read(models, MASKS))
+
+    def outputs(self, name: str | None = None, models: Sequence[int] | None = None) -> AnyArray:
+        """The kept values `[m, *shape]` of these models (all that are done)."""
+        return self._read(models, self._output(name))
+
+    def model(self, index: int) -> Any:
+        """A trained model as it was, if the study keeps models."""
+        if self._blank is None:
+            raise StudyError(
+                "this study does not keep its models", fix="make it with keep_models=True"
+            )
+        flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
+        return restore_weights(self._blank(), np.asarray(flat))
+
+    def capture(
+        self,
+        test: Any = None,
+        *,
+        models: Sequence[int] | None = None,
+        task: Task | None = None,
+        output: str | None = None,
+        batch_size: int = 256,
+        **options: Any,
+    ) -> list[Captured]:
+        """Keep the gradients of these models (all that are done) on every example and on `test`.
+
+        `test` is by default what the output is about, so that outcomes and gradients are of the same
+        models and targets. Each model is a checkpoint named by its number, in the run named like the
+        study, with the splits `train` (row i is column i of the masks) and `test`; `options` are
+        those of `gradkeep.capture`. Needs `keep_models`; interrupted, it resumes.
+        """
+        asked = self.job.outputs[self._output(output)].examples if test is None else test
+        if asked is None:
+            raise StudyError(
+                "this output does not say which examples it is about", fix="pass them as test="
+            )
+        from gradkeep.capturing import Captured, Classification, capture
+
+        taken = [name for name in _RESERVED if name in options]
+        if taken:
+            raise StudyError(
+                "the study itself names what it captures",
+                found=", ".join(taken),
+                expected="the model's number as checkpoint, the study's name as run",
+            )
+        splits = {"train": self.job.data(), "test": asked}
+        loaders = {split: _loader(data, batch_size) for split, data in splits.items()}
+        kept: list[Captured] = []
+        for index in self.done().tolist() if models is None else models:
+            model = self.model(index)
+            for split, loader in loaders.items():
+                found = capture(
+                    self.store,
+                    model,
+                    loader,
+                    task=Classification() if task is None else task,
+                    split=split,
+                    checkpoints=str(index),
+                    run=self.name,
+                    **{"mode": "eval", "progress": False, **options},
+                )
+                assert isinstance(found, Captured)
+                kept.append(found)
+        return kept
+
+    def fit(self, output: str | None = None, **options: Any) -> Datamodels:
+        """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""
+        from gradkeep.datamodels.fitting._fit import fit
+
+        return fit(self.masks(), self.outputs(output), **options)
+
+    def verify_removals(
+        self,
+        found: Datamodels,
+        removals: Sequence[Any],
+        *,
+        output: str | None = None,
+        base: Any = None,
+        repeats: int = 1,
+        **options: Any,
+    ) -> VerifiedRemovals:
+        """Retrain with and without each set of examples, and compare with what `found` predicts.
+
+        As `gradkeep.datamodels.verify_removals`, with the trainings done by the farm (`options` are
+        those of `run`) and kept in the store: called again, it trains only what is missing.
+        """
+        job, output = self.job, self._output(output)
+        whole = checked_base(base, job.num_examples)
+        wanted = [whole]
+        for removed in removals:
+            mask = whole.copy()
+            mask[checked_ids("examples", removed, job.num_examples)] = False
+            wanted.append(mask)
+        alone = dataclasses.replace(
+            job, keep_models=False, stacked=False, outputs={output: job.outputs[output]}
+        )
+        retrain = RetrainJob(alone, Masks.of(np.stack(wanted)))
+        digest = xxhash.xxh3_64_hexdigest(retrain.masks.bits.tobytes() + output.encode())
+        name, known = f"{self.name}.removals.{digest}", self.rows.schema
+        arrays = (known.array(MASKS), known.array(output))
+        schema = stores.Schema(arrays, fingerprints=known.fingerprints)
+        rows = self.store.rows(name, schema, num_rows=len(wanted) * repeats)
+        outcome = farm.run(self.store, name, retrain, **options)
+        if not outcome.complete:
+            why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
+            raise StudyError(
+                "some of the trainings without these examples failed",
+                path=rows.path,
+                found="; ".join([str(outcome.progress), *why]),
+            )
+        answers = {
+            (mask.tobytes(), repeat): rows.read([repeat * len(wanted) + place], [output])[output][0]
+            for place, mask in enumerate(wanted)
+            for repeat in range(repeats)
+        }
+        return verify_removals(
+            found,
+            removals,
+            lambda mask, seed: answers[np.asarray(mask, np.bool_).tobytes(), seed],
+            base=whole,
+            repeats=repeats,
+        )
+
+    def _read(self, models: Sequence[int] | None, name: str) -> AnyArray:
+        wanted = self.done() if models is None else np.asarray(models)
+        return np.asarray(self.rows.read(wanted, [name])[name])
+
+    def _output(self, name: str | None) -> str:
+        names = list(self.job.outputs)
+        if name is None and len(names) == 1:
+            return names[0]
+        if name not in names:
+            raise StudyError("which output?", found=name, expected=" or ".join(names))
+        return name
+
+    def _choose(self, data: Any, wanted: bool | None) -> bool:
+        """Whether models are trained many at a time: as recorded, as asked, or as measured."""
+        job = self.job
+        possible = (
+            isinstance(job.train_fn, Training)
+            and job.subsets == "fixed"
+            and job.memory_budget is None
+            and all(output.of_logits is not None for output in job.outputs.values())
+        )
+        if wanted and not possible:
+            raise StudyError(
+                "these models cannot be trained stacked",
+                expected='a Training, subsets="fixed", outputs that follow from logits, no budget',
+                fix="leave out stacked=True",
+            )
+        if not possible or wanted is not None:
+            return bool(wanted)
+        if self.name in self.store.row_sets():
+            # A study goes on as it began: then no row depends on who trained it.
+            return bool(self.store.rows(self.name).schema.fingerprints.get("stacked"))
+        assert isinstance(job.train_fn, Training)
+        size = int(draw_masks(0, [0], num_examples=job.num_examples, alpha=job.alpha).sum())
+        return stacks_well(job.train_fn, *tensors(data), size)
+
+    def _enter(self, data: Any, num_models: int) -> Rows:
+        if type(num_models) is not int or num_models < 1:
+            raise StudyError("num_models is wrong", found=repr(num_models), expected="1 or more")
+        job = self.job
+        arrays = [stores.Array(MASKS, "bool", (job.num_examples,), kind="mask", encoding="bits")]
+        for name, output in job.outputs.items():
+            arrays.append(stores.Array(name, output.dtype, output.shape, kind="data"))
+        if self._blank is not None:
+            weights = sum(value.numel() for value in floats(self._blank().state_dict()).values())
+            arrays.append(stores.Array(WEIGHTS, "float32", (weights,), kind="data"))
+        schema = stores.Schema(
+            tuple(arrays),
+            fingerprints={
+                "alpha": job.alpha,
+                "data": fingerprint_of(data),
+                "seed": job.seed,
+                "stacked": job.stacked,
+                "subsets": job.subsets,
+                "training": describe(job.train_fn),
+            },
+        )
+        try:
+            rows = self.store.rows(self.name, schema)
+        except SchemaMismatch as error:
+            raise SchemaMismatch(
+                "this study was begun differently; nothing was changed",
+                path=error.path,
+                found=error.found,
+                fix="make it as before, or give the new one another name",
+            ) from None
+        if num_models > rows.num_rows:
+            rows.grow(num_models)
+        return rows
+
+
+def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] | None:
+    if keep is False:
+        return None
+    if keep is not True:
+        return keep
+    if not isinstance(train_fn, Training):
+        raise StudyError(
+            "how to make an untrained model is not known",
+            fix="give keep_models a function that returns one",
+        )
+    return train_fn.model
+
+
+def count_of(data: Any) -> int:
+    """How many examples there are, in a dataset or a pair of inputs and labels."""
+    return len(data[1]) if is_pair(data) else len(data)
+
+
+def is_pair(data: Any) -> bool:
+    """Whether these are inputs and labels rather than a dataset of examples."""
+    return isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape")
+
+
+def fingerprint_of(data: Any) -> str:
+    """A digest of the examples in memory; of anything else, their number."""
+    digest = xxhash.xxh3_128()
+    kept = [getattr(data, name, None) for name in ("inputs", "labels")]
+    parts = kept if all(hasattr(part, "shape") for part in kept) else data
+    if not isinstance(parts, tuple | list) or not all(hasattr(part, "shape") for part in parts):
+        return f"{len(data)} examples"
+    for part in parts:
+        digest.update(np.ascontiguousarray(np.asarray(part)).tobytes())
+    return digest.hexdigest()
+
+
+def describe(train_fn: Any) -> str:
+    """The training in words; of a function, its name."""
+    if isinstance(train_fn, Training):
+        return train_fn.describe()
+    return str(getattr(train_fn, "__qualname__", type(train_fn).__qualname__))
+
+
+def _loader(data: Any, batch_size: int) -> Any:
+    """All examples in their order: a row's id is its place in the masks."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    examples = TensorDataset(*tensors(data)) if is_pair(data) else data
+    return DataLoader(examples, batch_size=batch_size)

@@ -1,0 +1,218 @@
+"""A training that is described rather than written, so that many can be done at once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.datamodels.study._outputs import tensors
+from gradkeep.errors import StudyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+
+
+TOLERANCE = 1e-3
+"""Logits of models trained together and alone differ by less, relative to the largest one."""
+MANY = 64
+"""How many models are trained together: more gain little, and leave the cache."""
+_LEAST_GAIN = 1.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Training:
+    """Mini-batch training of a classifier: `model()` makes a new one, the rest is as it says.
+
+    Called with a subset and a seed it trains one model. A study trains many of them stacked, where
+    that is faster: same batches, same beginnings, logits equal within `TOLERANCE`. The optimizer
+    must treat every weight by itself (SGD, Adam, AdamW and most others do).
+    """
+
+    model: Callable[[], torch.nn.Module]
+    epochs: int = 10
+    batch_size: int = 64
+    lr: float = 0.1
+    optimizer: str = "SGD"
+    """A class of `torch.optim`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More for the optimizer, such as momentum or weight decay."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise StudyError(
+                    f"{name} is wrong", found=repr(getattr(self, name)), expected="1 or more"
+                )
+
+    def __call__(self, subset: Any, seed: int) -> torch.nn.Module:
+        """Train one model on the examples of `subset`."""
+        inputs, labels = tensors(subset)
+        return self.train_one(inputs, labels, seed)
+
+    def train_one(self, inputs: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.nn.Module:
+        """One model, on inputs `[N, ...]` and labels `[N]`."""
+        import torch
+
+        model = self.begin(seed)
+        model.train()
+        optimizer = self.make_optimizer(list(model.parameters()))
+        with seeded(seed + 1):
+            for places in self.batches(len(labels), seed):
+                optimizer.zero_grad(set_to_none=True)
+                logits = model(inputs[places])
+                loss = torch.nn.functional.cross_entropy(logits, labels[places])
+                torch.autograd.backward(loss)
+                optimizer.step()
+        return model
+
+    def begin(self, seed: int) -> torch.nn.Module:
+        """The untrained model that a seed stands for."""
+        with seeded(seed):
+            return self.model()
+
+    def make_optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters, of one model or of many stacked."""
+        import torch
+
+        kind = getattr(torch.optim, self.optimizer, None)
+        if kind is None:
+            raise StudyError("torch.optim has no such optimizer", found=self.optimizer)
+        made: torch.optim.Optimizer = kind(parameters, lr=self.lr, **self.options)
+        return made
+
+    def batches(self, count: int, seed: int) -> Iterator[torch.Tensor]:
+        """The places `[B]` of every batch of every epoch; an epoch's last batch may be smaller."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(self.epochs):
+            yield from torch.split(torch.randperm(count, generator=generator), self.batch_size)
+
+    def describe(self) -> str:
+        """What a store remembers of it, to notice a change."""
+        options = ", ".join(f"{name}={self.options[name]!r}" for name in sorted(self.options))
+        name = getattr(self.model, "__qualname__", type(self.model).__qualname__)
+        return (
+            f"{name}, {self.epochs} epochs, batches of {self.batch_size}, "
+            f"{self.optimizer}(lr={self.lr!r}{', ' if options else ''}{options})"
+        )
+
+
+class seeded:
+    """Torch's random numbers follow from a seed inside, and go on as before after it."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._before = torch.random.get_rng_state()
+        torch.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        torch.random.set_rng_state(self._before)
+
+
+def train_many(
+    training: Training,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    subsets: torch.Tensor,
+    seeds: Sequence[int],
+) -> tuple[dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Train K models on rows `subsets [K, S]` of the data, each as `Training` would do it alone.
+
+    Returns the stacked weights, and a function from inputs `[N, ...]` to logits `[K, N, C]`.
+    """
+    import torch
+    from torch.func import functional_call, stack_module_state
+
+    models = [training.begin(seed) for seed in seeds]
+    stacked, buffers = stack_module_state(models)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+    skeleton.train()
+
+    def forward(weights: dict[str, torch.Tensor], rest: dict[str, torch.Tensor], x: Any) -> Any:
+        return functional_call(skeleton, (weights, rest), (x,))
+
+    each = torch.vmap(forward, randomness="different")
+    optimizer = training.make_optimizer(list(stacked.values()))
+    size = subsets.shape[1]
+    for places in zip(*(training.batches(size, seed) for seed in seeds), strict=True):
+        rows = subsets.gather(1, torch.stack(places))
+        flat = rows.flatten()
+        optimizer.zero_grad(set_to_none=True)
+        # Whole rows at a time, which indexing with a matrix would not do.
+        batch = inputs.index_select(0, flat).reshape(*rows.shape, *inputs.shape[1:])
+        logits = each(stacked, buffers, batch)
+        # The sum over models of each one's mean: no model's gradient sees another's loss.
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.index_select(0, flat), reduction="sum"
+        )
+        torch.autograd.backward(loss / rows.shape[1])
+        optimizer.step()
+    weights = {name: value.detach() for name, value in stacked.items()}
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        skeleton.eval()
+        with torch.no_grad():
+            shared = torch.vmap(forward, in_dims=(0, 0, None))
+            answer: torch.Tensor = shared(weights, buffers, x)
+            return answer
+
+    return weights, ask
+
+
+def stacks_well(training: Training, inputs: torch.Tensor, labels: torch.Tensor, size: int) -> bool:
+    """Whether stacked training of subsets of `size` gives the same logits, and is faster.
+
+    Tried on a few batches: models with random layers, running statistics or shapes that cannot be
+    stacked are trained one by one, and so are large ones, for which it does not pay.
+    """
+    import torch
+
+    model = training.begin(0)
+    if next(model.buffers(), None) is not None or _is_random(model):
+        return False
+    brief = dataclasses.replace(training, epochs=1)
+    few = min(size, 16 * training.batch_size)
+    seeds = list(range(16))
+    generator = torch.Generator().manual_seed(0)
+    subsets = torch.stack([torch.randperm(len(labels), generator=generator)[:few] for _ in seeds])
+    try:
+        train_many(brief, inputs, labels, subsets[:, :1], seeds)  # what is paid once
+        together, (_, ask) = _timed(lambda: train_many(brief, inputs, labels, subsets, seeds))
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+        return False
+    alone, models = _timed(
+        lambda: [
+            brief.train_one(inputs[rows], labels[rows], seed)
+            for rows, seed in zip(subsets, seeds, strict=True)
+        ]
+    )
+    asked = inputs[:few]
+    with torch.no_grad():
+        wanted = torch.stack([model.eval()(asked) for model in models])
+    found = ask(asked)
+    same = (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    return bool(same) and alone > _LEAST_GAIN * together
+
+
+def _is_random(model: torch.nn.Module) -> bool:
+    import torch
+
+    return any(isinstance(part, torch.nn.modules.dropout._DropoutNd) for part in model.modules())
+
+
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = function()
+    return time.perf_counter() - began, result
