@@ -20,8 +20,8 @@ import torch
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
 from gradkeep.errors import BudgetError
-from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._watch import new_watch
+from gradkeep.remat.planned._step_recorder import Recording, RecordingMode
+from gradkeep.remat.tracing._tensors import beside_compiler
 
 RATIOS = (0.8, 0.6, 0.5, 0.4)
 BARS = {0.8: 1.10, 0.6: 1.20, 0.5: 1.25, 0.4: 1.35}
@@ -91,7 +91,7 @@ def per_saved(rounds: int) -> float:
 
 def live_peak(step) -> int:
     """Live bytes of a step, by a dispatch mode."""
-    recording, watch = Recording(cloning=False), new_watch()
+    recording, watch = Recording(cloning=False), beside_compiler(RecordingMode)()
     watch.show(recording)
     try:
         step()

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from gradkeep.compat.dtr.experiments._config import parse_experiment, read_experiment
+from gradkeep.compat.dtr.experiments._run import run_experiment
+from gradkeep.compat.dtr.experiments._tables import sweep_lines, write_graphs
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.remat._experiment_config import parse_experiment, read_experiment
-from gradkeep.remat._experiment_sweeps import sweep_lines
-from gradkeep.remat._experiment_tables import write_graphs
-from gradkeep.remat._experiments import run_experiment
 
 SMALL = {"length": 6, "in_dim": 4, "mem_dim": 8}
 

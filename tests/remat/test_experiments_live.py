@@ -10,18 +10,21 @@ import pytest
 import torch
 
 from gradkeep.cli._remat_experiments import tell_endings
+from gradkeep.compat.dtr.experiments._config import pareto_experiment, parse_experiment
+from gradkeep.compat.dtr.experiments._live import (
+    measure_checkpoints,
+    measure_online,
+    measure_planned,
+    placed,
+)
+from gradkeep.compat.dtr.experiments._run import run_experiment
+from gradkeep.compat.dtr.experiments._trial import Workplan
 from gradkeep.data import build
 from gradkeep.errors import RematError
 from gradkeep.remat import chain
-from gradkeep.remat._experiment_config import parse_experiment
-from gradkeep.remat._experiment_live import measure_checkpoints, measure_online, measure_planned
-from gradkeep.remat._experiment_pareto import pareto_experiment
-from gradkeep.remat._experiment_placements import placed
-from gradkeep.remat._experiment_trial import Workplan
-from gradkeep.remat._experiments import run_experiment
-from gradkeep.remat._optimum_point import optimum_point
-from gradkeep.remat._picture import Look, draw, sentences
-from gradkeep.remat._sweep import Row, read_table, sweep, write_table
+from gradkeep.remat.simulator._optimal import optimum_point
+from gradkeep.remat.simulator._picture import Look, draw, sentences
+from gradkeep.remat.simulator._sweep import Row, read_table, sweep, write_table
 
 SIZES = {"layers": 1, "batch_size": 8}
 

@@ -644,7 +644,7 @@ def test_what_is_no_file_of_plans_is_refused(tmp_path, content):
 
 
 def test_the_same_trace_gives_the_same_plan():
-    from gradkeep.remat._planned._search import search
+    from gradkeep.remat.planned._search import search
 
     budget = memory_budget(0.6)
     epoch(Cnn(), [images(s) for s in range(5)], budget)

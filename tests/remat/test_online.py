@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradkeep.remat import heuristics
-from gradkeep.remat._online import Online, _guards
+from gradkeep.remat.online import Online
+from gradkeep.remat.online._runtime import GUARDED
 
 LABELS = torch.arange(8) % 5
 
@@ -204,7 +205,7 @@ def test_bytes_read_without_an_operator_are_there():
     assert not evicted(online, seen)
     for found, wanted in zip(seen, plain, strict=True):
         assert torch.equal(found, wanted)
-    assert all(getattr(torch.Tensor, name).__name__ == name for name in _guards.NAMES)
+    assert all(getattr(torch.Tensor, name).__name__ == name for name in GUARDED)
     assert not hasattr(torch.Tensor.numpy, "__wrapped__")
 
 

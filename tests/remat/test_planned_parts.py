@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from gradkeep.data import build
-from gradkeep.remat._planned._agree import agreed
-from gradkeep.remat._planned._problem import problem_of
-from gradkeep.remat._planned._programs import compiled
-from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._run import Run, unpack
-from gradkeep.remat._planned._search import search
-from gradkeep.remat._planned._watch import new_watch
+from gradkeep.remat.planned._planned_step import Run, unpack
+from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._programs import compiled
+from gradkeep.remat.planned._search import search
+from gradkeep.remat.planned._step_recorder import Recording, RecordingMode
+from gradkeep.remat.planned._trace import agreed
+from gradkeep.remat.tracing._tensors import beside_compiler
 
 hooks = torch.autograd.graph.saved_tensors_hooks
 
 
 def recorded(step, *, cloning, hooked=None):
-    recording, watch = Recording(cloning=cloning), new_watch()
+    recording, watch = Recording(cloning=cloning), beside_compiler(RecordingMode)()
     with hooks((hooked or recording).pack, unpack):
         watch.show(recording)
         step()

@@ -9,9 +9,9 @@ import pytest
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat import _sweep
-from gradkeep.remat._picture import Look, draw, sentences
-from gradkeep.remat._sweep import Case, cases, read_table, run_case, sweep
+from gradkeep.remat.simulator import _sweep
+from gradkeep.remat.simulator._picture import Look, draw, sentences
+from gradkeep.remat.simulator._sweep import Case, cases, read_table, run_case, sweep
 
 LOG = Path(__file__).parent / "data" / "cnn-alias.log"
 
@@ -159,7 +159,7 @@ def test_record_command_records_a_script(tmp_path):
 def test_the_commands_do_without_torch():
     code = (
         "import sys; from gradkeep.cli import _remat; import gradkeep.remat; "
-        "from gradkeep.remat._sweep import sweep; print('torch' in sys.modules)"
+        "from gradkeep.remat.simulator._sweep import sweep; print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

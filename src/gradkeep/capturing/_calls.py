@@ -11,12 +11,12 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradkeep.remat._planned._session import stash
+from gradkeep.remat.planned._session import stash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from gradkeep.remat._planned._session import Stashed
+    from gradkeep.remat.planned._session import Stashed
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ import typer
 from gradkeep._progress import progress
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
-from gradkeep.remat._experiment_trial import FAILED
+from gradkeep.compat.dtr.experiments._trial import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,9 +38,9 @@ def experiments(
     Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. Interrupt it at any
     moment and run it again: what is done stays done. Exit code 3 if trials failed.
     """
-    from gradkeep.remat._experiment_config import read_experiment
-    from gradkeep.remat._experiments import run_experiment
-    from gradkeep.remat._picture import sentences
+    from gradkeep.compat.dtr.experiments._config import read_experiment
+    from gradkeep.compat.dtr.experiments._run import run_experiment
+    from gradkeep.remat.simulator._picture import sentences
 
     experiment = read_experiment(config)
     for note in experiment.notes:

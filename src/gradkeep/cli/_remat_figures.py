@@ -17,10 +17,10 @@ from gradkeep.errors import RematError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.remat._core import Policy
-    from gradkeep.remat._experiment_config import Experiment
-    from gradkeep.remat._picture import Look
-    from gradkeep.remat._sweep import Case, Row
+    from gradkeep.compat.dtr.experiments._config import Experiment
+    from gradkeep.remat.simulator._core import Policy
+    from gradkeep.remat.simulator._picture import Look
+    from gradkeep.remat.simulator._sweep import Case, Row
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -82,10 +82,10 @@ def pareto(
     torch.utils.checkpoint. Small graphs get their optimum. Writes pareto.csv, pareto.png, pareto.svg
     and a self-contained pareto.html.
     """
-    from gradkeep.remat._experiment_pareto import pareto_experiment
-    from gradkeep.remat._experiment_placements import PLACEMENTS
-    from gradkeep.remat._picture import Look
-    from gradkeep.remat._sweep import MAIN, optimum_cases
+    from gradkeep.compat.dtr.experiments._config import pareto_experiment
+    from gradkeep.compat.dtr.experiments._live import PLACEMENTS
+    from gradkeep.remat.simulator._picture import Look
+    from gradkeep.remat.simulator._sweep import MAIN, optimum_cases
 
     if not logs and not model:
         raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
@@ -123,7 +123,7 @@ def ablate(
 ) -> None:
     """Which parts of the heuristic matter: its neighbourhood, its size, its staleness."""
     from gradkeep.remat import heuristics
-    from gradkeep.remat._picture import Look
+    from gradkeep.remat.simulator._picture import Look
 
     names = [name for name in heuristics() if name.startswith("ab-")]
     look = Look("What each part of the heuristic is worth")
@@ -140,7 +140,7 @@ def accesses(
     json: JsonOption = False,
 ) -> None:
     """How many storages each heuristic looks at to make its choices."""
-    from gradkeep.remat._picture import Look
+    from gradkeep.remat.simulator._picture import Look
 
     look = Look(
         "How much looking around choosing takes", "accesses", "storages looked at", logarithmic=True
@@ -159,7 +159,7 @@ def banish(
     json: JsonOption = False,
 ) -> None:
     """What to do with storages nobody refers to: ignore it, evict them at once, or for ever."""
-    from gradkeep.remat._picture import Look
+    from gradkeep.remat.simulator._picture import Look
 
     look = Look("What happens to storages that nobody refers to", by_policy=True)
     names = ("dtr-union", "dtr-local")
@@ -175,7 +175,7 @@ def _cases(
     limit: float,
     policies: Sequence[Policy] = ("eager",),
 ) -> list[Case]:
-    from gradkeep.remat._sweep import cases
+    from gradkeep.remat.simulator._sweep import cases
 
     return cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
 
@@ -190,8 +190,8 @@ def _figure(
     json: bool,
     measured: Sequence[Row] = (),
 ) -> None:
-    from gradkeep.remat._picture import draw, sentences
-    from gradkeep.remat._sweep import sweep, write_table
+    from gradkeep.remat.simulator._picture import draw, sentences
+    from gradkeep.remat.simulator._sweep import sweep, write_table
 
     table = out / f"{name}.csv"
     with progress(name, "simulations") as report:
@@ -214,7 +214,7 @@ def _figure(
 
 def _trained(experiment: Experiment, folder: Path, workers: int | None) -> list[Row]:
     """Run the trials of models; what went wrong is told and left out of the picture."""
-    from gradkeep.remat._experiments import run_experiment
+    from gradkeep.compat.dtr.experiments._run import run_experiment
 
     for note in experiment.notes:
         print(f"note: {note}", file=sys.stderr)

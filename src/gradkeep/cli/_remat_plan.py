@@ -36,7 +36,7 @@ def plan(
 ) -> None:
     """Show budget against slowdown, and the floor, for the function `step()` of a script."""
     from gradkeep._budgets import format_bytes
-    from gradkeep.remat._script import step_of
+    from gradkeep.cli._remat_script import step_of
 
     step = step_of(script, function)
     step()

@@ -30,8 +30,8 @@ def record(
     It is run once before, so that first-time work is not counted.
     """
     from gradkeep._budgets import format_bytes
+    from gradkeep.cli._remat_script import step_of
     from gradkeep.remat import read_log, unlimited_peak
-    from gradkeep.remat._script import step_of
 
     step = step_of(script, function)
     step()

@@ -5,22 +5,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.remat._baselines import chen, keep_all, keeping, revolve
-from gradkeep.remat._core import Policy
-from gradkeep.remat._graphs import chain
-from gradkeep.remat._heuristics import Heuristic, heuristic, heuristics, register
-from gradkeep.remat._log import read_log
-from gradkeep.remat._optimal import Optimum, optimal
-from gradkeep.remat._program import Kind, Op, Program, Step
-from gradkeep.remat._rewrite import collapse_aliases, eliminate_constants, merge_tuples, simplify
-from gradkeep.remat._schedule import Action, Graph, Schedule, checked
-from gradkeep.remat._simulate import Outcome, simulate, unlimited_peak
-from gradkeep.remat._timeline import Event, Timeline
+from gradkeep.remat.simulator._baselines import chen, keep_all, keeping, revolve
+from gradkeep.remat.simulator._core import Policy
+from gradkeep.remat.simulator._heuristics import Heuristic, heuristic, heuristics, register
+from gradkeep.remat.simulator._log import read_log
+from gradkeep.remat.simulator._optimal import Optimum, optimal
+from gradkeep.remat.simulator._program import Kind, Op, Program, Step, chain
+from gradkeep.remat.simulator._schedule import (
+    Action,
+    Graph,
+    Schedule,
+    checked,
+    collapse_aliases,
+    eliminate_constants,
+    merge_tuples,
+    simplify,
+)
+from gradkeep.remat.simulator._simulate import Event, Outcome, Timeline, simulate, unlimited_peak
 
 if TYPE_CHECKING:
-    from gradkeep.remat._planned._budget import MemoryBudget, memory_budget
-    from gradkeep.remat._planned._report import Explanation, Report
-    from gradkeep.remat._recorder import Recorder, record
+    from gradkeep.remat.planned._memory_budget import MemoryBudget, memory_budget
+    from gradkeep.remat.planned._report import Explanation, Report
+    from gradkeep.remat.tracing._log_recorder import Recorder, record
 
 __all__ = [
     "Action",
@@ -63,12 +69,12 @@ __all__ = [
 
 
 _WITH_TORCH = {
-    "Explanation": "gradkeep.remat._planned._report",
-    "MemoryBudget": "gradkeep.remat._planned._budget",
-    "Recorder": "gradkeep.remat._recorder",
-    "Report": "gradkeep.remat._planned._report",
-    "memory_budget": "gradkeep.remat._planned._budget",
-    "record": "gradkeep.remat._recorder",
+    "Explanation": "gradkeep.remat.planned._report",
+    "MemoryBudget": "gradkeep.remat.planned._memory_budget",
+    "Recorder": "gradkeep.remat.tracing._log_recorder",
+    "Report": "gradkeep.remat.planned._report",
+    "memory_budget": "gradkeep.remat.planned._memory_budget",
+    "record": "gradkeep.remat.tracing._log_recorder",
 }
 
 

@@ -1,0 +1,265 @@
+"""A recorded training step as data: values, the operators that made them, what autograd saved.
+
+A *value* is a storage at one version: an in-place operator makes the next value of the same storage.
+Tensors are references to values with a geometry, so views need no records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from gradkeep.remat.planned._autograd_graph import Seen
+    from gradkeep.remat.tracing._tensors import Geometry
+
+
+class Made(NamedTuple):
+    """A value that an operator makes: which of its results shows it, and how."""
+
+    position: int
+    """Among the tensors of the result; -1 when the value is an argument written in place."""
+    value: int
+    geometry: Geometry
+    exact: bool = True
+    """False for a workspace, of which not every byte means something."""
+
+
+class Event(NamedTuple):
+    """One thing that happened, in order."""
+
+    kind: Literal["op", "pack", "unpack"]
+    number: int
+    """Of the operator, or of the slot."""
+
+
+class Core(NamedTuple):
+    """Lengths. What comes after belongs to the optimizer, or to the next batch, and may vary."""
+
+    events: int
+    operations: int
+    slots: int
+    storages: int
+    values: int
+
+
+NOTHING = Core(0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operator that made or changed values."""
+
+    name: str
+    run: Callable[..., Any] | None
+    """None: it is not known how to run it again."""
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    makes: tuple[Made, ...]
+    overwrites: tuple[int, ...]
+    """Values that it changes in place: the new ones use their memory."""
+    reads: frozenset[int]
+    """Values among the arguments, if it can be run again."""
+    cost: float
+    """Seconds, the least that was seen."""
+    event: int
+    grad_mode: bool = True
+    random: bool = False
+    device: str = "cpu"
+    """Whose random numbers it draws."""
+    layer: str = ""
+    """The module that was running."""
+    single: bool = True
+    """It gives one tensor, not several."""
+    apart: bool = False
+    """It stands for another way to a result, with a cost of its own."""
+
+    def same(self, other: Operation) -> bool:
+        """Whether it is the same work, whatever it cost and whatever numbers it was given."""
+        return (self.name, self.makes, self.overwrites, self.reads, self.grad_mode) == (
+            (other.name, other.makes, other.overwrites, other.reads, other.grad_mode)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that autograd saved."""
+
+    value: int
+    geometry: Geometry
+    device: torch.device
+    seen: Seen
+    """The autograd graph below it."""
+    event: int
+    leaf: int | None = None
+    """The parameter that it shows, if it does."""
+    marks: frozenset[float] = frozenset()
+    """If it holds only two or three different numbers, as a mask does: these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A storage: how large it is and when it is alive (from event `birth`, before event `death`)."""
+
+    size: int
+    birth: int
+    death: int
+    natural: int
+    """When it would die if autograd had not saved it."""
+    constant: bool
+    """It was there before the step."""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A storage at a version."""
+
+    storage: int
+    maker: int | None
+    """The operator that makes it; None for constants and for what nobody can make again."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step. Event `e` sees every storage with `birth <= e < death`."""
+
+    events: tuple[Event, ...]
+    operations: tuple[Operation, ...]
+    slots: tuple[Slot, ...]
+    order: tuple[int, ...]
+    """Slots in the order in which the backward pass asked for them."""
+    asked: tuple[int, ...]
+    """The event of each of those."""
+    freed: tuple[int, ...]
+    """For each of those, the first event at which the asking node is done."""
+    storages: tuple[Stored, ...]
+    values: tuple[Value, ...]
+    open_slots: frozenset[int]
+    """Slots that were neither asked for nor dead when the recording ended."""
+    sources: dict[int, Any] = field(default_factory=dict)
+    """For constants that stay from step to step: how to find each of them again."""
+    core: Core = NOTHING
+    """How much there was of everything when the last saved tensor was asked for."""
+    keeps_graph: bool = False
+    """The backward pass was asked to keep the graph."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """The cost of all operators together."""
+        return sum(operation.cost for operation in self.operations if not operation.apart)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive at once."""
+        return max(self.levels(), default=0)
+
+    def levels(self) -> list[int]:
+        """Bytes alive at each event."""
+        change = [0] * (len(self.events) + 2)
+        for stored in self.storages:
+            change[stored.birth] += stored.size
+            change[min(stored.death, len(self.events)) if stored.death >= 0 else -1] -= stored.size
+        total, found = 0, []
+        for step in change[: len(self.events)]:
+            total += step
+            found.append(total)
+        return found
+
+
+T = TypeVar("T")
+
+
+def agreed(kept: Trace, cloned: Trace) -> Trace | None:
+    """The trace of a step recorded twice, or None if it did different things.
+
+    From the cloning recording come the natural deaths and which operators can be run again; from
+    both the least cost. An operator that was given another number each time is not run again.
+    """
+    if not _same(kept, cloned):
+        return None
+    core = kept.core
+    operations = tuple(
+        replace(
+            theirs,
+            cost=min(ours.cost, theirs.cost),
+            run=theirs.run if _same_numbers(ours, theirs) else None,
+        )
+        for ours, theirs in _pairs(kept.operations, cloned.operations, core.operations)
+    )
+    storages = tuple(
+        replace(
+            ours,
+            natural=min(theirs.death, ours.death),
+            pinned=ours.pinned or theirs.pinned,
+        )
+        for ours, theirs in _pairs(kept.storages, cloned.storages, core.storages)
+    )
+    slots = tuple(
+        replace(ours, marks=ours.marks if ours.marks == theirs.marks else frozenset())
+        for ours, theirs in _pairs(kept.slots, cloned.slots, core.slots)
+    )
+    sources = {
+        value: source
+        for value, source in kept.sources.items()
+        if cloned.sources.get(value) == source
+    }
+    return replace(
+        kept,
+        operations=operations + kept.operations[core.operations :],
+        storages=storages + kept.storages[core.storages :],
+        slots=slots + kept.slots[core.slots :],
+        sources=sources,
+        open_slots=kept.open_slots | cloned.open_slots,
+    )
+
+
+def cheaper(trace: Trace, other: Trace) -> Trace:
+    """The trace with the smaller costs of one more recording, if that was the same step."""
+    if not _same(trace, other):
+        return trace
+    count = trace.core.operations
+    pairs = _pairs(trace.operations, other.operations, count)
+    operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
+    return replace(trace, operations=operations + trace.operations[count:])
+
+
+def _same_numbers(left: Operation, right: Operation) -> bool:
+    """Whether an operator can be run again, and was given the same both times."""
+    both = left.run is not None and right.run is not None
+    return both and (left.args, left.kwargs) == (right.args, right.kwargs)
+
+
+def _same(left: Trace, right: Trace) -> bool:
+    """Whether two steps did the same until the last saved tensor was asked for."""
+    core = left.core
+    return (
+        core == right.core
+        and left.keeps_graph == right.keeps_graph
+        and left.order == right.order
+        and left.events[: core.events] == right.events[: core.events]
+        and left.values[: core.values] == right.values[: core.values]
+        and all(
+            a == replace(b, marks=a.marks) for a, b in _pairs(left.slots, right.slots, core.slots)
+        )
+        and all(a.size == b.size for a, b in _pairs(left.storages, right.storages, core.storages))
+        and all(a.same(b) for a, b in _pairs(left.operations, right.operations, core.operations))
+    )
+
+
+def same_step(left: Trace, right: Trace) -> bool:
+    """Whether two steps did the same with the same numbers."""
+    count = left.core.operations
+    return _same(left, right) and all(
+        (a.args, a.kwargs) == (b.args, b.kwargs)
+        for a, b in _pairs(left.operations, right.operations, count)
+    )
+
+
+def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
+    return zip(left[:count], right[:count], strict=True)
