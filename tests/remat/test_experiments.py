@@ -15,7 +15,7 @@ import pytest
 
 from gradkeep.compat.dtr.experiments._config import parse_experiment, read_experiment
 from gradkeep.compat.dtr.experiments._run import run_experiment
-from gradkeep.compat.dtr.experiments._tables import sweep_lines, write_graphs
+from gradkeep.compat.dtr.experiments._tables import batch_size_lines, write_graphs
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
 
@@ -345,7 +345,7 @@ def test_a_sweep_has_a_picture_of_its_own(tmp_path):
         {**common, **swept, "type": "dtr", "kind": "param_sweep", "batch_size": 4, "time": 2.0},
         {**common, **swept, "type": "planned", "kind": "param_sweep", "batch_size": 4, "time": 1.0},
     ]
-    assert sweep_lines(rows) == {
+    assert batch_size_lines(rows) == {
         "plain, measured": [(4, 8.0)],
         "lru in 9.00 kB, simulated": [(4, 5.0), (8, 4.0)],
         "lru in 9.00 kB, online, measured": [(4, 2.0)],

@@ -18,13 +18,13 @@ from gradkeep.compat.dtr.experiments._live import (
     placed,
 )
 from gradkeep.compat.dtr.experiments._run import run_experiment
-from gradkeep.compat.dtr.experiments._trial import Workplan
+from gradkeep.compat.dtr.experiments._trial import TrialWork
 from gradkeep.data import build
 from gradkeep.errors import RematError
 from gradkeep.remat import chain
 from gradkeep.remat.simulator._optimal import optimum_point
-from gradkeep.remat.simulator._picture import Look, draw, sentences
-from gradkeep.remat.simulator._sweep import Row, read_table, sweep, write_table
+from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
+from gradkeep.remat.simulator._sweep import SweepRow, read_table, sweep, write_table
 
 SIZES = {"layers": 1, "batch_size": 8}
 
@@ -129,7 +129,7 @@ def test_the_original_layout_trains_live_models_once(tmp_path):
 
 
 def plan_of(name, **sizes):
-    return Workplan(name, tuple(sizes.items()), repeats=1)
+    return TrialWork(name, tuple(sizes.items()), repeats=1)
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +222,7 @@ def test_optima_are_told_apart_from_guesses():
 
 
 def row(source, heuristic, ratio, overhead, status="ok"):
-    return Row("m.log", heuristic, ratio, "", 2.0, status, overhead, 5, 4, 0, 0, 0, 0, source)
+    return SweepRow("m.log", heuristic, ratio, "", 2.0, status, overhead, 5, 4, 0, 0, 0, 0, source)
 
 
 def test_steep_pictures_are_logarithmic_and_tables_keep_everything(tmp_path):
@@ -236,14 +236,14 @@ def test_steep_pictures_are_logarithmic_and_tables_keep_everything(tmp_path):
         row("optimum", "optimum", 0.5, 1.05),
         row("optimum", "optimum", 0.3, 1.5, "unproven"),
     ]
-    _, drawing, page = draw(rows, tmp_path, "pareto", Look("Title"))
+    _, drawing, page = draw_sweep(rows, tmp_path, "pareto", PictureStyle("Title"))
     assert "all results of an operator" in drawing.read_text()
     assert "<!-- 30 -->" in drawing.read_text(), "the axis says 30, not 3 x 10^1"
     assert "<td>infeasible</td>" in page.read_text()
-    said = sentences(rows)
+    said = sweep_sentences(rows)
     assert "At 50% of its memory m.log takes 1.10x the time (planned, measured)." in said
     assert any("torch.utils.checkpoint, measured, 2 segments" in line for line in said)
-    assert sentences([row("planned", "planned", 1.3, 1.0)]) == []
+    assert sweep_sentences([row("planned", "planned", 1.3, 1.0)]) == []
     table = tmp_path / "table.csv"
     write_table(table, rows)
     assert [repr(one) for one in read_table(table)] == [repr(one) for one in rows]

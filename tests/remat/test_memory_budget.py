@@ -348,7 +348,7 @@ def test_other_batch_sizes_get_plans_of_their_own():
     done = budget.report()
     assert done.recorded <= 8
     assert done.planned >= 10
-    assert len(budget._book.plans) == 2
+    assert len(budget._planner.plans) == 2
 
 
 def test_training_and_evaluating_are_told_apart():
@@ -447,8 +447,8 @@ def test_pinned_tensors_are_not_dropped():
     assert dropped(model, free)
     model.stash.append(pinned)
     epoch(model, [rows(s) for s in range(5)], pinned)
-    layers = [c.value for c in pinned._book.last.compiled.problem.candidates]
-    others = [c.value for c in free._book.last.compiled.problem.candidates]
+    layers = [c.value for c in pinned._planner.last.compiled.problem.candidates]
+    others = [c.value for c in free._planner.last.compiled.problem.candidates]
     assert len(layers) == len(others) - 1
 
 
@@ -626,7 +626,7 @@ def test_saved_plans_are_used_after_two_recordings(tmp_path):
     assert (tmp_path / "plans.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     second = memory_budget(0.6).load(tmp_path / "plans.json")
     same(FORMS["steps"](ours, batches, second), trained(plain, batches))
-    assert second._book.last.compiled.states == first._book.last.compiled.states or (
+    assert second._planner.last.compiled.states == first._planner.last.compiled.states or (
         second.report().planned >= 3
     )
 
@@ -644,12 +644,15 @@ def test_what_is_no_file_of_plans_is_refused(tmp_path, content):
 
 
 def test_the_same_trace_gives_the_same_plan():
-    from gradkeep.remat.planned._search import search
+    from gradkeep.remat.planned._search import search_plan
 
     budget = memory_budget(0.6)
     epoch(Cnn(), [images(s) for s in range(5)], budget)
-    problem = budget._book.last.compiled.problem
-    found = [search(problem, budget._book.last.budget, seed=3, effort=0.1).states for _ in range(2)]
+    problem = budget._planner.last.compiled.problem
+    found = [
+        search_plan(problem, budget._planner.last.budget, seed=3, effort=0.1).states
+        for _ in range(2)
+    ]
     assert found[0] == found[1]
 
 

@@ -40,7 +40,7 @@ def experiments(
     """
     from gradkeep.compat.dtr.experiments._config import read_experiment
     from gradkeep.compat.dtr.experiments._run import run_experiment
-    from gradkeep.remat.simulator._picture import sentences
+    from gradkeep.remat.simulator import sweep_sentences
 
     experiment = read_experiment(config)
     for note in experiment.notes:
@@ -65,7 +65,7 @@ def experiments(
         )
     else:
         print(f"{report.ran} trials run, {report.reused} were there already")
-        for line in sentences(report.points):
+        for line in sweep_sentences(report.points):
             print(line)
         for path in report.files:
             print(f"wrote {path}")

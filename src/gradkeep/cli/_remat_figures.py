@@ -17,10 +17,8 @@ from gradkeep.errors import RematError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.compat.dtr.experiments._config import Experiment
-    from gradkeep.remat.simulator._core import Policy
-    from gradkeep.remat.simulator._picture import Look
-    from gradkeep.remat.simulator._sweep import Case, Row
+    from gradkeep.compat.dtr.experiments._config import DtrExperiment
+    from gradkeep.remat.simulator import PictureStyle, Policy, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -84,14 +82,13 @@ def pareto(
     """
     from gradkeep.compat.dtr.experiments._config import pareto_experiment
     from gradkeep.compat.dtr.experiments._live import PLACEMENTS
-    from gradkeep.remat.simulator._picture import Look
-    from gradkeep.remat.simulator._sweep import MAIN, optimum_cases
+    from gradkeep.remat.simulator import MAIN_HEURISTICS, PictureStyle, optimum_cases
 
     if not logs and not model:
         raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
-    names = MAIN if heuristics is None else _names(heuristics)
+    names = MAIN_HEURISTICS if heuristics is None else _names(heuristics)
     budgets = _numbers(ratios)
-    measured: list[Row] = []
+    measured: list[SweepRow] = []
     if model:
         experiment = pareto_experiment(
             model,
@@ -105,7 +102,7 @@ def pareto(
             repeats=repeats,
         )
         measured = _trained(experiment, out / "trials", workers)
-    look = Look("What a smaller memory budget costs")
+    look = PictureStyle("What a smaller memory budget costs")
     wanted = [
         *_cases(logs or [], names, budgets, limit),
         *optimum_cases(logs or [], ratios=budgets),
@@ -123,10 +120,10 @@ def ablate(
 ) -> None:
     """Which parts of the heuristic matter: its neighbourhood, its size, its staleness."""
     from gradkeep.remat import heuristics
-    from gradkeep.remat.simulator._picture import Look
+    from gradkeep.remat.simulator import PictureStyle
 
     names = [name for name in heuristics() if name.startswith("ab-")]
-    look = Look("What each part of the heuristic is worth")
+    look = PictureStyle("What each part of the heuristic is worth")
     wanted = _cases(logs, names, _numbers(ratios), limit)
     _figure("ablate", look, wanted, out, workers, json=json)
 
@@ -140,9 +137,9 @@ def accesses(
     json: JsonOption = False,
 ) -> None:
     """How many storages each heuristic looks at to make its choices."""
-    from gradkeep.remat.simulator._picture import Look
+    from gradkeep.remat.simulator import PictureStyle
 
-    look = Look(
+    look = PictureStyle(
         "How much looking around choosing takes", "accesses", "storages looked at", logarithmic=True
     )
     names = ("dtr", "dtr-eq", "dtr-local", "dtr-union")
@@ -159,9 +156,9 @@ def banish(
     json: JsonOption = False,
 ) -> None:
     """What to do with storages nobody refers to: ignore it, evict them at once, or for ever."""
-    from gradkeep.remat.simulator._picture import Look
+    from gradkeep.remat.simulator import PictureStyle
 
-    look = Look("What happens to storages that nobody refers to", by_policy=True)
+    look = PictureStyle("What happens to storages that nobody refers to", by_policy=True)
     names = ("dtr-union", "dtr-local")
     policies: tuple[Policy, ...] = ("ignore", "eager", "banish")
     wanted = _cases(logs, names, _numbers(ratios), limit, policies)
@@ -174,24 +171,23 @@ def _cases(
     ratios: Sequence[float],
     limit: float,
     policies: Sequence[Policy] = ("eager",),
-) -> list[Case]:
-    from gradkeep.remat.simulator._sweep import cases
+) -> list[SweepCase]:
+    from gradkeep.remat.simulator import sweep_cases
 
-    return cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
+    return sweep_cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
 
 
 def _figure(
     name: str,
-    look: Look,
-    wanted: Sequence[Case],
+    look: PictureStyle,
+    wanted: Sequence[SweepCase],
     out: Path,
     workers: int | None,
     *,
     json: bool,
-    measured: Sequence[Row] = (),
+    measured: Sequence[SweepRow] = (),
 ) -> None:
-    from gradkeep.remat.simulator._picture import draw, sentences
-    from gradkeep.remat.simulator._sweep import sweep, write_table
+    from gradkeep.remat.simulator import draw_sweep, sweep, sweep_sentences, write_table
 
     table = out / f"{name}.csv"
     with progress(name, "simulations") as report:
@@ -200,19 +196,19 @@ def _figure(
     if not rows:
         raise RematError("no trial gave anything that could be drawn")
     write_table(table, rows)
-    pictures = draw(rows, out, name, look)
+    pictures = draw_sweep(rows, out, name, look)
     if json:
         failed = sum(row.status != "ok" for row in rows)
         files = [str(path) for path in (table, *pictures)]
         print_json({"rows": len(rows), "not_ok": failed, "files": files})
         return
-    for line in sentences(rows):
+    for line in sweep_sentences(rows):
         print(line)
     for path in (table, *pictures):
         print(f"wrote {path}")
 
 
-def _trained(experiment: Experiment, folder: Path, workers: int | None) -> list[Row]:
+def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> list[SweepRow]:
     """Run the trials of models; what went wrong is told and left out of the picture."""
     from gradkeep.compat.dtr.experiments._run import run_experiment
 

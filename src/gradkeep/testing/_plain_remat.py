@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradkeep.remat import Kind, Op, Program
+from gradkeep.remat import Op, Program, StepKind
 
 if TYPE_CHECKING:
     from gradkeep.remat import Policy
@@ -210,16 +210,16 @@ def plain_simulate(
     status = "ok"
     try:
         for step in program.steps:
-            if step.kind is Kind.RUN:
+            if step.kind is StepKind.RUN:
                 op = program.ops[step.index]
                 made = core.compute(op, [tensors[number] for number in op.args])
                 tensors.update(zip(op.results, made, strict=True))
                 continue
             tensor = tensors[step.index]
             storage = tensor.storage
-            if step.kind is Kind.GET:
+            if step.kind is StepKind.GET:
                 storage.references += 1
-            elif step.kind is Kind.PIN:
+            elif step.kind is StepKind.PIN:
                 if not tensor.defined:
                     core.materialize(tensor, again=True)
                 if not storage.pinned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradkeep.remat import Kind, Op, Program, Step
+from gradkeep.remat import Op, Program, ProgramStep, StepKind
 
 if TYPE_CHECKING:
     import random
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 def training_program(rng: random.Random, layers: int) -> Program:
     """Layers with skips, then gradients that read the activations."""
     ops: list[Op] = []
-    steps: list[Step] = []
+    steps: list[ProgramStep] = []
 
     def run(args: list[int], *, backward: bool = False) -> int:
         number = len(ops)
-        steps.append(Step(Kind.RUN, number))
+        steps.append(ProgramStep(StepKind.RUN, number))
         size, cost = rng.choice((1, 2, 4, 8)), rng.randint(1, 20)
         ops.append(Op("op", cost, tuple(args), (number,), (size,), (-1,), backward))
         return number
@@ -29,7 +29,7 @@ def training_program(rng: random.Random, layers: int) -> Program:
     gradient = run([forward[-1]], backward=True)
     for activation in reversed(forward[:-1]):
         after = run([gradient, activation], backward=True)
-        steps.extend(Step(Kind.RELEASE, old) for old in (gradient, activation))
+        steps.extend(ProgramStep(StepKind.RELEASE, old) for old in (gradient, activation))
         gradient = after
-    steps.append(Step(Kind.PIN, gradient))
+    steps.append(ProgramStep(StepKind.PIN, gradient))
     return Program(tuple(ops), tuple(steps), tuple(f"t{at}" for at in range(len(ops))))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import heuristic, record
-from gradkeep.remat.online import Online
-from gradkeep.remat.simulator._heuristics import Candidates
+from gradkeep.remat.online import OnlineRuntime
+from gradkeep.remat.simulator import SampledHeuristic
 
 if TYPE_CHECKING:
     import os
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class State:
+class PrototypeState:
     """The runtime in force, and how it is to choose."""
 
-    online: Online | None = None
+    online: OnlineRuntime | None = None
     recorder: Recorder | None = None
     sampling: bool = False
     ignore_small: bool = False
@@ -36,7 +36,7 @@ class State:
     copy: int = 0
 
 
-STATE = State()
+STATE = PrototypeState()
 
 
 def base_compute_time() -> int:
@@ -72,7 +72,7 @@ def toggle_profile(*, on: bool) -> None:
     STATE.profiling = on
 
 
-def remember(online: Online) -> None:
+def remember(online: OnlineRuntime) -> None:
     """Add the times of a runtime that has ended."""
     if STATE.profiling:
         live = online.live
@@ -92,8 +92,8 @@ def set_memory_budget(budget: int | str | None) -> None:
         raise BudgetError("a budget must be positive", found=size, fix="None ends a budget")
     chooser = heuristic("dtr-eq")
     if STATE.sampling or STATE.ignore_small:
-        chooser = Candidates(chooser, sample=STATE.sampling, skip_small=STATE.ignore_small)
-    STATE.online = Online(size, heuristic=chooser)
+        chooser = SampledHeuristic(chooser, sample=STATE.sampling, skip_small=STATE.ignore_small)
+    STATE.online = OnlineRuntime(size, heuristic=chooser)
     STATE.online.__enter__()
 
 

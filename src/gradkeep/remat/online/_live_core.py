@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._core import Core, Storage
-from gradkeep.remat.tracing._tensors import Watch
+from gradkeep.remat.simulator._core import EvictionCore, Storage
+from gradkeep.remat.tracing._tensors import StorageRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradkeep.remat.simulator._core import Tensor as Node
+    from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import Heuristic
     from gradkeep.remat.tracing._tensors import Geometry
 
 
-class Argument(NamedTuple):
+class OnlineArgument(NamedTuple):
     """A tensor among the arguments: a value, and how it was seen."""
 
     node: Node
     geometry: Geometry
 
 
-class Operator:
+class OnlineOperator:
     """What the eviction core needs to know of an operator, and what it takes to run it again."""
 
     __slots__ = (
@@ -86,13 +86,13 @@ _PATIENCE = 50_000_000
 """Nanoseconds of recomputation that are too few to judge by."""
 
 
-class Bytes:
+class StorageBytes:
     """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
 
-    __slots__ = ("dead", "device", "held", "nbytes", "watch")
+    __slots__ = ("dead", "device", "held", "nbytes", "ref")
 
-    def __init__(self, storage: torch.UntypedStorage, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, storage: torch.UntypedStorage, ref: StorageRef) -> None:
+        self.ref = ref
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.dead = False
@@ -102,10 +102,10 @@ class Bytes:
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage as it is now, filled or empty."""
-        return self.held if self.held is not None else self.watch()
+        return self.held if self.held is not None else self.ref()
 
 
-class Live(Core):
+class LiveCore(EvictionCore):
     """A `Core` whose storages are torch's.
 
     Storages die at any moment, also in the middle of an operator: that is noted, and looked at
@@ -119,7 +119,7 @@ class Live(Core):
         self._settled = False
         """Everything is back, and stays."""
         self._spent_before = 0
-        self.bytes: dict[Storage, Bytes] = {}
+        self.bytes: dict[Storage, StorageBytes] = {}
         self.latest: dict[int, Node] = {}
         """The present value of each storage that is alive, by the id of torch's storage."""
         self.died: list[Node] = []
@@ -142,16 +142,16 @@ class Live(Core):
         if id(storage) not in self.latest:
             self._constant(storage)
 
-    def constants(self) -> list[Watch]:
+    def constants(self) -> list[StorageRef]:
         """The constants so far."""
         return [
-            self.bytes[node.storage].watch
+            self.bytes[node.storage].ref
             for node in self.latest.values()
             if not node.parents and not self.bytes[node.storage].dead
         ]
 
     def _constant(self, storage: torch.UntypedStorage) -> Node:
-        operator = Operator("constant", cost=0, sizes=(storage.nbytes(),), aliases=(-1,))
+        operator = OnlineOperator("constant", cost=0, sizes=(storage.nbytes(),), aliases=(-1,))
         (node,) = self._declare(operator, ())  # type: ignore[arg-type]
         self.follow(storage, node)
         self._arrive(node.storage)
@@ -160,14 +160,14 @@ class Live(Core):
 
     def follow(self, storage: torch.UntypedStorage, node: Node) -> None:
         """From now on `storage` stands for the value."""
-        watch = Watch(storage, self._gone)
-        watch.key = id(storage)
-        self.bytes[node.storage] = Bytes(storage, watch)
-        self.latest[watch.key] = node
+        ref = StorageRef(storage, self._gone)
+        ref.key = id(storage)
+        self.bytes[node.storage] = StorageBytes(storage, ref)
+        self.latest[ref.key] = node
 
-    def _gone(self, watch: Watch) -> None:
+    def _gone(self, ref: StorageRef) -> None:
         # At once: the next storage may get the same id.
-        node = self.latest.pop(watch.key, None)
+        node = self.latest.pop(ref.key, None)
         if node is not None:
             self.died.append(node)
 
@@ -246,7 +246,10 @@ class Live(Core):
             self._free(need)
 
     def ran(
-        self, operator: Operator, parents: Sequence[Node], made: Sequence[torch.UntypedStorage]
+        self,
+        operator: OnlineOperator,
+        parents: Sequence[Node],
+        made: Sequence[torch.UntypedStorage],
     ) -> list[Node]:
         """Enter an operator that just ran for the first time, with its new storages."""
         nodes = self._declare(operator, parents)  # type: ignore[arg-type]
@@ -272,7 +275,7 @@ class Live(Core):
         return nodes
 
     def _named(self, storage: Storage) -> list[tuple[int, Node]]:
-        key = self.bytes[storage].watch.key
+        key = self.bytes[storage].ref.key
         found = self.latest.get(key)
         return [] if found is None else [(key, found)]
 
@@ -309,7 +312,7 @@ class Live(Core):
     def _free(self, need: int) -> None:
         began = perf_counter_ns()
         while self.memory + need > self.budget and self.pool:
-            self._evict(self.heuristic.choose(self.pool, self.clock))
+            self._evict(self._victim())
         self.over = max(self.over, int(min(self.memory + need - self.budget, 1 << 62)))
         self.search_time += perf_counter_ns() - began
 
@@ -319,7 +322,7 @@ class Live(Core):
         place.held = None
         if place.dead:
             return
-        actual = place.watch()
+        actual = place.ref()
         if actual is not None:
             actual.resize_(0)
 
@@ -344,11 +347,13 @@ class Live(Core):
             # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
             self.gave_up, self.budget = True, math.inf
 
-    def _again(self, operator: Operator) -> Any:
+    def _again(self, operator: OnlineOperator) -> Any:
         if operator.run is None:
             raise RematError(f"{operator.name} cannot be run again, but its result was evicted")
-        args = mapped(operator.args, self._shown, Argument)
-        kwargs = {name: mapped(value, self._shown, Argument) for name, value in operator.kwargs}
+        args = mapped(operator.args, self._shown, OnlineArgument)
+        kwargs = {
+            name: mapped(value, self._shown, OnlineArgument) for name, value in operator.kwargs
+        }
         before = torch.is_grad_enabled()
         now = torch.get_rng_state() if operator.random is not None else None
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
@@ -362,7 +367,7 @@ class Live(Core):
                 if now is not None:
                     torch.set_rng_state(now)
 
-    def _shown(self, argument: Argument) -> torch.Tensor:
+    def _shown(self, argument: OnlineArgument) -> torch.Tensor:
         storage = self.bytes[argument.node.storage].storage()
         assert storage is not None
         return argument.geometry.on(storage)
@@ -371,7 +376,7 @@ class Live(Core):
         began = perf_counter_ns()
         place = self.bytes[storage]
         source = result.untyped_storage()
-        actual = place.watch()
+        actual = place.ref()
         if place.dead or actual is None:
             place.held = source
         else:
@@ -412,9 +417,9 @@ class Live(Core):
             ) from failed
 
 
-def _poison(place: Bytes) -> None:
+def _poison(place: StorageBytes) -> None:
     """Never leave a storage empty, reading it would end the process; 255s are not-a-number."""
-    actual = place.watch()
+    actual = place.ref()
     if actual is not None and actual.nbytes() < place.nbytes:
         actual.resize_(place.nbytes)
         torch.empty(0, dtype=torch.uint8, device=actual.device).set_(actual).fill_(255)

@@ -13,25 +13,31 @@ import torch
 from torch import Tensor
 
 from gradkeep._budgets import format_bytes
-from gradkeep.remat.online._live_core import Argument, Live, Operator, mapped, tensors_in
+from gradkeep.remat.online._live_core import (
+    LiveCore,
+    OnlineArgument,
+    OnlineOperator,
+    mapped,
+    tensors_in,
+)
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.tracing._rerun import Apart, Recipe, recipe_of
+from gradkeep.remat.tracing._rerun import FirstResultRerun, OperatorRerun, rerun_of
 from gradkeep.remat.tracing._tensors import Geometry, QuickDispatchMode, signature_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from gradkeep.remat.simulator._core import Storage
-    from gradkeep.remat.simulator._core import Tensor as Node
+    from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import Heuristic
-    from gradkeep.remat.tracing._tensors import Signature
+    from gradkeep.remat.tracing._tensors import OperatorSignature
 
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
 """Views that look at no byte and at no bound of their argument's storage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ran:
+class _OperatorRun:
     """An operator that ran."""
 
     name: str
@@ -44,7 +50,7 @@ class _Ran:
     """What it wrote in place."""
 
 
-class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
+class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the live bytes of what runs inside `with` within a budget, deciding as it goes.
 
     Made for models whose steps differ each time. Each operator costs tens of microseconds more, so it
@@ -53,9 +59,9 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
     next step, it knows how much its operators take.
 
     >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)]), torch.ones(4, 8)
-    >>> with Online(1200) as online:
+    >>> with OnlineRuntime(1200) as online:
     ...     model(x).sum().backward()
-    >>> online.told().evictions > 0
+    >>> online.report().evictions > 0
     True
     """
 
@@ -70,7 +76,7 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self.budget = budget
         self.heuristic, self.limit = heuristic, limit
         self.live = self._new()
-        self._signatures: dict[Any, Signature] = {}
+        self._signatures: dict[Any, OperatorSignature] = {}
         self._sizes: dict[Any, int] = {}
         """Bytes that an operator asks for, by what it is given; known once it has run."""
         self._quiet = False
@@ -78,13 +84,13 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters: set[int] = set()
         self._operators = self._pinned = 0
 
-    def _new(self) -> Live:
+    def _new(self) -> LiveCore:
         named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
-        return Live(named or self.heuristic, budget=self.budget, limit=self.limit)  # type: ignore[arg-type]
+        return LiveCore(named or self.heuristic, budget=self.budget, limit=self.limit)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         # Parameters take their bytes from the beginning, not from when an operator reads them.
-        known = [storage for watch in self.live.constants() if (storage := watch()) is not None]
+        known = [storage for ref in self.live.constants() if (storage := ref()) is not None]
         self.live = self._new()
         for storage in known:
             self.live.expect(storage)
@@ -115,10 +121,10 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self.budget = budget
         self.live.limit_to(budget)
 
-    def told(self) -> Told:
+    def report(self) -> OnlineReport:
         """What happened since it was last entered."""
         live = self.live
-        return Told(
+        return OnlineReport(
             budget=self.budget,
             peak=live.peak,
             over=max(0, live.over),
@@ -219,7 +225,7 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
         if fresh or changed:
             recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
-            ran = _Ran(func._schema.name, cost, grad_mode, state, changed)
+            ran = _OperatorRun(func._schema.name, cost, grad_mode, state, changed)
             if recipe.apart is not None and recipe.apart.run is not None:
                 self._enter_apart(ran, recipe.apart, fresh, nodes)
             else:
@@ -238,12 +244,16 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         return list(found.values())
 
     def _enter(
-        self, ran: _Ran, recipe: Recipe, fresh: list[tuple[int, Tensor]], nodes: list[Node]
+        self,
+        ran: _OperatorRun,
+        recipe: OperatorRerun,
+        fresh: list[tuple[int, Tensor]],
+        nodes: list[Node],
     ) -> list[Node]:
         """Tell the core of an operator and its new storages; what cannot be made again stays."""
         storages = [result.untyped_storage() for _, result in fresh]
         by_storage = [node.storage for node in nodes]
-        operator = Operator(
+        operator = OnlineOperator(
             ran.name,
             cost=ran.cost,
             sizes=(*(storage.nbytes() for storage in storages), *(0 for _ in ran.changed)),
@@ -261,17 +271,21 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _enter_apart(
-        self, ran: _Ran, apart: Apart, fresh: list[tuple[int, Tensor]], nodes: list[Node]
+        self,
+        ran: _OperatorRun,
+        apart: FirstResultRerun,
+        fresh: list[tuple[int, Tensor]],
+        nodes: list[Node],
     ) -> None:
         """Batch normalization: its statistics stay, and with them its result is made again."""
         rest = [(at, result) for at, result in fresh if at > 0]
-        statistics = self._enter(ran, Recipe(None, (), ()), rest, nodes)
+        statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes)
         first = [(at, result) for at, result in fresh if at == 0]
         shown = tuple(
-            Argument(node, Geometry.of(result))
+            OnlineArgument(node, Geometry.of(result))
             for node, (_, result) in zip(statistics, rest, strict=True)
         )
-        again = Recipe(apart.run, (*apart.args, *shown), ())
+        again = OperatorRerun(apart.run, (*apart.args, *shown), ())
         self._enter(
             dataclasses.replace(ran, cost=0, state=None), again, first, [*nodes, *statistics]
         )
@@ -286,18 +300,18 @@ class Online(QuickDispatchMode):  # type: ignore[no-untyped-call]
         made: list[Tensor],
         *,
         written: bool,
-    ) -> Recipe:
+    ) -> OperatorRerun:
         by_id = {id(tensor): node for tensor, node in zip(given, nodes, strict=True)}
 
-        def shown(tensor: Tensor) -> Argument:
-            return Argument(by_id[id(tensor)], Geometry.of(tensor))
+        def shown(tensor: Tensor) -> OnlineArgument:
+            return OnlineArgument(by_id[id(tensor)], Geometry.of(tensor))
 
         arguments = mapped(args, shown, Tensor)
         named = tuple((name, mapped(value, shown, Tensor)) for name, value in kwargs.items())
-        return recipe_of(func, arguments, named, made, in_place=written)
+        return rerun_of(func, arguments, named, made, in_place=written)
 
     def _written(
-        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
         found: list[Tensor] = []
         for position, name in signature.writes:
@@ -344,11 +358,11 @@ GUARDED = (
     "__reduce_ex__",
     "share_memory_",
 )
-_active: list[Online] = []
+_active: list[OnlineRuntime] = []
 _plain: dict[str, Any] = {}
 
 
-def raise_guards(online: Online) -> None:
+def raise_guards(online: OnlineRuntime) -> None:
     """From now on these methods of tensors ask the runtime first."""
     if not _active:
         for name in GUARDED:
@@ -357,7 +371,7 @@ def raise_guards(online: Online) -> None:
     _active.append(online)
 
 
-def lower_guards(online: Online) -> None:
+def lower_guards(online: OnlineRuntime) -> None:
     """They are torch's own again once no runtime is left."""
     _active.remove(online)
     if not _active:
@@ -378,7 +392,7 @@ def _guarded(plain: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OnlineReport:
     """Bytes, counts and seconds of one step."""
 
     budget: float

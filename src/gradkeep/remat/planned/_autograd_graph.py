@@ -25,7 +25,7 @@ _ONE_NAME = {"ReshapeAliasBackward0": "ViewBackward0", "UnsafeViewBackward0": "V
 """Which of these a reshape becomes depends on whether a mode watches it."""
 
 
-class Walked(NamedTuple):
+class GraphNode(NamedTuple):
     """A node: its name, its scalars, and for each parent a number and which of its results is meant.
 
     Numbers are given in the order of first sight; a parameter stands as a negative number of its own.
@@ -36,21 +36,21 @@ class Walked(NamedTuple):
     parents: tuple[int, ...]
 
 
-class Seen(NamedTuple):
+class GraphBelow(NamedTuple):
     """Where a saved tensor stands in the graph."""
 
     node: int
     """The number of the node that made it; -1 for none."""
     result: int
     """Which of the node's results it is."""
-    new: tuple[tuple[int, Walked], ...]
+    new: tuple[tuple[int, GraphNode], ...]
     """Nodes below it that were not seen before, with their numbers."""
 
 
-_NOWHERE = Seen(_NONE, 0, ())
+_NOWHERE = GraphBelow(_NONE, 0, ())
 
 
-class Walk:
+class GraphWalk:
     """The nodes of one step seen so far."""
 
     __slots__ = ("_numbers",)
@@ -58,7 +58,7 @@ class Walk:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
-    def below(self, tensor: torch.Tensor) -> Seen:
+    def below(self, tensor: torch.Tensor) -> GraphBelow:
         """Everything below a tensor that was not seen before; for recordings."""
         node = tensor.grad_fn
         if node is None:
@@ -67,7 +67,7 @@ class Walk:
         sequence = node._sequence_nr()
         number = numbers.get(sequence)
         if number is not None:
-            return Seen(number, tensor.output_nr, ())
+            return GraphBelow(number, tensor.output_nr, ())
         first = numbers[sequence] = len(numbers)
         found = []
         stack = [(first, node)]
@@ -79,8 +79,8 @@ class Walk:
                 at = _NONE if parent is None else self._number(parent, stack)
                 parents += (at, result)
             scalars = _scalars(current, above)
-            found.append((number, Walked(_name(current), scalars, tuple(parents))))
-        return Seen(first, tensor.output_nr, tuple(found))
+            found.append((number, GraphNode(_name(current), scalars, tuple(parents))))
+        return GraphBelow(first, tensor.output_nr, tuple(found))
 
     def _number(self, node: Any, stack: list[tuple[int, Any]]) -> int:
         sequence = node._sequence_nr()
@@ -98,7 +98,7 @@ class Walk:
         if node is not None:
             self._numbers.setdefault(node._sequence_nr(), len(self._numbers))
 
-    def matches(self, tensor: torch.Tensor, expected: Expected) -> bool:
+    def matches(self, tensor: torch.Tensor, expected: ExpectedGraph) -> bool:
         """Whether a tensor comes from what is known the way it did when it was recorded."""
         node: Any = tensor.grad_fn
         if node is None:
@@ -140,33 +140,33 @@ class Walk:
         return not stack
 
 
-class Expected(NamedTuple):
+class ExpectedGraph(NamedTuple):
     """What a run must find below a tensor, in the order in which it looks."""
 
     node: int
     result: int
-    new: tuple[Walked, ...]
+    new: tuple[GraphNode, ...]
 
 
-class Expectations:
+class GraphExpectations:
     """Turns what was recorded into what a run must find, which looks at fewer tensors."""
 
-    def __init__(self, seen: Iterable[Seen]) -> None:
+    def __init__(self, seen: Iterable[GraphBelow]) -> None:
         self._nodes = {number: walked for one in seen for number, walked in one.new}
         self._numbers: dict[int, int] = {}
 
-    def mark(self, seen: Seen) -> None:
+    def mark(self, seen: GraphBelow) -> None:
         """The run takes this tensor as it is."""
         if seen.node != _NONE:
             self._numbers.setdefault(seen.node, len(self._numbers))
 
-    def below(self, seen: Seen) -> Expected:
+    def below(self, seen: GraphBelow) -> ExpectedGraph:
         """The run looks below this tensor: the same order as in `Walk.matches`."""
         numbers = self._numbers
         if seen.node == _NONE:
-            return Expected(_NONE, 0, ())
+            return ExpectedGraph(_NONE, 0, ())
         if seen.node in numbers:
-            return Expected(numbers[seen.node], seen.result, ())
+            return ExpectedGraph(numbers[seen.node], seen.result, ())
         first = numbers[seen.node] = len(numbers)
         found = []
         stack = [seen.node]
@@ -179,7 +179,7 @@ class Expectations:
                     stack.append(at)
                 parents += (numbers[at] if at >= 0 else at, result)
             found.append(walked._replace(parents=tuple(parents)))
-        return Expected(first, seen.result, tuple(found))
+        return ExpectedGraph(first, seen.result, tuple(found))
 
 
 def leaf_of(tensor: torch.Tensor) -> int | None:

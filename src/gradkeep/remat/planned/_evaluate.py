@@ -15,14 +15,14 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.remat.planned._problem import Problem
+    from gradkeep.remat.planned._problem import PlanningProblem
 
 
 _REMEMBERED = 20
 """Rebuilds per request; more are seldom met again."""
 
 
-class State(IntEnum):
+class Treatment(IntEnum):
     """What happens to a saved value."""
 
     KEEP = 0
@@ -49,7 +49,7 @@ class Rebuild:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class PlanEvaluation:
     """A plan's price."""
 
     seconds: float
@@ -67,7 +67,7 @@ class Evaluation:
         return float(np.maximum(self.levels - budget, 0).sum())
 
 
-class _Known(NamedTuple):
+class _CachedRebuild(NamedTuple):
     """A rebuild, and what it was found for: the codes of the candidates that were looked at."""
 
     given: tuple[tuple[int, int], ...]
@@ -80,10 +80,10 @@ class _Known(NamedTuple):
     """Candidates that are kept for later requests."""
 
 
-class Evaluator:
+class PlanEvaluator:
     """Evaluates many plans of one problem; a plan is a state per candidate."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         trace = problem.trace
         self._base = np.asarray(problem.levels, dtype=np.int64)
@@ -115,13 +115,13 @@ class Evaluator:
                 needed.setdefault(number, []).append(index)
         self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
         """Per operator the candidates that need it, if several do."""
-        self._memory: dict[int, list[_Known]] = {}
+        self._memory: dict[int, list[_CachedRebuild]] = {}
         self.work = 0
         """Operators in all rebuilds that had to be worked out so far."""
         self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
         """Values that are at hand unless dropped, from an event on."""
 
-    def __call__(self, states: Sequence[int]) -> Evaluation:
+    def __call__(self, states: Sequence[int]) -> PlanEvaluation:
         """Go through the requests in order."""
         problem, trace = self.problem, self.problem.trace
         candidates, asked = problem.candidates, trace.asked
@@ -170,9 +170,9 @@ class Evaluator:
                     levels[event] += burst
         where = int(levels.argmax()) if len(levels) else 0
         peak = int(levels[where]) if len(levels) else 0
-        return Evaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
+        return PlanEvaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
 
-    def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _Known:
+    def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
         """The work at a request; many plans agree on it, so it is looked up first."""
         entries = self._memory.setdefault(at, [])
         for entry in entries:
@@ -187,7 +187,7 @@ class Evaluator:
             del entries[0]
         return entry
 
-    def _build(self, value: int, at: int, codes: Sequence[int]) -> _Known:
+    def _build(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
         """The operators that bring a value back, their cost, and the bytes they take on the way."""
         trace, candidates = self.problem.trace, self.problem.candidates
         event = trace.asked[at]
@@ -205,7 +205,7 @@ class Evaluator:
                 for other in self._sharing[news.pop()]:
                     given[other] = codes[other]
                     mate = candidates[other]
-                    wanted = codes[other] == 2 * State.TOGETHER and mate.value not in roots
+                    wanted = codes[other] == 2 * Treatment.TOGETHER and mate.value not in roots
                     if wanted and mate.asks and mate.asks[-1] > at:
                         roots.add(mate.value)
                         stack.append((mate.value, True))
@@ -241,7 +241,7 @@ class Evaluator:
                     continue
                 given[own] = codes[own]
                 asks = candidates[own].asks
-                stays = codes[own] in (2 * State.DROP, 2 * State.TOGETHER)
+                stays = codes[own] in (2 * Treatment.DROP, 2 * Treatment.TOGETHER)
                 if stays and made not in forced and asks and (made == value or asks[-1] > at):
                     kept.add(made)
         change: list[tuple[int, int]] = []
@@ -263,7 +263,7 @@ class Evaluator:
             change += [(event, candidate.size), (end, -candidate.size)]
             arrived += candidate.size
         burst = self._burst(order, kept | {value}) - arrived
-        return _Known(
+        return _CachedRebuild(
             given=tuple(given.items()),
             rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(kept)),
             seconds=sum(self._cost[number] for number in order),

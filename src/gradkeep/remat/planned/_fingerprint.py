@@ -17,7 +17,7 @@ _MARKED = 4096
 _FEW = 3
 
 
-class Sample(NamedTuple):
+class TensorSample(NamedTuple):
     """Where to look: a coarse lattice in the tensor."""
 
     size: tuple[int, ...]
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
         return found
 
 
-def sample_of(geometry: Geometry, count: int = _COUNT) -> Sample:
+def sample_of(geometry: Geometry, count: int = _COUNT) -> TensorSample:
     """A lattice of about `count` places over the whole of a tensor."""
     numel = math.prod(geometry.size)
     extent = 1 + sum((n - 1) * step for n, step in zip(geometry.size, geometry.stride, strict=True))
@@ -38,22 +38,22 @@ def sample_of(geometry: Geometry, count: int = _COUNT) -> Sample:
         # Dense: any stride through memory stays inside. An odd one meets every channel.
         step = max(1, numel // count)
         step += 1 - step % 2 if step > 1 else 0
-        return Sample((1 + (numel - 1) // step,), (step,), geometry.offset)
+        return TensorSample((1 + (numel - 1) // step,), (step,), geometry.offset)
     left, size, stride = max(1, count), [], []
     for n, step in zip(geometry.size, geometry.stride, strict=True):
         some = max(1, min(n, left)) if n else 0
         left = max(1, left // max(some, 1))
         size.append(some)
         stride.append(step * max(1, n // max(some, 1)))
-    return Sample(tuple(size), tuple(stride), geometry.offset)
+    return TensorSample(tuple(size), tuple(stride), geometry.offset)
 
 
-def same(left: object, right: object) -> bool:
+def same_sample(left: object, right: object) -> bool:
     """Whether two samples are equal; not-a-number equals itself."""
     return left == right or repr(left) == repr(right)
 
 
-def marks(tensor: Tensor) -> frozenset[float]:
+def mask_numbers(tensor: Tensor) -> frozenset[float]:
     """The numbers of a mask; empty for tensors with more than a few different numbers."""
     if tensor.requires_grad or tensor.numel() < _COUNT or tensor.dtype.is_complex:
         return frozenset()

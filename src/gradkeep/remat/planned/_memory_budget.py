@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from gradkeep._budgets import parse_budget, parse_bytes
 from gradkeep.errors import BudgetError, RematError, StepChanged
 from gradkeep.remat.planned._plan_cache import read_plans, write_plans
-from gradkeep.remat.planned._planner import Book, Mode, Settings
-from gradkeep.remat.planned._report import explain, point, report
-from gradkeep.remat.planned._session import Session, session_here, stash
+from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner
+from gradkeep.remat.planned._report import budget_point, budget_report, explain_plan
+from gradkeep.remat.planned._session import BudgetSession, session_here, stash
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from gradkeep.remat.planned._plan_cache import Plan
-    from gradkeep.remat.planned._report import Explanation, Point, Report
-    from gradkeep.remat.planned._session import Stashed
+    from gradkeep.remat.planned._plan_cache import StepPlan
+    from gradkeep.remat.planned._report import BudgetPoint, BudgetReport, Explanation
+    from gradkeep.remat.planned._session import StashedTensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,15 +34,15 @@ T = TypeVar("T")
 class MemoryBudget:
     """A budget for training steps; made by `memory_budget`."""
 
-    def __init__(self, settings: Settings, *, book: Book | None = None) -> None:
-        self._book = Book(settings) if book is None else book
-        self._session: Session | None = None
+    def __init__(self, settings: BudgetSettings, *, planner: StepPlanner | None = None) -> None:
+        self._planner = StepPlanner(settings) if planner is None else planner
+        self._session: BudgetSession | None = None
 
     def __repr__(self) -> str:
-        return f"memory_budget({self._book.settings.budget!r})"
+        return f"memory_budget({self._planner.settings.budget!r})"
 
     def __enter__(self) -> Self:
-        session = Session(self._book, automatic=True)
+        session = BudgetSession(self._planner, automatic=True)
         session.open()
         self._session = session
         return self
@@ -72,8 +72,8 @@ class MemoryBudget:
         self, inputs: Any, *, keep_all: bool = False, repeatable: bool = False
     ) -> Iterator[None]:
         given = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        session = Session(
-            self._book,
+        session = BudgetSession(
+            self._planner,
             automatic=False,
             inputs=given,
             keep_all=keep_all,
@@ -94,7 +94,7 @@ class MemoryBudget:
         changed is put back and it is run again, keeping everything.
         """
 
-        self._book.repeatable = True
+        self._planner.repeatable = True
 
         @functools.wraps(function)
         def budgeted(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -115,7 +115,7 @@ class MemoryBudget:
             session.pin(tensor)
         return tensor
 
-    def stash(self, tensor: torch.Tensor) -> Stashed:
+    def stash(self, tensor: torch.Tensor) -> StashedTensor:
         """Save a tensor for a hook of the backward pass, where `.get()` gives it back, once.
 
         Unlike one that is simply held, it may be dropped and made again.
@@ -124,48 +124,48 @@ class MemoryBudget:
 
     def explain(self) -> Explanation:
         """What the latest plan drops and why, its predicted peak and slowdown, and the floor."""
-        self._book.make_plans()
-        return explain(self._latest(), self._book.settings)
+        self._planner.make_plans()
+        return explain_plan(self._latest(), self._planner.settings)
 
-    def report(self) -> Report:
+    def report(self) -> BudgetReport:
         """How the steps so far went: measured peak, recomputation, resident memory."""
-        return report(self._book)
+        return budget_report(self._planner)
 
     def anew(self, budget: float | str) -> MemoryBudget:
         """Another budget for the same steps, planned from the same recordings."""
-        self._book.make_plans()
-        settings = dataclasses.replace(self._book.settings, budget=parse_budget(budget))
-        return MemoryBudget(settings, book=self._book.planned_anew(settings))
+        self._planner.make_plans()
+        settings = dataclasses.replace(self._planner.settings, budget=parse_budget(budget))
+        return MemoryBudget(settings, planner=self._planner.planned_anew(settings))
 
-    def curve(self, budgets: Sequence[float | str]) -> tuple[Point, ...]:
+    def curve(self, budgets: Sequence[float | str]) -> tuple[BudgetPoint, ...]:
         """What each of these budgets would cost the latest plan's step; nothing is run.
 
         Cost: seconds of planning per budget.
         """
-        self._book.make_plans()
+        self._planner.make_plans()
         plan = self._latest()
-        settings = self._book.settings
+        settings = self._planner.settings
         asked = [dataclasses.replace(settings, budget=parse_budget(budget)) for budget in budgets]
-        return tuple(point(plan, one.bytes_of(plan.peak), one) for one in asked)
+        return tuple(budget_point(plan, one.bytes_of(plan.peak), one) for one in asked)
 
-    def _latest(self) -> Plan:
-        if self._book.last is None:
+    def _latest(self) -> StepPlan:
+        if self._planner.last is None:
             raise RematError(
                 "there is no plan yet",
-                found=f"{self._book.tally.recorded} recorded steps",
-                expected=f"{self._book.settings.recordings} that do the same",
+                found=f"{self._planner.counts.recorded} recorded steps",
+                expected=f"{self._planner.settings.recordings} that do the same",
                 fix="train a few steps inside the budget first",
             )
-        return self._book.last
+        return self._planner.last
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plans so far as JSON."""
-        self._book.make_plans()
-        write_plans(path, self._book.plans)
+        self._planner.make_plans()
+        write_plans(path, self._planner.plans)
 
     def load(self, path: str | os.PathLike[str]) -> Self:
         """Read plans; each is used as soon as two recordings show the step that it was made for."""
-        self._book.saved |= {plan.digest: plan for plan in read_plans(path)}
+        self._planner.saved |= {plan.digest: plan for plan in read_plans(path)}
         return self
 
 
@@ -218,5 +218,5 @@ def memory_budget(
         raise BudgetError("the effort of planning is positive", found=effort)
     heuristic_named(heuristic)  # tells now that there is none, not in the middle of a training
     return MemoryBudget(
-        Settings(parse_budget(budget), seed, smallest, recordings, effort, mode, heuristic)
+        BudgetSettings(parse_budget(budget), seed, smallest, recordings, effort, mode, heuristic)
     )

@@ -69,7 +69,7 @@ Flag = tuple["weakref.ref[nn.Module] | type[nn.Module]", bool]
 Source = FromParameter | FromModule | FromInputs
 
 
-class Modules:
+class ModuleTracker:
     """Follows calls of modules by global hooks, while a step is recorded."""
 
     def __init__(self, running: Sequence[nn.Module] = ()) -> None:

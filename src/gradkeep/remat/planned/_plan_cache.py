@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import RematError
 from gradkeep.remat.planned._step_recorder import has_gradients
-from gradkeep.remat.planned._trace import agreed, cheaper
+from gradkeep.remat.planned._trace import agreed_trace, cheaper_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.planned._modules import Flag
-    from gradkeep.remat.planned._programs import Compiled
-    from gradkeep.remat.planned._step_recorder import Recording
-    from gradkeep.remat.planned._trace import Trace
+    from gradkeep.remat.planned._programs import CompiledPlan
+    from gradkeep.remat.planned._step_recorder import StepRecorder
+    from gradkeep.remat.planned._trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class StepSignature:
     """What can be known of a step when its first tensor is saved; steps of one kind share a plan."""
 
     size: tuple[int, ...]
@@ -55,7 +55,7 @@ class Kind:
             and self.gradients == has_gradients(self.parameters)
         )
 
-    def like(self, other: Kind) -> bool:
+    def like(self, other: StepSignature) -> bool:
         """Whether it is the same kind."""
         return (
             self.size == other.size
@@ -68,12 +68,12 @@ class Kind:
 
 
 @dataclass(slots=True, eq=False)
-class Recorded:
+class StepRecordings:
     """The recordings of one kind of step, until there are enough for a plan."""
 
-    kind: Kind
-    kept: list[Trace] = field(default_factory=list)
-    cloned: list[Trace] = field(default_factory=list)
+    kind: StepSignature
+    kept: list[StepTrace] = field(default_factory=list)
+    cloned: list[StepTrace] = field(default_factory=list)
     changing: tuple[weakref.ref[Tensor], ...] = ()
     """Buffers that the step changes."""
     parameters: tuple[weakref.ref[Any], ...] = ()
@@ -84,28 +84,28 @@ class Recorded:
         """How many recordings there are."""
         return len(self.kept) + len(self.cloned)
 
-    def add(self, recording: Recording, trace: Trace) -> None:
+    def add(self, recording: StepRecorder, trace: StepTrace) -> None:
         """One more."""
         (self.cloned if recording.cloning else self.kept).append(trace)
 
-    def trace(self) -> Trace | None:
+    def trace(self) -> StepTrace | None:
         """What the latest recordings agree on, with the least costs of all."""
         for kept in reversed(self.kept):
             for cloned in reversed(self.cloned):
-                found = agreed(kept, cloned)
+                found = agreed_trace(kept, cloned)
                 if found is not None:
                     for other in (*self.kept, *self.cloned):
-                        found = cheaper(found, other)
+                        found = cheaper_trace(found, other)
                     return found
         return None
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class StepPlan:
     """A plan in use."""
 
-    kind: Kind
-    compiled: Compiled
+    kind: StepSignature
+    compiled: CompiledPlan
     budget: int
     reserve: int
     """Bytes of the copies that undoing a step needs, if it drops something."""
@@ -150,7 +150,7 @@ class SavedPlan:
     states: tuple[int, ...]
 
 
-def digest_of(trace: Trace) -> str:
+def digest_of(trace: StepTrace) -> str:
     """The same for steps that save and compute the same things in the same order."""
     told: list[Any] = [
         [operation.name, sorted(operation.reads), [list(map(str, m)) for m in operation.makes]]
@@ -161,7 +161,7 @@ def digest_of(trace: Trace) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
-def write_plans(path: str | os.PathLike[str], plans: Iterable[Plan]) -> None:
+def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None:
     """Write plans; a reader sees all of them or nothing."""
     target = Path(path)
     entries = [

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from gradkeep.errors import StepChanged
-from gradkeep.remat.planned._autograd_graph import Walk, leaf_of
-from gradkeep.remat.planned._fingerprint import same
+from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._fingerprint import same_sample
 from gradkeep.remat.planned._programs import generator, instruction, replay
 from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
 
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.remat.planned._programs import Compiled, Quick, SlotPlan
+    from gradkeep.remat.planned._programs import CompiledPlan, QuickCheck, SlotPlan
 
 
 _task = torch._C._current_graph_task_id
 
 
-class Kept:
+class KeptTensor:
     """What autograd holds in place of a saved tensor that stays."""
 
     __slots__ = ("slot", "step", "tensor", "version")
 
-    def __init__(self, step: Run | Plain | None, slot: int, tensor: Tensor, version: int) -> None:
+    def __init__(
+        self, step: PlannedStep | PlainStep | None, slot: int, tensor: Tensor, version: int
+    ) -> None:
         self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
 
     def unpack(self) -> Tensor:
@@ -74,12 +76,12 @@ def unpack(handle: Any) -> Tensor:
     return tensor
 
 
-class Dropped:
+class DroppedTensor:
     """What autograd holds in place of a saved tensor that is made again."""
 
     __slots__ = ("slot", "step")
 
-    def __init__(self, step: Run, slot: int) -> None:
+    def __init__(self, step: PlannedStep, slot: int) -> None:
         self.step, self.slot = step, slot
 
     def unpack(self) -> Tensor:
@@ -90,45 +92,45 @@ class Dropped:
         return step.back(self.slot)
 
 
-class Plain:
+class PlainStep:
     """One step that keeps everything, as torch does."""
 
     __slots__ = ("asked",)
 
     at = 0
-    quick: ClassVar[dict[int, Quick]] = {}
+    quick: ClassVar[dict[int, QuickCheck]] = {}
 
     def __init__(self) -> None:
         self.asked = False
 
-    def pack(self, tensor: Tensor) -> Kept:
+    def pack(self, tensor: Tensor) -> KeptTensor:
         """Keep a saved tensor."""
-        return Kept(None if _task() != -1 else self, 0, tensor.detach(), tensor._version)
+        return KeptTensor(None if _task() != -1 else self, 0, tensor.detach(), tensor._version)
 
     def asked_for(self, slot: int) -> None:
         """Note that a backward pass has begun."""
         self.asked = True
 
 
-class Deciding:
+class UndecidedStep:
     """The beginning of a step that several plans fit: nothing is dropped until they differ."""
 
     __slots__ = ("_adopt", "_handles", "_plans", "_tensors")
 
     asked = False
     at = 0
-    quick: ClassVar[dict[int, Quick]] = {}
+    quick: ClassVar[dict[int, QuickCheck]] = {}
 
-    def __init__(self, plans: list[Any], adopt: Callable[[Any], Run]) -> None:
+    def __init__(self, plans: list[Any], adopt: Callable[[Any], PlannedStep]) -> None:
         self._plans = plans
         self._adopt = adopt
         self._tensors: list[Tensor] = []
-        self._handles: list[Kept] = []
+        self._handles: list[KeptTensor] = []
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor, or go on with the plan that is left."""
         if _task() != -1:
-            return Kept(None, -1, tensor.detach(), tensor._version)
+            return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = len(self._tensors)
         fitting = [
             plan
@@ -138,7 +140,7 @@ class Deciding:
         self._plans = fitting or self._plans[:1]
         if len(self._plans) == 1 or self._plans[0].compiled.slots[number].drop:
             return self.decide(tensor)
-        handle = Kept(None, number, tensor.detach(), tensor._version)
+        handle = KeptTensor(None, number, tensor.detach(), tensor._version)
         self._tensors.append(tensor)
         self._handles.append(handle)
         return handle
@@ -161,7 +163,7 @@ def _fits(slot: SlotPlan, tensor: Tensor) -> bool:
     )
 
 
-class Run:
+class PlannedStep:
     """One step that follows a plan as long as it can."""
 
     __slots__ = (
@@ -186,10 +188,10 @@ class Run:
 
     def __init__(
         self,
-        plan: Compiled,
+        plan: CompiledPlan,
         inputs: Sequence[Tensor] = (),
         *,
-        snapshot: Snapshot | None = None,
+        snapshot: StepSnapshot | None = None,
     ) -> None:
         self._plan = plan
         self._snapshot = snapshot
@@ -212,7 +214,7 @@ class Run:
         """Nanoseconds spent on making values again."""
         self.began = self.ended = perf_counter_ns()
         """When the first tensor was saved, and when the last one was asked for."""
-        self._walk = Walk()
+        self._walk = GraphWalk()
         for value, source in plan.constants:
             tensor = source.find(inputs)
             if tensor is None:
@@ -226,15 +228,15 @@ class Run:
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor or let it go; `unpack` understands what is given back."""
         if _task() != -1:
-            return Kept(None, -1, tensor.detach(), tensor._version)
+            return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = self.at
         self.at = number + 1
         if not self._following:
-            return Kept(self, number, tensor.detach(), tensor._version)
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
         slots = self._plan.slots
         if number >= len(slots):
             self.leave("more tensors were saved than in the recorded step")
-            return Kept(self, number, tensor.detach(), tensor._version)
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
         slot = slots[number]
         if (
             tensor.shape != slot.size
@@ -243,9 +245,9 @@ class Run:
             or (slot.expected is not None and not self._walk.matches(tensor, slot.expected))
         ):
             self.leave(f"saved tensor {number} is not the recorded one")
-            return Kept(self, number, tensor.detach(), tensor._version)
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
         if slot.plain:
-            return Kept(self, number, tensor.detach(), tensor._version)
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
         if slot.mark:
             self._walk.mark(tensor)
         if slot.random_state:
@@ -255,7 +257,7 @@ class Run:
             sample = slot.sample.of(tensor)
             if slot.marks and not slot.marks.issuperset(_flat(sample)):
                 self.leave(f"saved tensor {number} is another mask than the recorded one")
-                return Kept(self, number, tensor.detach(), tensor._version)
+                return KeptTensor(self, number, tensor.detach(), tensor._version)
             self._samples[slot.value] = sample
         held = None if slot.drop and not slot.hold else tensor.detach()
         if slot.hold:
@@ -266,7 +268,7 @@ class Run:
             # What is made in its place later has a version of its own.
             self._versions.pop(value, None)
         if slot.drop:
-            return Dropped(self, number)
+            return DroppedTensor(self, number)
         return held, tensor._version, number, self
 
     @property
@@ -379,7 +381,7 @@ class Run:
         replay(instructions, values, self._random_states)
         for value, sample in checks:
             base = values[value]
-            if base is not None and not same(sample.of(base), self._samples[value]):
+            if base is not None and not same_sample(sample.of(base), self._samples[value]):
                 self.changed = "a value that was made again differs"
                 self._undo(
                     "a tensor made again is not what it was when it was let go: this step computed "
@@ -410,7 +412,7 @@ def _flat(sample: Any) -> Any:
     return [number for part in sample for number in _flat(part)]
 
 
-def _describe(plan: Compiled, value: int) -> str:
+def _describe(plan: CompiledPlan, value: int) -> str:
     maker = plan.trace.values[value].maker
     if maker is None:
         return f"value {value}"
@@ -418,7 +420,7 @@ def _describe(plan: Compiled, value: int) -> str:
     return f"{operation.name} in {operation.layer or 'the step'}"
 
 
-class Snapshot:
+class StepSnapshot:
     """Random states and buffers at the beginning of a step, gradients when its first tensor is saved.
 
     The gradients come later, because most steps begin by clearing them.

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError
-from gradkeep.remat.planned._evaluate import Evaluator
-from gradkeep.remat.planned._plan_cache import Kind, Plan, Recorded, digest_of
+from gradkeep.remat.planned._evaluate import PlanEvaluator
+from gradkeep.remat.planned._plan_cache import StepPlan, StepRecordings, StepSignature, digest_of
 from gradkeep.remat.planned._problem import problem_of
-from gradkeep.remat.planned._programs import compiled
-from gradkeep.remat.planned._search import Found, search
+from gradkeep.remat.planned._programs import compile_plan
+from gradkeep.remat.planned._search import FoundPlan, search_plan
 from gradkeep.remat.planned._trace import same_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.remat.online import Online, Told
+    from gradkeep.remat.online import OnlineReport, OnlineRuntime
     from gradkeep.remat.planned._plan_cache import SavedPlan
-    from gradkeep.remat.planned._planned_step import Run
-    from gradkeep.remat.planned._problem import Problem
-    from gradkeep.remat.planned._step_recorder import Recording
-    from gradkeep.remat.planned._trace import Trace
+    from gradkeep.remat.planned._planned_step import PlannedStep
+    from gradkeep.remat.planned._problem import PlanningProblem
+    from gradkeep.remat.planned._step_recorder import StepRecorder
+    from gradkeep.remat.planned._trace import StepTrace
 
 Mode = Literal["auto", "planned", "online"]
 
@@ -39,7 +39,7 @@ _MOST_FORGOTTEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BudgetSettings:
     """What the user asked for."""
 
     budget: int | float
@@ -64,7 +64,7 @@ class Settings:
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
+class StepCounts:
     """Steps so far, by what happened to them."""
 
     recorded: int = 0
@@ -81,31 +81,31 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
 
 
-class Book:
+class StepPlanner:
     """Recordings become plans here."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BudgetSettings) -> None:
         self.settings = settings
-        self.plans: list[Plan] = []
-        self.recorded: list[Recorded] = []
-        self.tally = Tally()
+        self.plans: list[StepPlan] = []
+        self.recorded: list[StepRecordings] = []
+        self.counts = StepCounts()
         self.saved: dict[str, SavedPlan] = {}
-        self.last: Plan | None = None
+        self.last: StepPlan | None = None
         self.repeatable = False
         """Steps can be run again by us, so gradients that are there before may be copied."""
-        self.evicting = Evicting(settings)
+        self.online_fallback = OnlineFallback(settings)
         self._forgotten = 0
-        self._hopeless: list[Kind] = []
+        self._hopeless: list[StepSignature] = []
         self._begun: dict[Any, int] = {}
         """Recordings of each kind, as far as it can be told when the first tensor is saved."""
 
     @property
-    def curious(self) -> bool:
+    def wants_recording(self) -> bool:
         """Whether the next step should be recorded from its very beginning."""
         unknown = not self.plans and not self._hopeless
         return unknown or any(plan.doubtful for plan in self.plans)
 
-    def plans_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> list[Plan]:
+    def plans_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> list[StepPlan]:
         """The plans for a step whose first saved tensor this is, the latest first."""
         return [
             plan
@@ -117,7 +117,7 @@ class Book:
         """Whether another recording of such a step may lead to a plan."""
         return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
 
-    def cloning(self, recording: Recording, tensor: Tensor) -> bool:
+    def cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
         """Whether a recording that has come to its first saved tensor should clone: every second."""
         modules = recording.modules.seen.values()
         key = (
@@ -128,15 +128,15 @@ class Book:
         self._begun[key] = count = self._begun.get(key, 0) + 1
         return count % 2 == 0
 
-    def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
+    def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...]) -> None:
         """File a finished recording."""
-        if self.tally.recorded >= _PATIENCE and self.tally.planned < self.tally.recorded // 2:
+        if self.counts.recorded >= _PATIENCE and self.counts.planned < self.counts.recorded // 2:
             self._turn_online()
         trace = recording.finish()
-        self.evicting.peak = max(self.evicting.peak, trace.peak)
+        self.online_fallback.peak = max(self.online_fallback.peak, trace.peak)
         if not trace.slots:
             return
-        self.tally.recorded += 1
+        self.counts.recorded += 1
         kind = _kind_of(recording, inputs)
         for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
             if same_step(plan.compiled.trace, trace):
@@ -146,7 +146,7 @@ class Book:
                 self.forget(plan)
         group = next((known for known in self.recorded if known.kind.like(kind)), None)
         if group is None:
-            group = Recorded(kind)
+            group = StepRecordings(kind)
             self.recorded.append(group)
         group.add(recording, trace)
         changed = (*group.changing, *recording.modules.changed())
@@ -161,7 +161,7 @@ class Book:
                 if group.count >= _MOST_RECORDINGS:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
-                    self.tally.reasons.append("the step does something else each time")
+                    self.counts.reasons.append("the step does something else each time")
                     self._turn_online()
                 continue
             known = self.saved.get(digest_of(trace))
@@ -170,27 +170,29 @@ class Book:
             self.recorded.remove(group)
             self._adopt(group, trace, known)
 
-    def _adopt(self, group: Recorded, trace: Trace, known: SavedPlan | None) -> None:
+    def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
         problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))
         self._plan(group, problem, known)
 
-    def planned_anew(self, settings: Settings) -> Book:
+    def planned_anew(self, settings: BudgetSettings) -> StepPlanner:
         """The same recordings with another budget."""
-        book = Book(settings)
-        book.saved, book.repeatable = self.saved, self.repeatable
+        planner = StepPlanner(settings)
+        planner.saved, planner.repeatable = self.saved, self.repeatable
         for plan in self.plans:
-            group = Recorded(plan.kind, changing=plan.changing, parameters=plan.parameters)
-            book._plan(group, plan.compiled.problem, None)
-        return book
+            group = StepRecordings(plan.kind, changing=plan.changing, parameters=plan.parameters)
+            planner._plan(group, plan.compiled.problem, None)
+        return planner
 
-    def _plan(self, group: Recorded, problem: Problem, known: SavedPlan | None) -> None:
+    def _plan(
+        self, group: StepRecordings, problem: PlanningProblem, known: SavedPlan | None
+    ) -> None:
         settings, trace = self.settings, problem.trace
         start = time.perf_counter()
         budget = settings.bytes_of(trace.peak)
         # Undoing a step needs copies, which count too; one that drops nothing is never undone.
         reserve = self._reserve(group)
         target = budget if trace.peak <= budget else max(1, budget - reserve)
-        found = _from_saved(problem, known, target) or search(
+        found = _from_saved(problem, known, target) or search_plan(
             problem, target, seed=settings.seed, effort=settings.effort
         )
         if not found.fits:
@@ -205,14 +207,14 @@ class Book:
                 f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
                 fix="raise the budget, or make the batch smaller",
             )
-        ready = compiled(problem, found.states, found.evaluation)
+        ready = compile_plan(problem, found.states, found.evaluation)
         seconds = time.perf_counter() - start
-        self.last = Plan(
+        self.last = StepPlan(
             group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
         )
         self.plans.append(self.last)
 
-    def _reserve(self, group: Recorded) -> int:
+    def _reserve(self, group: StepRecordings) -> int:
         """Bytes of the copies of statistics, and of gradients that are there before the step."""
         found = [tensor for reference in group.changing if (tensor := reference()) is not None]
         if self.repeatable and group.kind.gradients:
@@ -221,35 +223,35 @@ class Book:
             ]
         return sum(tensor.numel() * tensor.element_size() for tensor in found)
 
-    def finished(self, plan: Plan, run: Run) -> None:
+    def finished(self, plan: StepPlan, run: PlannedStep) -> None:
         """Note how a step with a plan went."""
         if run.changed is None:
             plan.runs += 1
             plan.misses = 0
             self.last = plan
-            self.tally.planned += 1
-            self.tally.recomputed += run.recomputed / 1e9
-            self.tally.busy += (run.ended - run.began) / 1e9
+            self.counts.planned += 1
+            self.counts.recomputed += run.recomputed / 1e9
+            self.counts.busy += (run.ended - run.began) / 1e9
             return
-        self.tally.reasons.append(run.changed)
+        self.counts.reasons.append(run.changed)
         if run.undone:
-            self.tally.undone += 1
+            self.counts.undone += 1
             plan.doubtful = True
             return
-        self.tally.kept += 1
+        self.counts.kept += 1
         plan.misses += 1
         if plan.misses >= _MOST_MISSES:
             self.forget(plan)
 
     def _turn_online(self) -> None:
-        if self.settings.mode == "auto" and not self.evicting.chosen:
-            self.evicting.chosen = True
+        if self.settings.mode == "auto" and not self.online_fallback.chosen:
+            self.online_fallback.chosen = True
             self.recorded.clear()
-            self.tally.reasons.append(
+            self.counts.reasons.append(
                 "plans did not last: from here on storages are evicted online, which is experimental"
             )
 
-    def forget(self, plan: Plan) -> None:
+    def forget(self, plan: StepPlan) -> None:
         """The step has changed: record it anew, if that has not happened too often."""
         self._forgotten += 1
         if self._forgotten >= _MOST_FORGOTTEN:
@@ -258,23 +260,23 @@ class Book:
             self.plans.remove(plan)
 
 
-def floor_of(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Found:
+def floor_of(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
     """The plan with the least peak."""
-    return search(problem, 1, seed=seed, effort=effort)
+    return search_plan(problem, 1, seed=seed, effort=effort)
 
 
-def _from_saved(problem: Problem, known: SavedPlan | None, budget: int) -> Found | None:
+def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) -> FoundPlan | None:
     if known is None or len(known.states) != len(problem.candidates):
         return None
-    evaluation = Evaluator(problem)(known.states)
+    evaluation = PlanEvaluator(problem)(known.states)
     if evaluation.peak > budget:
         return None
-    return Found(known.states, evaluation, fits=True, evaluations=1)
+    return FoundPlan(known.states, evaluation, fits=True, evaluations=1)
 
 
-def _kind_of(recording: Recording, inputs: tuple[Tensor, ...]) -> Kind:
+def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...]) -> StepSignature:
     first = recording.first
-    return Kind(
+    return StepSignature(
         size=first.geometry.size,
         stride=first.geometry.stride,
         dtype=first.geometry.dtype,
@@ -285,25 +287,25 @@ def _kind_of(recording: Recording, inputs: tuple[Tensor, ...]) -> Kind:
     )
 
 
-class Evicting:
+class OnlineFallback:
     """Steps that no plan is made for."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BudgetSettings) -> None:
         self._settings = settings
         self.chosen = settings.mode == "online"
         """Whether steps are left to the online runtime."""
         self.peak = 0
         """The most bytes that a step took without a budget, as far as it is known."""
-        self.told: Told | None = None
+        self.latest: OnlineReport | None = None
         """What happened in the latest block."""
-        self._online: Online | None = None
+        self._online: OnlineRuntime | None = None
 
-    def enter(self) -> Online:
+    def enter(self) -> OnlineRuntime:
         """The runtime, switched on."""
-        from gradkeep.remat.online import Online
+        from gradkeep.remat.online import OnlineRuntime
 
         if self._online is None:
-            self._online = Online(heuristic=self._settings.heuristic)
+            self._online = OnlineRuntime(heuristic=self._settings.heuristic)
         self._online.budget = self._bytes()
         self._online.__enter__()
         return self._online
@@ -316,14 +318,14 @@ class Evicting:
         if self.peak == 0:
             self.peak = online.live.peak
             online.limit_to(self._bytes())
-        self.told = online.told()
+        self.latest = online.report()
 
     def leave(self, error: BaseException | None) -> None:
         """Switch it off; everything is brought back."""
         if self._online is not None:
             kind = None if error is None else type(error)
             self._online.__exit__(kind, error, None)
-            self.told = self._online.told()
+            self.latest = self._online.report()
 
     def _bytes(self) -> float:
         budget = self._settings.budget

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradkeep.remat.tracing._rerun import Ref
+from gradkeep.remat.tracing._rerun import TensorRef
 
 if TYPE_CHECKING:
-    from gradkeep.remat.planned._trace import Operation, Trace
+    from gradkeep.remat.planned._trace import StepTrace, TracedOperation
 
 _REPLAY_SECONDS = 15e-6
 """What running one operator again costs beside the operator: its arguments are put together."""
@@ -23,7 +23,7 @@ the cache. The time of small element-wise operators doubles by that."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DropCandidate:
     """A saved value that may be dropped."""
 
     value: int
@@ -41,11 +41,11 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanningProblem:
     """A trace with everything that evaluating a plan needs, looked up once."""
 
-    trace: Trace
-    candidates: tuple[Candidate, ...]
+    trace: StepTrace
+    candidates: tuple[DropCandidate, ...]
     saved: dict[int, int]
     """Values that autograd saves, with the event of their first pack."""
     random_state: dict[int, int]
@@ -64,7 +64,7 @@ class Problem:
         return max(self.levels, default=0)
 
 
-def problem_of(trace: Trace, *, min_size: int) -> Problem:
+def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     """Find the candidates."""
     saved: dict[int, int] = {}
     slots_of: dict[int, list[int]] = {}
@@ -98,19 +98,21 @@ def problem_of(trace: Trace, *, min_size: int) -> Problem:
             continue  # whoever holds it holds it until it is asked for: nothing to gain
         recipe = makeable.recipe(value)
         cost = sum(costs[number] for number in recipe)
-        found.append(Candidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
-    return Problem(trace, tuple(found), saved, random_state, known, trace.levels(), sizes, costs)
+        found.append(DropCandidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
+    return PlanningProblem(
+        trace, tuple(found), saved, random_state, known, trace.levels(), sizes, costs
+    )
 
 
-def _again_seconds(operation: Operation) -> float:
+def _again_seconds(operation: TracedOperation) -> float:
     """What it costs to run an operator once more, long after it ran first."""
-    shown = [arg.geometry for arg in operation.args if isinstance(arg, Ref)]
+    shown = [arg.geometry for arg in operation.args if isinstance(arg, TensorRef)]
     shown += [made.geometry for made in operation.makes]
     touched = sum(math.prod(geometry.size) * geometry.dtype.itemsize for geometry in shown)
     return operation.cost + _REPLAY_SECONDS + _BYTE_SECONDS * touched
 
 
-def _random_states(trace: Trace) -> dict[int, int]:
+def _random_states(trace: StepTrace) -> dict[int, int]:
     """A state taken at a pack holds for the first random operator after it, and for no other."""
     found: dict[int, int] = {}
     slot: int | None = None
@@ -128,7 +130,9 @@ def _random_states(trace: Trace) -> dict[int, int]:
 class _Makeable:
     """Which values can be made again, from what, and at what price if all saved ones are there."""
 
-    def __init__(self, trace: Trace, saved: dict[int, int], random_state: dict[int, int]) -> None:
+    def __init__(
+        self, trace: StepTrace, saved: dict[int, int], random_state: dict[int, int]
+    ) -> None:
         self._trace, self._saved, self._random_state = trace, saved, random_state
         self._again: dict[int, bool] = {}
 

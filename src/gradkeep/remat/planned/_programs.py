@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradkeep.remat.planned._autograd_graph import Expectations
-from gradkeep.remat.planned._fingerprint import Sample, sample_of
-from gradkeep.remat.tracing._rerun import Ref
+from gradkeep.remat.planned._autograd_graph import GraphExpectations
+from gradkeep.remat.planned._fingerprint import TensorSample, sample_of
+from gradkeep.remat.tracing._rerun import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradkeep.remat.planned._autograd_graph import Expected
-    from gradkeep.remat.planned._evaluate import Evaluation, Rebuild
+    from gradkeep.remat.planned._autograd_graph import ExpectedGraph
+    from gradkeep.remat.planned._evaluate import PlanEvaluation, Rebuild
     from gradkeep.remat.planned._modules import Source
-    from gradkeep.remat.planned._problem import Problem
+    from gradkeep.remat.planned._problem import PlanningProblem
     from gradkeep.remat.planned._search import States
-    from gradkeep.remat.planned._trace import Operation, Trace
+    from gradkeep.remat.planned._trace import StepTrace, TracedOperation
     from gradkeep.remat.tracing._tensors import Geometry
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """How to look at a storage, given any tensor on it."""
 
     size: tuple[int, ...]
@@ -41,30 +41,30 @@ class View(NamedTuple):
         return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
 
-class Given(NamedTuple):
+class TensorArgument(NamedTuple):
     """A tensor argument: where it goes, and what it shows; no view if the whole is meant."""
 
     position: int
     value: int
-    view: View | None
+    view: TensorView | None
 
 
-class Several(NamedTuple):
+class TensorListArgument(NamedTuple):
     """A list of tensors as one argument."""
 
     position: int
-    items: tuple[Given, ...]
+    items: tuple[TensorArgument, ...]
 
 
-class Instruction(NamedTuple):
+class ReplayInstruction(NamedTuple):
     """One operator to run again."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
-    tensors: tuple[Given, ...]
-    lists: tuple[Several, ...]
+    tensors: tuple[TensorArgument, ...]
+    lists: tuple[TensorListArgument, ...]
     kwargs: dict[str, Any]
-    named: tuple[tuple[str, Given], ...]
+    named: tuple[tuple[str, TensorArgument], ...]
     alone: int
     """The value that the only result shows; -1 if there are several, or none."""
     makes: tuple[tuple[int, int], ...]
@@ -79,11 +79,11 @@ class Instruction(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RebuildProgram:
     """The work at one request."""
 
-    instructions: tuple[Instruction, ...]
-    checks: tuple[tuple[int, Sample], ...]
+    instructions: tuple[ReplayInstruction, ...]
+    checks: tuple[tuple[int, TensorSample], ...]
     """Values to compare with what they were when they were let go."""
     sources: tuple[int, ...]
 
@@ -96,7 +96,7 @@ class SlotPlan:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    expected: Expected | None
+    expected: ExpectedGraph | None
     """What must lie below it in the autograd graph, if it is dropped."""
     drop: bool
     hold: bool
@@ -105,7 +105,7 @@ class SlotPlan:
     """The values that are made again may come from it."""
     plain: bool
     """Nothing is to be done but to keep it."""
-    sample: Sample | None
+    sample: TensorSample | None
     """Of a value that is dropped here."""
     leaf: int | None
     marks: frozenset[float]
@@ -113,13 +113,13 @@ class SlotPlan:
     """Take the generator's state here."""
     releases: tuple[int, ...]
     """Values that are let go after this one."""
-    view: View | None
+    view: TensorView | None
     """How to show this slot, given the value as it is made again."""
-    exact: View
+    exact: TensorView
     """How to show this slot, given any tensor on its storage."""
 
 
-class Quick(NamedTuple):
+class QuickCheck(NamedTuple):
     """All that is looked at in a saved tensor that stays and that nothing is made from."""
 
     nbytes: int
@@ -129,39 +129,43 @@ class Quick(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledPlan:
     """Everything that a run needs, by slot and by request."""
 
-    trace: Trace
-    problem: Problem
+    trace: StepTrace
+    problem: PlanningProblem
     states: States
-    evaluation: Evaluation
+    evaluation: PlanEvaluation
     slots: tuple[SlotPlan, ...]
     order: tuple[int, ...]
-    work: tuple[Work | None, ...]
+    work: tuple[RebuildProgram | None, ...]
     releases: tuple[tuple[int, ...], ...]
     constants: tuple[tuple[int, Source], ...]
     first_slots: dict[int, int]
     """For saved values: the slot that shows them first."""
     devices: tuple[str, ...]
-    quick: dict[int, Quick]
+    quick: dict[int, QuickCheck]
     """Slots that are kept and need nothing else."""
     quiet: dict[int, int]
     """Requests at which nothing happens but that a kept slot is handed out, and which."""
 
 
-def compiled(problem: Problem, states: States, evaluation: Evaluation) -> Compiled:
+def compile_plan(
+    problem: PlanningProblem, states: States, evaluation: PlanEvaluation
+) -> CompiledPlan:
     """Turn a plan into programs."""
-    return _Compiler(problem, states, evaluation).run()
+    return _PlanCompiler(problem, states, evaluation).run()
 
 
-def view_of(geometry: Geometry) -> View:
+def view_of(geometry: Geometry) -> TensorView:
     """The view that a geometry describes."""
-    return View(geometry.size, geometry.stride, geometry.offset, geometry.dtype)
+    return TensorView(geometry.size, geometry.stride, geometry.offset, geometry.dtype)
 
 
-class _Compiler:
-    def __init__(self, problem: Problem, states: States, evaluation: Evaluation) -> None:
+class _PlanCompiler:
+    def __init__(
+        self, problem: PlanningProblem, states: States, evaluation: PlanEvaluation
+    ) -> None:
         self.problem, self.states, self.evaluation = problem, states, evaluation
         self.trace = problem.trace
         self.dropped = {
@@ -173,7 +177,7 @@ class _Compiler:
         self.geometry: dict[int, Geometry] = {}
         """How the tensor looks that stands for a value now."""
 
-    def run(self) -> Compiled:
+    def run(self) -> CompiledPlan:
         trace, evaluation = self.trace, self.evaluation
         sources = set(evaluation.last_use)
         constants = sorted(
@@ -182,7 +186,7 @@ class _Compiler:
         for value in sources:
             if value in self.first_slots and value not in self.dropped:
                 self.geometry[value] = trace.slots[self.first_slots[value]].geometry
-        work: list[Work | None] = [None] * len(trace.order)
+        work: list[RebuildProgram | None] = [None] * len(trace.order)
         releases: list[list[int]] = [[] for _ in trace.order]
         for rebuild in evaluation.rebuilds:
             work[rebuild.at] = self._work(rebuild)
@@ -195,7 +199,7 @@ class _Compiler:
                 if again or at == candidate.asks[-1]:
                     releases[at].append(value)
         slots = self._slots(sources)
-        return Compiled(
+        return CompiledPlan(
             trace=trace,
             problem=self.problem,
             states=self.states,
@@ -219,9 +223,9 @@ class _Compiler:
             },
         )
 
-    def _quick(self, slots: tuple[SlotPlan, ...]) -> dict[int, Quick]:
+    def _quick(self, slots: tuple[SlotPlan, ...]) -> dict[int, QuickCheck]:
         return {
-            number: Quick(
+            number: QuickCheck(
                 math.prod(slot.size) * slot.dtype.itemsize,
                 slot.size if self.dropped else None,
                 leaf=seen.seen.node < 0,
@@ -248,7 +252,7 @@ class _Compiler:
                 late.setdefault(pack_events.index(known), []).append(value)
                 holding.add(value)
         found = []
-        expectations = Expectations(slot.seen for slot in trace.slots)
+        expectations = GraphExpectations(slot.seen for slot in trace.slots)
         for number, slot in enumerate(trace.slots):
             first = self.first_slots[slot.value] == number
             drop = slot.value in self.dropped
@@ -301,7 +305,7 @@ class _Compiler:
         makes = self.trace.operations[maker].makes
         return all(made.exact for made in makes if made.value == value)
 
-    def _work(self, rebuild: Rebuild) -> Work:
+    def _work(self, rebuild: Rebuild) -> RebuildProgram:
         trace = self.trace
         stay = {*rebuild.kept, rebuild.value}
         last: dict[int, int] = {}
@@ -334,37 +338,39 @@ class _Compiler:
             for value in sorted(stay & set(self.dropped))
             if self._exact(value)
         )
-        return Work(tuple(instructions), checks, tuple(sorted(rebuild.sources)))
+        return RebuildProgram(tuple(instructions), checks, tuple(sorted(rebuild.sources)))
 
 
 def instruction(
-    trace: Trace,
+    trace: StepTrace,
     number: int,
     geometry: dict[int, Geometry],
     *,
     frees: tuple[int, ...] = (),
     random_slot: int = -1,
-) -> Instruction:
+) -> ReplayInstruction:
     """An operator ready to be run; `geometry` says how the tensors of values look."""
     operation = trace.operations[number]
     assert operation.run is not None
 
-    def given(position: int, ref: Ref) -> Given:
+    def given(position: int, ref: TensorRef) -> TensorArgument:
         same = geometry.get(ref.value) == ref.geometry
-        return Given(position, ref.value, None if same else view_of(ref.geometry))
+        return TensorArgument(position, ref.value, None if same else view_of(ref.geometry))
 
     tensors, lists = [], []
     for position, arg in enumerate(operation.args):
-        if isinstance(arg, Ref):
+        if isinstance(arg, TensorRef):
             tensors.append(given(position, arg))
-        elif isinstance(arg, tuple) and any(isinstance(item, Ref) for item in arg):
-            items = tuple(given(at, item) for at, item in enumerate(arg) if isinstance(item, Ref))
-            lists.append(Several(position, items))
+        elif isinstance(arg, tuple) and any(isinstance(item, TensorRef) for item in arg):
+            items = tuple(
+                given(at, item) for at, item in enumerate(arg) if isinstance(item, TensorRef)
+            )
+            lists.append(TensorListArgument(position, items))
     named = tuple(
-        (name, given(-1, value)) for name, value in operation.kwargs if isinstance(value, Ref)
+        (name, given(-1, value)) for name, value in operation.kwargs if isinstance(value, TensorRef)
     )
     makes = tuple((made.position, made.value) for made in operation.makes if made.position >= 0)
-    return Instruction(
+    return ReplayInstruction(
         run=operation.run,
         args=operation.args,
         tensors=tuple(tensors),
@@ -381,11 +387,11 @@ def instruction(
     )
 
 
-def _single(operation: Operation) -> bool:
+def _single(operation: TracedOperation) -> bool:
     return operation.single
 
 
-def _renames(trace: Trace, operation: Operation) -> tuple[tuple[int, int], ...]:
+def _renames(trace: StepTrace, operation: TracedOperation) -> tuple[tuple[int, int], ...]:
     new = {trace.values[m.value].storage: m.value for m in operation.makes if m.position < 0}
     return tuple(
         (old, new[trace.values[old].storage])
@@ -395,7 +401,7 @@ def _renames(trace: Trace, operation: Operation) -> tuple[tuple[int, int], ...]:
 
 
 def replay(
-    instructions: Sequence[Instruction],
+    instructions: Sequence[ReplayInstruction],
     values: list[Tensor | None],
     random_states: dict[tuple[int, str], Tensor],
 ) -> None:

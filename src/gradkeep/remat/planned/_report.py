@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep._budgets import format_bytes
-from gradkeep.remat.planned._evaluate import State
+from gradkeep.remat.planned._evaluate import Treatment
 from gradkeep.remat.planned._planner import floor_of
-from gradkeep.remat.planned._search import search
+from gradkeep.remat.planned._search import search_plan
 
 if TYPE_CHECKING:
-    from gradkeep.remat.online import Told
-    from gradkeep.remat.planned._plan_cache import Plan
-    from gradkeep.remat.planned._planner import Book, Settings
+    from gradkeep.remat.online import OnlineReport
+    from gradkeep.remat.planned._plan_cache import StepPlan
+    from gradkeep.remat.planned._planner import BudgetSettings, StepPlanner
 
 
 @dataclass(frozen=True, slots=True)
-class DroppedValue:
+class DroppedActivation:
     """A saved tensor that is made again."""
 
     layer: str
@@ -55,7 +55,7 @@ class Explanation:
     predicted_slowdown: float
     """Time of a step by time without a budget."""
     candidates: int
-    dropped: tuple[DroppedValue, ...]
+    dropped: tuple[DroppedActivation, ...]
     """The cheapest per byte first."""
     planning_seconds: float
 
@@ -81,7 +81,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BudgetReport:
     """How the steps so far went."""
 
     planned: int
@@ -93,7 +93,7 @@ class Report:
     """Steps that were undone, because a value made again differed."""
     online: int
     """Steps that were left to the online runtime."""
-    evicting: Told | None
+    evicting: OnlineReport | None
     """What that did in the latest block."""
     budget: int | None
     predicted_peak: int | None
@@ -135,7 +135,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BudgetPoint:
     """What a budget costs."""
 
     budget: int
@@ -150,34 +150,34 @@ class Point:
         return f"{format_bytes(self.budget)}: time x{self.slowdown:.3f}"
 
 
-def point(plan: Plan, budget: int, settings: Settings) -> Point:
+def budget_point(plan: StepPlan, budget: int, settings: BudgetSettings) -> BudgetPoint:
     """Plan a recorded step for a budget."""
     problem = plan.compiled.problem
-    found = search(problem, budget, seed=settings.seed, effort=settings.effort)
+    found = search_plan(problem, budget, seed=settings.seed, effort=settings.effort)
     slowdown = 1 + found.evaluation.seconds / max(problem.trace.seconds, 1e-9)
-    return Point(budget, found.fits, found.evaluation.peak, slowdown)
+    return BudgetPoint(budget, found.fits, found.evaluation.peak, slowdown)
 
 
-def explain(plan: Plan, settings: Settings) -> Explanation:
+def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
     """Tell what a plan drops; finding the floor takes as long as planning."""
     problem, trace = plan.compiled.problem, plan.compiled.trace
     evaluation = plan.compiled.evaluation
     found = []
     for candidate, state in zip(problem.candidates, plan.compiled.states, strict=True):
-        if state == State.KEEP:
+        if state == Treatment.KEEP:
             continue
         maker = trace.values[candidate.value].maker
         assert maker is not None
         operation = trace.operations[maker]
         made = next(made for made in operation.makes if made.value == candidate.value)
         found.append(
-            DroppedValue(
+            DroppedActivation(
                 layer=operation.layer,
                 operator=operation.name,
                 shape=made.geometry.size,
                 bytes=candidate.size,
                 seconds=candidate.cost,
-                again=state == State.AGAIN,
+                again=state == Treatment.AGAIN,
             )
         )
     least = floor_of(problem, seed=settings.seed, effort=settings.effort)
@@ -195,23 +195,23 @@ def explain(plan: Plan, settings: Settings) -> Explanation:
     )
 
 
-def report(book: Book) -> Report:
+def budget_report(planner: StepPlanner) -> BudgetReport:
     """Sum up the steps so far."""
-    tally, plan = book.tally, book.last
-    rest = tally.busy - tally.recomputed
+    counts, plan = planner.counts, planner.last
+    rest = counts.busy - counts.recomputed
     scale = 1 if sys.platform == "darwin" else 1024
-    return Report(
-        planned=tally.planned,
-        recorded=tally.recorded,
-        kept=tally.kept,
-        undone=tally.undone,
-        online=tally.online,
-        evicting=book.evicting.told,
+    return BudgetReport(
+        planned=counts.planned,
+        recorded=counts.recorded,
+        kept=counts.kept,
+        undone=counts.undone,
+        online=counts.online,
+        evicting=planner.online_fallback.latest,
         budget=None if plan is None else plan.budget,
         predicted_peak=None if plan is None else plan.predicted_peak,
         measured_peak=None if plan is None else plan.measured_peak,
-        recompute_share=tally.recomputed / rest if rest > 0 else None,
+        recompute_share=counts.recomputed / rest if rest > 0 else None,
         rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
         cuda_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-        reasons=tuple(tally.reasons),
+        reasons=tuple(counts.reasons),
     )

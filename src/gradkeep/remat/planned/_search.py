@@ -14,12 +14,12 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep.remat.planned._evaluate import Evaluation, Evaluator, State
+from gradkeep.remat.planned._evaluate import PlanEvaluation, PlanEvaluator, Treatment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.remat.planned._problem import Problem
+    from gradkeep.remat.planned._problem import PlanningProblem
 
 
 States = tuple[int, ...]
@@ -42,21 +42,23 @@ _LARGEST_GROUP = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """The best plan, and the least peak that any plan reached on the way."""
 
     states: States
-    evaluation: Evaluation
+    evaluation: PlanEvaluation
     fits: bool
     evaluations: int
 
 
-def search(problem: Problem, budget: int, *, seed: int = 0, effort: float = 1.0) -> Found:
+def search_plan(
+    problem: PlanningProblem, budget: int, *, seed: int = 0, effort: float = 1.0
+) -> FoundPlan:
     """The cheapest plan with a peak of at most `budget` bytes, or the one with the least peak."""
-    return _Search(problem, budget, seed, effort).run()
+    return _PlanSearch(problem, budget, seed, effort).run()
 
 
-def groups_of(problem: Problem) -> list[tuple[int, ...]]:
+def groups_of(problem: PlanningProblem) -> list[tuple[int, ...]]:
     """Every candidate, and candidates that share an operator on the way: dropped together, it is
     run once for all of them.
     """
@@ -68,15 +70,15 @@ def groups_of(problem: Problem) -> list[tuple[int, ...]]:
     return [*((index,) for index in range(len(problem.candidates))), *sorted(shared)]
 
 
-class _Search:
-    def __init__(self, problem: Problem, budget: int, seed: int, effort: float) -> None:
+class _PlanSearch:
+    def __init__(self, problem: PlanningProblem, budget: int, seed: int, effort: float) -> None:
         self._effort = effort
         self._problem = problem
         self._candidates = problem.candidates
-        self._evaluate = Evaluator(problem)
+        self._evaluate = PlanEvaluator(problem)
         self._budget = budget
         self._random = random.Random(seed)
-        self._known: dict[States, tuple[Score, Evaluation]] = {}
+        self._known: dict[States, tuple[Score, PlanEvaluation]] = {}
         self._peak = max(problem.peak, 1)
         self._costs = problem.costs
         self._groups = groups_of(problem)
@@ -84,18 +86,18 @@ class _Search:
         self._unit = max(problem.trace.seconds, 1e-9)
         self._best: tuple[Score, States] = ((math.inf, math.inf, math.inf), ())
 
-    def run(self) -> Found:
+    def run(self) -> FoundPlan:
         count = len(self._candidates)
         nothing: States = (0,) * count
         if self._score(nothing)[0] > 0:
             if count <= _EXHAUSTIVE:
-                for chosen in itertools.product(State, repeat=count):
+                for chosen in itertools.product(Treatment, repeat=count):
                     self._score(tuple(map(int, chosen)))
             else:
                 self._look()
         states = self._best[1]
         _, evaluation = self._known[states]
-        return Found(states, evaluation, evaluation.peak <= self._budget, len(self._known))
+        return FoundPlan(states, evaluation, evaluation.peak <= self._budget, len(self._known))
 
     def _look(self) -> None:
         nothing: States = (0,) * len(self._candidates)
@@ -147,7 +149,7 @@ class _Search:
             _, group = heapq.heappop(heap)
             own = [states[index] for index in group]
             best = None
-            for choice in (State.TOGETHER, State.AGAIN):
+            for choice in (Treatment.TOGETHER, Treatment.AGAIN):
                 for index in group:
                     states[index] = int(choice)
                 _, *after = self._score(tuple(states))
@@ -186,12 +188,12 @@ class _Search:
         for places, limit in itertools.product(cuts, dear):
             kept = {value for place in places for value in crossing[place].values}
             states = [
-                int(State.KEEP) if c.cost / c.size > limit else int(State.TOGETHER)
+                int(Treatment.KEEP) if c.cost / c.size > limit else int(Treatment.TOGETHER)
                 for c in self._candidates
             ]
             for value in kept:
                 if value in index:
-                    states[index[value]] = int(State.KEEP)
+                    states[index[value]] = int(Treatment.KEEP)
             yield tuple(states)
 
     def _spaced(self) -> Iterator[States]:
@@ -201,9 +203,9 @@ class _Search:
         limits = sorted({rates[int(len(rates) * part)] for part in (0.0, 0.25, 0.5, 0.75)})
         lengths = sorted({1, 2, 3, *(round(len(order) ** power) for power in (0.4, 0.5, 0.6))})
         for limit, length, cheap in itertools.product(
-            (-1.0, *limits), lengths, (State.DROP, State.AGAIN)
+            (-1.0, *limits), lengths, (Treatment.DROP, Treatment.AGAIN)
         ):
-            states = [int(State.DROP)] * len(order)
+            states = [int(Treatment.DROP)] * len(order)
             place = 0
             for index in order:
                 candidate = self._candidates[index]
@@ -211,7 +213,7 @@ class _Search:
                     states[index] = int(cheap)
                     continue
                 if place % length == 0:
-                    states[index] = int(State.KEEP)
+                    states[index] = int(Treatment.KEEP)
                 place += 1
             yield tuple(states)
 
@@ -222,7 +224,7 @@ class _Search:
         for _ in range(2):
             changed = False
             for index in dear:
-                for state in State:
+                for state in Treatment:
                     if states[index] == state or self._tired():
                         continue
                     trial = (*states[:index], int(state), *states[index + 1 :])
@@ -250,7 +252,7 @@ class _Search:
             elif draw.random() < _SWAPS:
                 # Anything the other way: a plan near its budget has no room for single changes.
                 other = draw.randrange(len(trial))
-                trial[other] = int(State.KEEP) if trial[other] else int(State.TOGETHER)
+                trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.TOGETHER)
             elif draw.random() < 0.5:
                 # A neighbour in time the other way: segments move by that.
                 near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
@@ -264,7 +266,7 @@ class _Search:
         """The same with groups of values that are made together."""
         current = self._score(states)
         for group in sorted(self._together, key=self._rate, reverse=True):
-            for state in (State.KEEP, State.TOGETHER):
+            for state in (Treatment.KEEP, Treatment.TOGETHER):
                 if self._tired():
                     return states
                 trial = list(states)
@@ -279,11 +281,11 @@ class _Search:
         return self._evaluate.work > self._effort * _WORK
 
     def _other(self, state: int) -> int:
-        return self._random.choice([int(s) for s in State if s != state])
+        return self._random.choice([int(s) for s in Treatment if s != state])
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ForwardCut:
     """A place between two operators, and the saved values that cross it."""
 
     values: frozenset[int]
@@ -293,7 +295,7 @@ class Cut:
     """Bytes of candidates that are made before it."""
 
 
-def crossings(problem: Problem) -> list[Cut]:
+def crossings(problem: PlanningProblem) -> list[ForwardCut]:
     """A cut before every operator of the forward pass that makes a candidate.
 
     A value that autograd does not save cannot be kept; those from which it is made are, instead.
@@ -312,7 +314,7 @@ def crossings(problem: Problem) -> list[Cut]:
         made = [item.value for item in operation.makes]
         if any(value in sizes for value in made):
             saved = frozenset().union(*(starts[value] for value in alive))
-            found.append(Cut(saved, sum(sizes.get(value, 0) for value in saved), before))
+            found.append(ForwardCut(saved, sum(sizes.get(value, 0) for value in saved), before))
         below: frozenset[int] = frozenset().union(
             *(starts.get(value, frozenset()) for value in operation.reads)
         )
@@ -323,7 +325,7 @@ def crossings(problem: Problem) -> list[Cut]:
     return found
 
 
-def evenly(cuts: Sequence[Cut], count: int) -> list[int]:
+def evenly(cuts: Sequence[ForwardCut], count: int) -> list[int]:
     """Numbers of cuts that part the bytes evenly; each the thinnest near its place."""
     total = cuts[-1].before if cuts else 0
     reach = total / (count + 1) / 3

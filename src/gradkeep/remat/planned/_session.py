@@ -9,22 +9,29 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.planned._planned_step import Deciding, Kept, Plain, Run, Snapshot, unpack
-from gradkeep.remat.planned._step_recorder import Recording, RecordingMode
+from gradkeep.remat.planned._planned_step import (
+    KeptTensor,
+    PlainStep,
+    PlannedStep,
+    StepSnapshot,
+    UndecidedStep,
+    unpack,
+)
+from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
 from gradkeep.remat.tracing._tensors import beside_compiler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.remat.online import Online
-    from gradkeep.remat.planned._plan_cache import Plan
-    from gradkeep.remat.planned._planner import Book
+    from gradkeep.remat.online import OnlineRuntime
+    from gradkeep.remat.planned._plan_cache import StepPlan
+    from gradkeep.remat.planned._planner import StepPlanner
 
 _task = torch._C._current_graph_task_id
 _active = threading.local()
 
 
-class Session:
+class BudgetSession:
     """Hooks of one thread, from entering to leaving a block.
 
     With `automatic`, a step ends when an optimizer has stepped, or when something is saved again
@@ -33,28 +40,28 @@ class Session:
 
     def __init__(
         self,
-        book: Book,
+        planner: StepPlanner,
         *,
         automatic: bool,
         inputs: tuple[Tensor, ...] = (),
         keep_all: bool = False,
         repeatable: bool = False,
     ) -> None:
-        self._book = book
+        self._planner = planner
         self._automatic = automatic
         self._inputs = inputs
         self._keep_all = keep_all
         self._repeatable = repeatable
-        self._watch = beside_compiler(RecordingMode)()
+        self._mode = beside_compiler(RecordingMode)()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._optimizer_hook: Any = None
-        self._recording: Recording | None = None
-        self._run: Run | Plain | Deciding | None = None
-        self._plan: Plan | None = None
-        self._meter: Recording | None = None
-        self._snapshot: Snapshot | None = None
+        self._recording: StepRecorder | None = None
+        self._run: PlannedStep | PlainStep | UndecidedStep | None = None
+        self._plan: StepPlan | None = None
+        self._meter: StepRecorder | None = None
+        self._snapshot: StepSnapshot | None = None
         self._running: tuple[torch.nn.Module, ...] = ()
-        self._online: Online | None = None
+        self._online: OnlineRuntime | None = None
 
     # The block
 
@@ -91,9 +98,9 @@ class Session:
             if recording is not None:
                 recording.abandon()
         self._recording = self._meter = None
-        self._watch.rest()
-        if isinstance(self._run, Run) and self._plan is not None and self._run.undone:
-            self._book.finished(self._plan, self._run)
+        self._mode.rest()
+        if isinstance(self._run, PlannedStep) and self._plan is not None and self._run.undone:
+            self._planner.finished(self._plan, self._run)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise RematError(
                 "torch.func transforms cannot run inside a memory budget: torch forbids saved-tensor "
@@ -107,22 +114,22 @@ class Session:
         self._run = self._plan = None
         if self._keep_all:
             return
-        self._book.make_plans()
-        if self._book.evicting.chosen:
+        self._planner.make_plans()
+        if self._planner.online_fallback.chosen:
             if self._online is None:
-                self._online = self._book.evicting.enter()
+                self._online = self._planner.online_fallback.enter()
             return
-        self._snapshot = Snapshot()
-        if self._book.curious:
+        self._snapshot = StepSnapshot()
+        if self._planner.wants_recording:
             self._record()
-        elif any(plan.measured_peak is None for plan in self._book.plans):
+        elif any(plan.measured_peak is None for plan in self._planner.plans):
             self._measure()
 
     def _record(self) -> None:
-        self._recording = Recording(
-            cloning=self._book.cloning, inputs=self._inputs, running=self._running
+        self._recording = StepRecorder(
+            cloning=self._planner.cloning, inputs=self._inputs, running=self._running
         )
-        self._watch.show(self._recording)
+        self._mode.show(self._recording)
 
     def _end(self) -> None:
         recording, run, meter = self._recording, self._run, self._meter
@@ -130,20 +137,20 @@ class Session:
         watched = recording or meter
         self._running = () if watched is None else watched.modules.running
         self._recording = self._run = self._meter = None
-        self._watch.rest()
+        self._mode.rest()
         if recording is not None:
-            self._book.add(recording, self._inputs)
+            self._planner.add(recording, self._inputs)
         if meter is not None:
             peak = meter.finish().peak
-            if self._plan is not None and isinstance(run, Run) and run.changed is None:
+            if self._plan is not None and isinstance(run, PlannedStep) and run.changed is None:
                 self._plan.measured_peak = peak
-        if isinstance(run, Run) and self._plan is not None:
-            self._book.finished(self._plan, run)
-        elif isinstance(run, Plain) and self._online is not None:
-            self._book.tally.online += 1
-            self._book.evicting.step_is_over()
-        elif isinstance(run, Plain):
-            self._book.tally.kept += 1
+        if isinstance(run, PlannedStep) and self._plan is not None:
+            self._planner.finished(self._plan, run)
+        elif isinstance(run, PlainStep) and self._online is not None:
+            self._planner.counts.online += 1
+            self._planner.online_fallback.step_is_over()
+        elif isinstance(run, PlainStep):
+            self._planner.counts.kept += 1
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has stepped: if there was a backward pass, the step is over."""
@@ -155,43 +162,43 @@ class Session:
         current = self._recording or self._run
         return current is not None and current.asked
 
-    def _first(self, tensor: Tensor) -> Run | Plain | Deciding | Recording:
+    def _first(self, tensor: Tensor) -> PlannedStep | PlainStep | UndecidedStep | StepRecorder:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
-        book = self._book
+        planner = self._planner
         if self._keep_all or self._online is not None:
-            self._run = Plain()
+            self._run = PlainStep()
             return self._run
-        plans = book.plans_for(tensor, self._inputs)
+        plans = planner.plans_for(tensor, self._inputs)
         if self._meter is not None and all(plan.measured_peak is not None for plan in plans):
             self._meter.abandon()
             self._meter = None
-            self._watch.rest()
+            self._mode.rest()
         if not plans:
-            if book.worth_recording(tensor, self._inputs):
+            if planner.worth_recording(tensor, self._inputs):
                 self._record()
                 assert self._recording is not None
                 return self._recording
-            self._run = Plain()
+            self._run = PlainStep()
             return self._run
         if len(plans) > 1:
-            self._run = Deciding(plans, self._follow)
+            self._run = UndecidedStep(plans, self._follow)
             return self._run
         return self._follow(plans[0])
 
-    def _follow(self, plan: Plan) -> Run:
+    def _follow(self, plan: StepPlan) -> PlannedStep:
         snapshot = self._snapshot if plan.drops else None
         if snapshot is not None:
             snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan
-        run = self._run = Run(plan.compiled, self._inputs, snapshot=snapshot)
+        run = self._run = PlannedStep(plan.compiled, self._inputs, snapshot=snapshot)
         if plan.measured_peak is None and self._meter is None:
             self._measure()
         return run
 
     def _measure(self) -> None:
         """The first step of a plan shows whether it keeps what it promises."""
-        self._meter = Recording(cloning=False, inputs=self._inputs)
-        self._watch.show(self._meter)
+        self._meter = StepRecorder(cloning=False, inputs=self._inputs)
+        self._mode.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:
         # Most tensors just stay: everything that they need is here, in one frame.
@@ -229,10 +236,10 @@ class Session:
     def _stop_evicting(self, error: BaseException | None) -> None:
         if self._online is not None:
             self._online = None
-            self._book.evicting.leave(error)
+            self._planner.online_fallback.leave(error)
 
 
-class Stashed:
+class StashedTensor:
     """A tensor that somebody wants back in the backward pass."""
 
     __slots__ = ("_handle",)
@@ -249,17 +256,17 @@ class Stashed:
         return unpack(handle)
 
 
-def stash(tensor: Tensor) -> Stashed:
+def stash(tensor: Tensor) -> StashedTensor:
     """Save a tensor for the backward pass as autograd does, so that a budget may drop it.
 
     A hook that holds a tensor itself keeps its bytes; one that stashes it does not.
     """
     session = session_here()
-    handle = Kept(None, -1, tensor.detach(), tensor._version)
-    return Stashed(handle if session is None else session._pack(tensor))
+    handle = KeptTensor(None, -1, tensor.detach(), tensor._version)
+    return StashedTensor(handle if session is None else session._pack(tensor))
 
 
-def session_here() -> Session | None:
+def session_here() -> BudgetSession | None:
     """The session of this thread."""
-    found: Session | None = getattr(_active, "session", None)
+    found: BudgetSession | None = getattr(_active, "session", None)
     return found

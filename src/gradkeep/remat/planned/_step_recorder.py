@@ -18,38 +18,38 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gradkeep.remat.planned._autograd_graph import Walk, leaf_of
-from gradkeep.remat.planned._fingerprint import marks
-from gradkeep.remat.planned._modules import Modules
+from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._fingerprint import mask_numbers
+from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
     NOTHING,
-    Core,
-    Event,
-    Made,
-    Operation,
-    Slot,
-    Stored,
-    Trace,
-    Value,
+    MadeValue,
+    SavedSlot,
+    StepTrace,
+    TracedOperation,
+    TracedStorage,
+    TracedValue,
+    TraceEvent,
+    TraceLengths,
 )
 from gradkeep.remat.tracing._rerun import (
-    Apart,
-    Recipe,
-    Ref,
+    FirstResultRerun,
+    OperatorRerun,
+    TensorRef,
     compared,
-    recipe_of,
+    rerun_of,
     tried,
     tried_apart,
 )
 from gradkeep.remat.tracing._tensors import (
     SEQUENCES,
     Geometry,
+    OperatorSignature,
     QuickDispatchMode,
-    Signature,
-    Watch,
-    collect,
+    StorageRef,
+    collect_tensors,
     signature_of,
-    written,
+    written_storages,
 )
 
 if TYPE_CHECKING:
@@ -67,21 +67,21 @@ def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
     return any((p := reference()) is not None and p.grad is not None for reference in parameters)
 
 
-class _Alive:
+class _AliveStorage:
     """A storage while it is alive."""
 
-    __slots__ = ("number", "value", "watch")
+    __slots__ = ("number", "ref", "value")
 
-    def __init__(self, number: int, value: int, watch: Watch) -> None:
-        self.number, self.value, self.watch = number, value, watch
+    def __init__(self, number: int, value: int, ref: StorageRef) -> None:
+        self.number, self.value, self.ref = number, value, ref
 
 
-class Packed:
+class RecordedTensor:
     """What autograd holds in place of a saved tensor while a step is recorded."""
 
     __slots__ = ("__weakref__", "recording", "slot", "tensor", "version")
 
-    def __init__(self, recording: Recording, slot: int, tensor: Tensor, version: int) -> None:
+    def __init__(self, recording: StepRecorder, slot: int, tensor: Tensor, version: int) -> None:
         self.recording, self.slot, self.tensor, self.version = recording, slot, tensor, version
 
     def unpack(self) -> Tensor:
@@ -107,7 +107,7 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording: Recording | None = None
+        self.recording: StepRecorder | None = None
         self._on = False
 
     def __torch_dispatch__(
@@ -122,7 +122,7 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
         recording.saw(func, args, kwargs, out, start)
         return out
 
-    def show(self, recording: Recording) -> None:
+    def show(self, recording: StepRecorder) -> None:
         """Watch for this recording from now on."""
         self.recording = recording
         if not self._on:
@@ -137,40 +137,40 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
             self._on = False
 
 
-class Recording:
+class StepRecorder:
     """One step while it runs; `finish` gives its trace."""
 
     def __init__(
         self,
         *,
-        cloning: bool | Callable[[Recording, Tensor], bool],
+        cloning: bool | Callable[[StepRecorder, Tensor], bool],
         inputs: Sequence[Tensor] = (),
         running: Sequence[nn.Module] = (),
     ) -> None:
         self.cloning = cloning is True
         self._choose = cloning if callable(cloning) else None
-        self.walk = Walk()
-        self.modules = Modules(running)
+        self.walk = GraphWalk()
+        self.modules = ModuleTracker(running)
         self.quiet = False
         self._inputs = inputs
-        self._signatures: dict[Any, Signature] = {}
-        self._alive: dict[int, _Alive] = {}
-        self._events: list[Event] = []
-        self._operations: list[Operation] = []
-        self._slots: list[Slot] = []
+        self._signatures: dict[Any, OperatorSignature] = {}
+        self._alive: dict[int, _AliveStorage] = {}
+        self._events: list[TraceEvent] = []
+        self._operations: list[TracedOperation] = []
+        self._slots: list[SavedSlot] = []
         self._order: list[int] = []
         self._asked: list[int] = []
         self._nodes: list[Any] = []
-        self._storages: list[Stored] = []
-        self._values: list[Value] = []
+        self._storages: list[TracedStorage] = []
+        self._values: list[TracedValue] = []
         self._constants: dict[int, weakref.ref[Tensor]] = {}
         self._clones: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._unreleased: dict[int, weakref.ref[Packed]] = {}
+        self._unreleased: dict[int, weakref.ref[RecordedTensor]] = {}
         self._pinned: set[int] = set()
         self._keeps_graph = False
-        self._core = NOTHING
+        self._lengths = NOTHING
         self.parameters: tuple[weakref.ref[Parameter], ...] = ()
         """Known when the first tensor was saved."""
         self.gradients = False
@@ -212,11 +212,11 @@ class Recording:
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
         given: list[Tensor] = []
-        collect(args, given)
-        collect(kwargs.values(), given)
+        collect_tensors(args, given)
+        collect_tensors(kwargs.values(), given)
         for tensor in given:
             self._value_of(tensor)
-        changed = written(signature, args, kwargs) if signature.writes else {}
+        changed = written_storages(signature, args, kwargs) if signature.writes else {}
         fresh: list[tuple[int, Tensor]] = []
         for at, tensor in enumerate(made):
             if id(tensor.untyped_storage()) not in self._alive:
@@ -229,7 +229,7 @@ class Recording:
         reads = [self._alive[id(t.untyped_storage())].value for t in given]
         trusted = compared(func, len(made))
         makes = [
-            Made(at, self._new(tensor, number), Geometry.of(tensor), exact=at < trusted)
+            MadeValue(at, self._new(tensor, number), Geometry.of(tensor), exact=at < trusted)
             for at, tensor in fresh
         ]
         overwrites = []
@@ -238,16 +238,16 @@ class Recording:
             overwrites.append(alive.value)
             whole = next(t for t in given if t.untyped_storage() is storage)
             before, alive.value = alive.value, len(self._values)
-            self._values.append(Value(alive.number, number))
-            makes.append(Made(-1, alive.value, Geometry.of(whole)))
+            self._values.append(TracedValue(alive.number, number))
+            makes.append(MadeValue(-1, alive.value, Geometry.of(whole)))
             size = storage.nbytes()
             if size != self._storages[alive.number].size:
                 self._resized(alive, size, before)
         self._happened("op", number)
-        recipe = Recipe(None, (), ())
+        recipe = OperatorRerun(None, (), ())
         if not backward:
             encode = dict(zip(map(id, given), reads, strict=True))
-            recipe = recipe_of(
+            recipe = rerun_of(
                 func,
                 _encoded(args, encode),
                 tuple((key, _encoded(value, encode)) for key, value in kwargs.items()),
@@ -261,7 +261,7 @@ class Recording:
                 recipe = replace(recipe, apart=known)
         apart = recipe.apart
         self._operations.append(
-            Operation(
+            TracedOperation(
                 name=signature.name,
                 run=None if apart is not None else recipe.run,
                 args=() if apart is not None else recipe.args,
@@ -281,12 +281,12 @@ class Recording:
         if apart is not None and makes:
             self._split(apart, makes)
 
-    def _split(self, apart: Apart, makes: list[Made]) -> None:
+    def _split(self, apart: FirstResultRerun, makes: list[MadeValue]) -> None:
         """The first result has a way of its own to be made again, from the other results."""
         first = makes[0]
-        others = tuple(Ref(made.value, made.geometry) for made in makes[1:])
+        others = tuple(TensorRef(made.value, made.geometry) for made in makes[1:])
         own = len(self._operations)
-        self._values[first.value] = Value(self._values[first.value].storage, own)
+        self._values[first.value] = TracedValue(self._values[first.value].storage, own)
         args = (*apart.args, *others)
         self._operations.append(
             replace(
@@ -297,7 +297,7 @@ class Recording:
                 kwargs=(),
                 makes=(first._replace(position=0),),
                 overwrites=(),
-                reads=frozenset(arg.value for arg in args if isinstance(arg, Ref)),
+                reads=frozenset(arg.value for arg in args if isinstance(arg, TensorRef)),
                 cost=apart.cost or self._operations[-1].cost,
                 apart=True,
                 single=True,
@@ -309,7 +309,7 @@ class Recording:
         # By number: holding nodes would hold what they saved.
         name = None if node is None else (node.name(), node._sequence_nr())
         self._nodes.append((_task(), name))
-        self._events.append(Event(kind, index))
+        self._events.append(TraceEvent(kind, index))
 
     # Storages
 
@@ -330,47 +330,47 @@ class Recording:
         if id(storage) in self._alive:
             return self._alive[id(storage)].value
         value = self._follow(storage, birth=len(self._events), constant=False)
-        self._values[value] = Value(self._values[value].storage, maker)
+        self._values[value] = TracedValue(self._values[value].storage, maker)
         return value
 
     def _follow(self, storage: torch.UntypedStorage, *, birth: int, constant: bool) -> int:
         number, value, key = len(self._storages), len(self._values), id(storage)
-        watch = Watch(storage, self._gone)
-        watch.key = key
-        self._alive[key] = _Alive(number, value, watch)
-        self._storages.append(Stored(storage.nbytes(), birth, -1, -1, constant))
-        self._values.append(Value(number, None))
+        ref = StorageRef(storage, self._gone)
+        ref.key = key
+        self._alive[key] = _AliveStorage(number, value, ref)
+        self._storages.append(TracedStorage(storage.nbytes(), birth, -1, -1, constant))
+        self._values.append(TracedValue(number, None))
         return value
 
-    def _resized(self, alive: _Alive, size: int, before: int) -> None:
+    def _resized(self, alive: _AliveStorage, size: int, before: int) -> None:
         """Other memory under the same storage: the old one ends, a new one begins."""
         event = len(self._events)
         old = self._storages[alive.number]
         self._storages[alive.number] = replace(old, death=event + 1, natural=event + 1)
         alive.number = len(self._storages)
-        self._storages.append(Stored(size, event, -1, -1, constant=False))
+        self._storages.append(TracedStorage(size, event, -1, -1, constant=False))
         maker = self._values[alive.value].maker
-        self._values[alive.value] = Value(alive.number, maker)
+        self._values[alive.value] = TracedValue(alive.number, maker)
 
-    def _gone(self, watch: Watch) -> None:
-        alive = self._alive.pop(watch.key, None)
+    def _gone(self, ref: StorageRef) -> None:
+        alive = self._alive.pop(ref.key, None)
         if alive is not None:
             at = len(self._events)
             old = self._storages[alive.number]
             self._storages[alive.number] = replace(old, death=at, natural=at)
 
-    def _copy_gone(self, watch: Watch) -> None:
-        self._alive.pop(watch.key, None)
+    def _copy_gone(self, ref: StorageRef) -> None:
+        self._alive.pop(ref.key, None)
 
     # What autograd saves and asks for
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> RecordedTensor:
         """Note a saved tensor; in a cloning recording autograd gets a copy."""
         self.quiet = True
         try:
             if _task() != -1:
                 # Saved during a backward pass, for a second one or by a checkpoint: always kept.
-                return Packed(self, -1, tensor.detach(), tensor._version)
+                return RecordedTensor(self, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
             if slot == 0:
                 self.parameters = self.modules.parameters()
@@ -379,19 +379,19 @@ class Recording:
                     self.cloning = self._choose(self, tensor)
             value = self._value_of(tensor)
             self._slots.append(
-                Slot(
+                SavedSlot(
                     value=value,
                     geometry=Geometry.of(tensor),
                     device=tensor.device,
                     seen=self.walk.below(tensor),
                     event=event,
                     leaf=leaf_of(tensor),
-                    marks=marks(tensor),
+                    marks=mask_numbers(tensor),
                 )
             )
             self._happened("pack", slot)
             held = self._copied(tensor) if self.cloning else tensor.detach()
-            packed = Packed(self, slot, held, held._version)
+            packed = RecordedTensor(self, slot, held, held._version)
             self._unreleased[slot] = weakref.ref(packed)
             return packed
         finally:
@@ -406,9 +406,9 @@ class Recording:
         if copy is None:
             copy = self._clones[alive.value] = storage.clone()  # type: ignore[no-untyped-call]
             # The backward pass meets the copy: it stands for the same value, and takes no bytes.
-            watch = Watch(copy, self._copy_gone)
-            watch.key = id(copy)
-            self._alive[watch.key] = _Alive(alive.number, alive.value, watch)
+            ref = StorageRef(copy, self._copy_gone)
+            ref.key = id(copy)
+            self._alive[ref.key] = _AliveStorage(alive.number, alive.value, ref)
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -428,7 +428,7 @@ class Recording:
             return  # somebody looks at a node's attributes
         self._keeps_graph |= keeps_graph()
         self._order.append(slot)
-        self._core = Core(
+        self._lengths = TraceLengths(
             events=len(self._events),
             operations=len(self._operations),
             slots=len(self._slots),
@@ -450,7 +450,7 @@ class Recording:
         self.modules.close()
         self._alive.clear()
 
-    def finish(self) -> Trace:
+    def finish(self) -> StepTrace:
         """The trace of what ran; whoever dies from here on does so after the step."""
         self.modules.close()
         end = len(self._events)
@@ -469,7 +469,7 @@ class Recording:
             replace(stored, pinned=number in self._pinned)
             for number, stored in enumerate(self._storages)
         ]
-        return Trace(
+        return StepTrace(
             events=tuple(self._events),
             operations=tuple(self._operations),
             slots=tuple(self._slots),
@@ -480,7 +480,7 @@ class Recording:
             values=tuple(self._values),
             open_slots=still,
             sources=self._sources(),
-            core=self._core,
+            lengths=self._lengths,
             keeps_graph=self._keeps_graph,
         )
 
@@ -497,7 +497,7 @@ class Recording:
         return found
 
     @property
-    def first(self) -> Slot:
+    def first(self) -> SavedSlot:
         """The first tensor that was saved."""
         return self._slots[0]
 
@@ -525,7 +525,7 @@ def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
 def _encoded(value: Any, numbers: dict[int, int]) -> Any:
     """Arguments without their tensors, which become references."""
     if isinstance(value, Tensor):
-        return Ref(numbers[id(value)], Geometry.of(value))
+        return TensorRef(numbers[id(value)], Geometry.of(value))
     if type(value) in SEQUENCES:
         return tuple(_encoded(item, numbers) for item in value)
     return value

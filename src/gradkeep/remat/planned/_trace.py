@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.remat.planned._autograd_graph import Seen
+    from gradkeep.remat.planned._autograd_graph import GraphBelow
     from gradkeep.remat.tracing._tensors import Geometry
 
 
-class Made(NamedTuple):
+class MadeValue(NamedTuple):
     """A value that an operator makes: which of its results shows it, and how."""
 
     position: int
@@ -30,7 +30,7 @@ class Made(NamedTuple):
     """False for a workspace, of which not every byte means something."""
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One thing that happened, in order."""
 
     kind: Literal["op", "pack", "unpack"]
@@ -38,7 +38,7 @@ class Event(NamedTuple):
     """Of the operator, or of the slot."""
 
 
-class Core(NamedTuple):
+class TraceLengths(NamedTuple):
     """Lengths. What comes after belongs to the optimizer, or to the next batch, and may vary."""
 
     events: int
@@ -48,11 +48,11 @@ class Core(NamedTuple):
     values: int
 
 
-NOTHING = Core(0, 0, 0, 0, 0)
+NOTHING = TraceLengths(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class TracedOperation:
     """An operator that made or changed values."""
 
     name: str
@@ -60,7 +60,7 @@ class Operation:
     """None: it is not known how to run it again."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    makes: tuple[Made, ...]
+    makes: tuple[MadeValue, ...]
     overwrites: tuple[int, ...]
     """Values that it changes in place: the new ones use their memory."""
     reads: frozenset[int]
@@ -79,7 +79,7 @@ class Operation:
     apart: bool = False
     """It stands for another way to a result, with a cost of its own."""
 
-    def same(self, other: Operation) -> bool:
+    def same(self, other: TracedOperation) -> bool:
         """Whether it is the same work, whatever it cost and whatever numbers it was given."""
         return (self.name, self.makes, self.overwrites, self.reads, self.grad_mode) == (
             (other.name, other.makes, other.overwrites, other.reads, other.grad_mode)
@@ -87,13 +87,13 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SavedSlot:
     """A tensor that autograd saved."""
 
     value: int
     geometry: Geometry
     device: torch.device
-    seen: Seen
+    seen: GraphBelow
     """The autograd graph below it."""
     event: int
     leaf: int | None = None
@@ -103,7 +103,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TracedStorage:
     """A storage: how large it is and when it is alive (from event `birth`, before event `death`)."""
 
     size: int
@@ -117,7 +117,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TracedValue:
     """A storage at a version."""
 
     storage: int
@@ -126,25 +126,25 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """One step. Event `e` sees every storage with `birth <= e < death`."""
 
-    events: tuple[Event, ...]
-    operations: tuple[Operation, ...]
-    slots: tuple[Slot, ...]
+    events: tuple[TraceEvent, ...]
+    operations: tuple[TracedOperation, ...]
+    slots: tuple[SavedSlot, ...]
     order: tuple[int, ...]
     """Slots in the order in which the backward pass asked for them."""
     asked: tuple[int, ...]
     """The event of each of those."""
     freed: tuple[int, ...]
     """For each of those, the first event at which the asking node is done."""
-    storages: tuple[Stored, ...]
-    values: tuple[Value, ...]
+    storages: tuple[TracedStorage, ...]
+    values: tuple[TracedValue, ...]
     open_slots: frozenset[int]
     """Slots that were neither asked for nor dead when the recording ended."""
     sources: dict[int, Any] = field(default_factory=dict)
     """For constants that stay from step to step: how to find each of them again."""
-    core: Core = NOTHING
+    lengths: TraceLengths = NOTHING
     """How much there was of everything when the last saved tensor was asked for."""
     keeps_graph: bool = False
     """The backward pass was asked to keep the graph."""
@@ -175,7 +175,7 @@ class Trace:
 T = TypeVar("T")
 
 
-def agreed(kept: Trace, cloned: Trace) -> Trace | None:
+def agreed_trace(kept: StepTrace, cloned: StepTrace) -> StepTrace | None:
     """The trace of a step recorded twice, or None if it did different things.
 
     From the cloning recording come the natural deaths and which operators can be run again; from
@@ -183,14 +183,14 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
     """
     if not _same(kept, cloned):
         return None
-    core = kept.core
+    lengths = kept.lengths
     operations = tuple(
         replace(
             theirs,
             cost=min(ours.cost, theirs.cost),
             run=theirs.run if _same_numbers(ours, theirs) else None,
         )
-        for ours, theirs in _pairs(kept.operations, cloned.operations, core.operations)
+        for ours, theirs in _pairs(kept.operations, cloned.operations, lengths.operations)
     )
     storages = tuple(
         replace(
@@ -198,11 +198,11 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
             natural=min(theirs.death, ours.death),
             pinned=ours.pinned or theirs.pinned,
         )
-        for ours, theirs in _pairs(kept.storages, cloned.storages, core.storages)
+        for ours, theirs in _pairs(kept.storages, cloned.storages, lengths.storages)
     )
     slots = tuple(
         replace(ours, marks=ours.marks if ours.marks == theirs.marks else frozenset())
-        for ours, theirs in _pairs(kept.slots, cloned.slots, core.slots)
+        for ours, theirs in _pairs(kept.slots, cloned.slots, lengths.slots)
     )
     sources = {
         value: source
@@ -211,50 +211,53 @@ def agreed(kept: Trace, cloned: Trace) -> Trace | None:
     }
     return replace(
         kept,
-        operations=operations + kept.operations[core.operations :],
-        storages=storages + kept.storages[core.storages :],
-        slots=slots + kept.slots[core.slots :],
+        operations=operations + kept.operations[lengths.operations :],
+        storages=storages + kept.storages[lengths.storages :],
+        slots=slots + kept.slots[lengths.slots :],
         sources=sources,
         open_slots=kept.open_slots | cloned.open_slots,
     )
 
 
-def cheaper(trace: Trace, other: Trace) -> Trace:
+def cheaper_trace(trace: StepTrace, other: StepTrace) -> StepTrace:
     """The trace with the smaller costs of one more recording, if that was the same step."""
     if not _same(trace, other):
         return trace
-    count = trace.core.operations
+    count = trace.lengths.operations
     pairs = _pairs(trace.operations, other.operations, count)
     operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
     return replace(trace, operations=operations + trace.operations[count:])
 
 
-def _same_numbers(left: Operation, right: Operation) -> bool:
+def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:
     """Whether an operator can be run again, and was given the same both times."""
     both = left.run is not None and right.run is not None
     return both and (left.args, left.kwargs) == (right.args, right.kwargs)
 
 
-def _same(left: Trace, right: Trace) -> bool:
+def _same(left: StepTrace, right: StepTrace) -> bool:
     """Whether two steps did the same until the last saved tensor was asked for."""
-    core = left.core
+    lengths = left.lengths
     return (
-        core == right.core
+        lengths == right.lengths
         and left.keeps_graph == right.keeps_graph
         and left.order == right.order
-        and left.events[: core.events] == right.events[: core.events]
-        and left.values[: core.values] == right.values[: core.values]
+        and left.events[: lengths.events] == right.events[: lengths.events]
+        and left.values[: lengths.values] == right.values[: lengths.values]
         and all(
-            a == replace(b, marks=a.marks) for a, b in _pairs(left.slots, right.slots, core.slots)
+            a == replace(b, marks=a.marks)
+            for a, b in _pairs(left.slots, right.slots, lengths.slots)
         )
-        and all(a.size == b.size for a, b in _pairs(left.storages, right.storages, core.storages))
-        and all(a.same(b) for a, b in _pairs(left.operations, right.operations, core.operations))
+        and all(
+            a.size == b.size for a, b in _pairs(left.storages, right.storages, lengths.storages)
+        )
+        and all(a.same(b) for a, b in _pairs(left.operations, right.operations, lengths.operations))
     )
 
 
-def same_step(left: Trace, right: Trace) -> bool:
+def same_step(left: StepTrace, right: StepTrace) -> bool:
     """Whether two steps did the same with the same numbers."""
-    count = left.core.operations
+    count = left.lengths.operations
     return _same(left, right) and all(
         (a.args, a.kwargs) == (b.args, b.kwargs)
         for a, b in _pairs(left.operations, right.operations, count)

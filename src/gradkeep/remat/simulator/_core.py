@@ -15,7 +15,8 @@ import gc
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep.remat.simulator._program import Kind
+from gradkeep.errors import RematError
+from gradkeep.remat.simulator._program import StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,12 +71,12 @@ class Storage:
         self.references = 0
         self.pinned = False
         self.last_access: float = -math.inf
-        self.tensors: list[Tensor] = []
+        self.tensors: list[TensorNode] = []
         self.above: dict[Storage, int] = {}
         """Storages it was computed from, with the number of edges."""
         self.below: dict[Storage, int] = {}
         """Storages computed from it, with the number of edges."""
-        self.evicted_dependents: set[Tensor] = set()
+        self.evicted_dependents: set[TensorNode] = set()
         """Only kept under the policy `banish`."""
         self.group: object = None
         """A place for the heuristic's own bookkeeping."""
@@ -83,23 +84,23 @@ class Storage:
         """The heuristic's numerator, while it is known."""
 
 
-class Tensor:
+class TensorNode:
     """One result of an operator: a view of its storage."""
 
     __slots__ = ("children", "defined", "index", "is_alias", "op", "parents", "siblings", "storage")
 
-    def __init__(self, op: Op, index: int, storage: Storage, parents: list[Tensor]) -> None:
+    def __init__(self, op: Op, index: int, storage: Storage, parents: list[TensorNode]) -> None:
         self.op = op
         self.index = index
         self.storage = storage
         self.parents = parents
-        self.siblings: list[Tensor] = []
-        self.children: list[Tensor] = []
+        self.siblings: list[TensorNode] = []
+        self.children: list[TensorNode] = []
         self.defined = False
         self.is_alias = bool(storage.tensors)
 
 
-class Core:
+class EvictionCore:
     """Memory under a budget; all times are in the unit of the operators' costs."""
 
     def __init__(
@@ -128,7 +129,7 @@ class Core:
         self._timeline = timeline
         self._banishing = policy == "banish"
 
-    def compute(self, op: Op, args: Sequence[Tensor]) -> list[Tensor]:
+    def compute(self, op: Op, args: Sequence[TensorNode]) -> list[TensorNode]:
         """Run an operator of the program for the first time; each result has one reference."""
         tensors = self._declare(op, args)
         self._materialize(tensors[0], again=False)
@@ -138,11 +139,11 @@ class Core:
             tensor.storage.last_access = clock
         return tensors
 
-    def get(self, tensor: Tensor) -> None:
+    def get(self, tensor: TensorNode) -> None:
         """One more reference from outside."""
         tensor.storage.references += 1
 
-    def release(self, tensor: Tensor) -> None:
+    def release(self, tensor: TensorNode) -> None:
         """One reference from outside less; what follows is the policy's."""
         storage = tensor.storage
         storage.references -= 1
@@ -152,7 +153,7 @@ class Core:
             elif self.policy == "eager" and storage.material and not storage.pinned:
                 self._evict(storage)
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin(self, tensor: TensorNode) -> None:
         """Bring the tensor back if need be, and never evict it again."""
         if not tensor.defined:
             self._materialize(tensor, again=True)
@@ -163,7 +164,7 @@ class Core:
             self._lock(storage)
             storage.pinned = True
 
-    def _declare(self, op: Op, args: Sequence[Tensor]) -> list[Tensor]:
+    def _declare(self, op: Op, args: Sequence[TensorNode]) -> list[TensorNode]:
         tensors = []
         for index, alias in enumerate(op.aliases):
             if alias >= 0:
@@ -176,7 +177,7 @@ class Core:
                 storage = Storage(self._storages, op.sizes[index])
                 storage.compute = op.cost
                 self._storages += 1
-            tensor = Tensor(op, index, storage, list(args))
+            tensor = TensorNode(op, index, storage, list(args))
             storage.tensors.append(tensor)
             storage.references += 1
             tensors.append(tensor)
@@ -196,7 +197,7 @@ class Core:
                         origin.evicted_dependents.add(tensor)
         return tensors
 
-    def _materialize(self, wanted: Tensor, *, again: bool) -> None:
+    def _materialize(self, wanted: TensorNode, *, again: bool) -> None:
         """Bring a tensor into memory, and first, one after the other, whatever it needs.
 
         An explicit stack instead of recursion: chains can be longer than Python's.
@@ -206,7 +207,7 @@ class Core:
             self._finish(wanted, again=again)
             return
         stack = [(wanted, again, iter(missing))]
-        waiting: list[Tensor | None] = [None]
+        waiting: list[TensorNode | None] = [None]
         while stack:
             tensor, tensor_again, parents = stack[-1]
             if waiting[-1] is not None:
@@ -226,7 +227,7 @@ class Core:
                 stack.pop()
                 waiting.pop()
 
-    def _begin(self, tensor: Tensor) -> list[Tensor]:
+    def _begin(self, tensor: TensorNode) -> list[TensorNode]:
         """Touch and lock the parents that are there; returns those that are not."""
         clock, missing = self.clock, []
         for parent in tensor.parents:
@@ -240,7 +241,7 @@ class Core:
                 missing.append(parent)
         return missing
 
-    def _finish(self, tensor: Tensor, *, again: bool) -> None:
+    def _finish(self, tensor: TensorNode, *, again: bool) -> None:
         """All parents are locked in memory: make room, run, unlock."""
         sizes = tensor.op.sizes
         need = sizes[0] if len(sizes) == 1 else sum(sizes)
@@ -255,7 +256,7 @@ class Core:
         if self.remat_compute > self.remat_limit:
             raise Thrashing
 
-    def _run(self, tensor: Tensor, need: int, *, again: bool) -> None:
+    def _run(self, tensor: TensorNode, need: int, *, again: bool) -> None:
         op = tensor.op
         self.clock += op.cost
         self.memory += need
@@ -278,7 +279,7 @@ class Core:
         if self._timeline is not None:
             self._timeline.ran(self, op, again=again)
 
-    def _run_siblings(self, tensor: Tensor) -> list[Storage]:
+    def _run_siblings(self, tensor: TensorNode) -> list[Storage]:
         """The other results of the operator: those already there are computed for nothing."""
         arrived = []
         for sibling in tensor.siblings:
@@ -296,7 +297,18 @@ class Core:
         while self.memory + need > self.budget:
             if not self.pool:
                 raise OutOfMemory
-            self._evict(self.heuristic.choose(self.pool, self.clock))
+            self._evict(self._victim())
+
+    def _victim(self) -> Storage:
+        """What the heuristic wants to go; it may be anybody's, so it is checked."""
+        chosen = self.heuristic.choose(self.pool, self.clock)
+        if chosen not in self.pool:
+            raise RematError(
+                f"the heuristic {self.heuristic.name!r} chose what may not go",
+                found=repr(chosen),
+                expected="a storage of the pool that choose() was given",
+            )
+        return chosen
 
     def _evict(self, storage: Storage) -> None:
         storage.material = False
@@ -323,7 +335,7 @@ class Core:
         if storage.locks == 0:
             self.pool[storage] = None
 
-    def _unlock_and_banish(self, tensor: Tensor) -> None:
+    def _unlock_and_banish(self, tensor: TensorNode) -> None:
         # Banishing removes parents from this very list while we walk it, and what comes after a
         # removed one is passed over. The original does so, and its results depend on it.
         for parent in tensor.parents:
@@ -362,7 +374,7 @@ def _cut(above: Storage, below: Storage) -> None:
         below.above.pop(above, None)
 
 
-def run_program(core: Core, program: Program) -> None:
+def run_program(core: EvictionCore, program: Program) -> None:
     """Drive the core through a program; raises `OutOfMemory` or `Thrashing` where it ends early."""
     # A run makes many objects that refer to each other and all live until its end: looking for
     # garbage among them again and again would take a third of the time.
@@ -375,10 +387,10 @@ def run_program(core: Core, program: Program) -> None:
             gc.enable()
 
 
-def _drive(core: Core, program: Program) -> None:
+def _drive(core: EvictionCore, program: Program) -> None:
     # Filled as operators run: a step never names a tensor that no earlier one made.
     tensors: list[Any] = [None] * len(program.tensors)
-    ops, run, release = program.ops, Kind.RUN, Kind.RELEASE
+    ops, run, release = program.ops, StepKind.RUN, StepKind.RELEASE
     for step in program.steps:
         kind, index = step.kind, step.index
         if kind is run:
@@ -388,7 +400,7 @@ def _drive(core: Core, program: Program) -> None:
                 tensors[number] = tensor
         elif kind is release:
             core.release(tensors[index])
-        elif kind is Kind.GET:
+        elif kind is StepKind.GET:
             core.get(tensors[index])
         else:
             core.pin(tensors[index])

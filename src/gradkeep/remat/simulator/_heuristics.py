@@ -30,22 +30,29 @@ if TYPE_CHECKING:
     from gradkeep.remat.simulator._core import Storage
 
 Pool = dict["Storage", None]
+"""The storages that may go, in the order in which they came to be free."""
 
 
 class Heuristic:
     """Base: scores every storage of the pool; the last of the lowest goes, the first that is free.
 
     `arrived` and `evicted` keep a heuristic's own books; `score` may be called for storages that are
-    in memory and not locked.
+    in memory and not locked. One of your own is known by name once it is registered:
+
+    >>> class Oldest(Heuristic):
+    ...     def score(self, storage, clock):
+    ...         return storage.number
+    >>> register("oldest-first", Oldest)
+    >>> from gradkeep.remat import chain, simulate
+    >>> simulate(chain(10), heuristic="oldest-first", budget=8).heuristic
+    'oldest-first'
     """
 
     name = "keep"
-
-    def __init__(self) -> None:
-        self.evaluations = 0
-        """How many scores were asked for."""
-        self.accesses = 0
-        """How many storages were looked at to answer."""
+    evaluations = 0
+    """How many scores were asked for."""
+    accesses = 0
+    """How many storages were looked at to answer."""
 
     def score(self, storage: Storage, clock: int) -> float:
         """What evicting the storage would cost."""
@@ -70,11 +77,16 @@ class Heuristic:
                     break
         self.evaluations += scanned
         self.accesses += scanned
-        assert chosen is not None
+        if chosen is None:
+            raise RematError(
+                f"the heuristic {self.name!r} gave no storage a score",
+                found=repr(score(next(iter(pool)), clock)),
+                expected="a number for at least one; the storage with the smallest goes",
+            )
         return chosen
 
 
-class _Ratio(Heuristic):
+class _CostRatio(Heuristic):
     """A numerator over size, staleness, both or nothing."""
 
     uses_size = True
@@ -110,7 +122,7 @@ class _Ratio(Heuristic):
         return chosen
 
 
-class Local(_Ratio):
+class LocalCost(_CostRatio):
     """Only the storage's own cost."""
 
     name = "dtr-local"
@@ -120,7 +132,7 @@ class Local(_Ratio):
         return storage.compute
 
 
-class Blind(_Ratio):
+class NoCost(_CostRatio):
     """No cost at all."""
 
     name = "ab-none-size-stale"
@@ -130,19 +142,19 @@ class Blind(_Ratio):
         return 1
 
 
-class _Group:
+class _EvictedClass:
     """A node of a union-find forest over evicted storages."""
 
     __slots__ = ("compute", "parent", "watchers")
 
     def __init__(self, compute: int) -> None:
-        self.parent: _Group | None = None
+        self.parent: _EvictedClass | None = None
         self.compute = compute
         self.watchers: list[Storage] = []
         """Storages whose numerator was worked out with this group's cost."""
 
 
-def _root(group: _Group) -> _Group:
+def _root(group: _EvictedClass) -> _EvictedClass:
     top = group
     while top.parent is not None:
         top = top.parent
@@ -151,7 +163,7 @@ def _root(group: _Group) -> _Group:
     return top
 
 
-class Classes(_Ratio):
+class EquivalenceClasses(_CostRatio):
     """The evicted classes beside the storage; merged as storages go, never split as they return."""
 
     name = "dtr-eq"
@@ -160,7 +172,7 @@ class Classes(_Ratio):
         total, seen = storage.compute, []
         for neighbour in (*storage.above, *storage.below):
             # A storage without a group was never in memory: its operator is waiting for this one.
-            if not neighbour.material and isinstance(neighbour.group, _Group):
+            if not neighbour.material and isinstance(neighbour.group, _EvictedClass):
                 root = _root(neighbour.group)
                 if root not in seen:
                     seen.append(root)
@@ -171,12 +183,12 @@ class Classes(_Ratio):
         return total
 
     def evicted(self, storage: Storage) -> None:
-        group = _Group(storage.compute)
+        group = _EvictedClass(storage.compute)
         storage.group = group
         for neighbour in (*storage.above, *storage.below):
             if neighbour.material:
                 neighbour.cached = None
-            elif isinstance(neighbour.group, _Group):
+            elif isinstance(neighbour.group, _EvictedClass):
                 root = _root(neighbour.group)
                 if root is not group:
                     _changed(root)
@@ -186,7 +198,7 @@ class Classes(_Ratio):
     def arrived(self, storage: Storage, *, again: bool) -> None:
         storage.cached = None
         group = storage.group
-        if isinstance(group, _Group):
+        if isinstance(group, _EvictedClass):
             root = _root(group)
             root.compute -= storage.compute
             _changed(root)
@@ -196,13 +208,13 @@ class Classes(_Ratio):
                 neighbour.cached = None
 
 
-def _changed(group: _Group) -> None:
+def _changed(group: _EvictedClass) -> None:
     for storage in group.watchers:
         storage.cached = None
     group.watchers.clear()
 
 
-class Exact(_Ratio):
+class ExactNeighbourhood(_CostRatio):
     """All evicted storages that would have to come back, and those that would then need this one."""
 
     name = "dtr"
@@ -210,7 +222,6 @@ class Exact(_Ratio):
     downwards = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._changed: list[Storage] = []
         """Storages that came or went since the last choice."""
 
@@ -270,7 +281,7 @@ class Exact(_Ratio):
         self._changed.clear()
 
 
-class Ancestors(Exact):
+class EvictedAncestors(ExactNeighbourhood):
     """What must come back first, by size: the memory that is saved per second."""
 
     name = "msps"
@@ -278,7 +289,7 @@ class Ancestors(Exact):
     downwards = False
 
 
-class Union(Exact):
+class UnionNeighbourhood(ExactNeighbourhood):
     """The neighbourhood counted once, and as stale as its freshest member."""
 
     name = "dtr-union"
@@ -294,7 +305,7 @@ class Union(Exact):
         return top / under if under > 0 else math.inf
 
 
-class LeastRecent(Heuristic):
+class LeastRecentlyUsed(Heuristic):
     """The one that was used longest ago."""
 
     name = "lru"
@@ -303,7 +314,7 @@ class LeastRecent(Heuristic):
         return storage.last_access
 
 
-class Largest(Heuristic):
+class LargestFirst(Heuristic):
     """The largest one."""
 
     name = "largest"
@@ -312,13 +323,12 @@ class Largest(Heuristic):
         return 1 / storage.size if storage.size > 0 else math.inf
 
 
-class Random(Heuristic):
+class RandomChoice(Heuristic):
     """Any one; the same for the same seed."""
 
     name = "random"
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__()
         self._random = random.Random(seed)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
@@ -327,33 +337,33 @@ class Random(Heuristic):
         return list(pool)[self._random.randrange(len(pool))]
 
 
-def _ablation(base: type[_Ratio], *, size: bool, stale: bool) -> Callable[[], Heuristic]:
+def _ablation(base: type[_CostRatio], *, size: bool, stale: bool) -> Callable[[], Heuristic]:
     name = f"ab-{_NUMERATORS[base]}{'-size' if size else ''}{'-stale' if stale else ''}"
     return type(base.__name__, (base,), {"name": name, "uses_size": size, "uses_staleness": stale})
 
 
-_NUMERATORS: dict[type[_Ratio], str] = {
-    Exact: "exact",
-    Classes: "eq",
-    Local: "local",
-    Blind: "none",
+_NUMERATORS: dict[type[_CostRatio], str] = {
+    ExactNeighbourhood: "exact",
+    EquivalenceClasses: "eq",
+    LocalCost: "local",
+    NoCost: "none",
 }
 _PLAIN: tuple[type[Heuristic], ...] = (
-    Exact,
-    Classes,
-    Local,
-    Ancestors,
-    LeastRecent,
-    Largest,
-    Random,
-    Union,
+    ExactNeighbourhood,
+    EquivalenceClasses,
+    LocalCost,
+    EvictedAncestors,
+    LeastRecentlyUsed,
+    LargestFirst,
+    RandomChoice,
+    UnionNeighbourhood,
 )
 _registry: dict[str, Callable[[], Heuristic]] = {kind.name: kind for kind in _PLAIN}
 for _base in _NUMERATORS:
     for _size in (True, False):
         for _stale in (True, False):
-            if _base is Blind and not (_size or _stale):
-                _registry["ab-none"] = type("Random", (Random,), {"name": "ab-none"})
+            if _base is NoCost and not (_size or _stale):
+                _registry["ab-none"] = type("Random", (RandomChoice,), {"name": "ab-none"})
                 continue
             _made = _ablation(_base, size=_size, stale=_stale)
             _registry[_made.name] = _made  # type: ignore[attr-defined]
@@ -371,7 +381,7 @@ ORIGINAL_NAMES = {
         f"Ab{old}{'Size' if size else ''}{'Stale' if stale else ''}": (
             f"ab-{new}{'-size' if size else ''}{'-stale' if stale else ''}"
         )
-        for old, new in (("E", "exact"), ("Eq", "eq"), ("Local", "local"), ("", "none"))
+        for old, new in (("E", "exact"), ("Eq", "eq"), ("LocalCost", "local"), ("", "none"))
         for size in (True, False)
         for stale in (True, False)
     },
@@ -380,11 +390,44 @@ ORIGINAL_NAMES = {
 """The names that the original simulator uses for the same scores."""
 
 
+_own: set[str] = set()
+"""Names that were registered from outside."""
+
+
 def register(name: str, make: Callable[[], Heuristic]) -> None:
-    """Add a heuristic under a new name; `make()` gives a fresh one for every run."""
-    if name in _registry:
-        raise RematError(f"there is a heuristic {name!r} already")
+    """Add a heuristic under a new name; `make()` gives a fresh one for every run.
+
+    From then on the name means it in this process, wherever a heuristic is named: `simulate`, sweeps,
+    `memory_budget(heuristic=...)`.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise RematError("a heuristic needs a name", found=repr(name), expected="text")
+    if name in _registry or name in ORIGINAL_NAMES:
+        means = f", the original's name of {ORIGINAL_NAMES[name]}" if name in ORIGINAL_NAMES else ""
+        raise RematError(
+            f"there is a heuristic {name!r} already{means}", fix="register it under another name"
+        )
+    made = make() if callable(make) else None
+    if not isinstance(made, Heuristic):
+        raise RematError(
+            f"nothing makes the heuristic {name!r}",
+            found=f"it gave {type(made).__name__}" if callable(make) else type(make).__name__,
+            expected="a class derived from gradkeep.remat.Heuristic, or a function that gives one",
+        )
+    kind = type(made)
+    if kind.score is Heuristic.score and kind.choose is Heuristic.choose:
+        raise RematError(
+            f"the heuristic {name!r} cannot choose",
+            found=f"{kind.__name__} defines neither score nor choose",
+            expected="score(storage, clock), whose smallest goes, or choose(pool, clock)",
+        )
     _registry[name] = make
+    _own.add(name)
+
+
+def own_heuristics() -> dict[str, Callable[[], Heuristic]]:
+    """What was registered from outside: other processes do not know it."""
+    return {name: _registry[name] for name in _registry if name in _own}
 
 
 def heuristics() -> list[str]:
@@ -403,13 +446,16 @@ def heuristic(name: str) -> Heuristic:
             expected=f"one of {', '.join(_registry)}",
             fix=f"did you mean {' or '.join(near)}?" if near else None,
         )
-    return _registry[known]()
+    made = _registry[known]()
+    if known in _own and made.name == Heuristic.name:
+        made.name = known
+    return made
 
 
 _SMALL = 0.01
 
 
-class Candidates(Heuristic):
+class SampledHeuristic(Heuristic):
     """A heuristic that looks at a part of the pool only; the same part for the same seed.
 
     `skip_small` passes over storages below 1 % of the pool's mean size, `sample` walks the pool in
@@ -420,7 +466,6 @@ class Candidates(Heuristic):
     def __init__(
         self, inner: Heuristic, *, skip_small: bool = False, sample: bool = False, seed: int = 0
     ) -> None:
-        super().__init__()
         self.name = inner.name
         self._inner = inner
         self._skip_small = skip_small

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep.errors import LogError
-from gradkeep.remat.simulator._program import CONSTANT, Kind, Op, Program, Step
+from gradkeep.remat.simulator._program import CONSTANT, Op, Program, ProgramStep, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,23 +57,23 @@ def read_log(
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise LogError("the log cannot be read", path=path, found=str(error)) from error
-        return _Reader(str(path), outputs).read(text.splitlines(), from_start=from_start)
-    return _Reader("log", outputs).read(source, from_start=from_start)
+        return _LogReader(str(path), outputs).read(text.splitlines(), from_start=from_start)
+    return _LogReader("log", outputs).read(source, from_start=from_start)
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _LogLine:
     number: int
     instruction: str
     values: dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Reader:
+class _LogReader:
     path: str
     outputs: OutputCondition
     ops: list[Op] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     storage_sizes: list[int] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class _Reader:
             output_bytes,
         )
 
-    def _parsed(self, lines: Iterable[str]) -> Iterator[_Line]:
+    def _parsed(self, lines: Iterable[str]) -> Iterator[_LogLine]:
         for number, text in enumerate(lines, 1):
             if not text.strip():
                 continue
@@ -116,7 +116,7 @@ class _Reader:
             if name not in _FIELDS:
                 known = ", ".join(_FIELDS)
                 raise self._wrong(number, "unknown instruction", repr(name), f"one of {known}")
-            yield _Line(number, name, self._typed(number, name, values))
+            yield _LogLine(number, name, self._typed(number, name, values))
 
     def _typed(self, number: int, name: str, values: dict[str, Any]) -> dict[str, Any]:
         typed: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class _Reader:
             typed[key] = value
         return typed
 
-    def _after_start(self, rows: list[_Line]) -> list[_Line]:
+    def _after_start(self, rows: list[_LogLine]) -> list[_LogLine]:
         for at, line in enumerate(rows):
             if line.instruction == "ANNOTATE" and line.values["ANNOTATION"] == "START":
                 return rows[at + 1 :]
@@ -145,7 +145,7 @@ class _Reader:
             fix="it may be cut off; to read it from the first line, pass from_start=False",
         )
 
-    def _take(self, line: _Line, stream: Iterator[_Line]) -> None:
+    def _take(self, line: _LogLine, stream: Iterator[_LogLine]) -> None:
         match line.instruction:
             case "CONSTANT":
                 self._constant(line, stream)
@@ -164,16 +164,16 @@ class _Reader:
             case other:
                 raise self._wrong(line.number, f"{other} that belongs to no CALL or CONSTANT", "")
 
-    def _constant(self, line: _Line, stream: Iterator[_Line]) -> None:
+    def _constant(self, line: _LogLine, stream: Iterator[_LogLine]) -> None:
         name = line.values["NAME"]
         if name in self.bound:
             raise self._wrong(line.number, "a constant that exists already", repr(name))
         size = self._following(line, stream, "MEMORY", name)["MEMORY"]
         results = self._run(CONSTANT, 0, (), (size,), (-1,), (name,))
-        self.steps.append(Step(Kind.PIN, results[0]))
+        self.steps.append(ProgramStep(StepKind.PIN, results[0]))
         self._bind(name, results[0])
 
-    def _call(self, line: _Line, stream: Iterator[_Line]) -> None:
+    def _call(self, line: _LogLine, stream: Iterator[_LogLine]) -> None:
         values, args = line.values, self._arguments(line)
         sizes, aliases = [], []
         for name in values["RESULT"]:
@@ -197,7 +197,7 @@ class _Reader:
         for name, number in zip(values["RESULT"], results, strict=True):
             self._bind(name, number)
 
-    def _mutate(self, line: _Line) -> None:
+    def _mutate(self, line: _LogLine) -> None:
         values, args = line.values, self._arguments(line)
         indices = self._indices(line, len(args))
         self.backward |= "backward" in values["NAME"]
@@ -210,22 +210,22 @@ class _Reader:
             self._bind(name, number)
             self._let_go(old)
 
-    def _copy(self, line: _Line) -> None:
+    def _copy(self, line: _LogLine) -> None:
         source = self._known(line, line.values["SRC"])
         if line.values["DST"] in self.bound:
             raise self._wrong(line.number, "a copy to a name that exists", line.values["DST"])
         self.bound[line.values["DST"]] = source
         self._hold(source)
-        self.steps.append(Step(Kind.GET, source))
+        self.steps.append(ProgramStep(StepKind.GET, source))
 
-    def _copy_from(self, line: _Line) -> None:
+    def _copy_from(self, line: _LogLine) -> None:
         old, source = (self._known(line, line.values[key]) for key in ("DST", "SRC"))
         self.bound[line.values["DST"]] = source
         self._let_go(old)
         self._hold(source)
-        self.steps.append(Step(Kind.GET, source))
+        self.steps.append(ProgramStep(StepKind.GET, source))
 
-    def _release(self, line: _Line) -> None:
+    def _release(self, line: _LogLine) -> None:
         name = line.values["NAME"]
         if name not in self.bound:
             self.ignored_releases += 1
@@ -253,7 +253,7 @@ class _Reader:
             self.references.append(0)
             self.storage_references.append(0)
             results.append(number)
-        self.steps.append(Step(Kind.RUN, len(self.ops)))
+        self.steps.append(ProgramStep(StepKind.RUN, len(self.ops)))
         op = Op(name, cost, args, tuple(results), sizes, aliases, self.backward)
         self.ops.append(op)
         return op.results
@@ -269,7 +269,7 @@ class _Reader:
     def _let_go(self, number: int) -> None:
         self.references[number] -= 1
         self.storage_references[self.roots[number]] -= 1
-        self.steps.append(Step(Kind.RELEASE, number))
+        self.steps.append(ProgramStep(StepKind.RELEASE, number))
 
     def _end(self) -> int:
         """What is still referenced is an output."""
@@ -279,14 +279,14 @@ class _Reader:
             if self.references[number] <= 0:
                 continue
             if self.outputs == "rematerialize":
-                self.steps.append(Step(Kind.PIN, number))
+                self.steps.append(ProgramStep(StepKind.PIN, number))
             elif self.roots[number] not in counted:
                 counted.add(self.roots[number])
                 output_bytes += self.storage_sizes[number]
         return output_bytes
 
     def _following(
-        self, line: _Line, stream: Iterator[_Line], instruction: str, name: str
+        self, line: _LogLine, stream: Iterator[_LogLine], instruction: str, name: str
     ) -> dict[str, Any]:
         after = next(stream, None)
         expected = f"{instruction} of {name!r} after line {line.number}"
@@ -299,12 +299,12 @@ class _Reader:
             raise self._wrong(after.number, "a negative size", str(after.values["MEMORY"]))
         return after.values
 
-    def _arguments(self, line: _Line) -> tuple[int, ...]:
+    def _arguments(self, line: _LogLine) -> tuple[int, ...]:
         if line.values["TIME"] < 0:
             raise self._wrong(line.number, "a negative TIME", str(line.values["TIME"]))
         return tuple(self._known(line, name) for name in line.values["ARGS"])
 
-    def _indices(self, line: _Line, count: int) -> list[int]:
+    def _indices(self, line: _LogLine, count: int) -> list[int]:
         indices = []
         for value in line.values["MUTATE"]:
             if not str(value).isdigit() or int(value) >= count:
@@ -313,7 +313,7 @@ class _Reader:
             indices.append(int(value))
         return indices
 
-    def _known(self, line: _Line, name: str) -> int:
+    def _known(self, line: _LogLine, name: str) -> int:
         if name not in self.bound:
             raise self._wrong(line.number, "a tensor that no line before defines", repr(name))
         return self.bound[name]

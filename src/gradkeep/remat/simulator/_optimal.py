@@ -62,16 +62,16 @@ def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int 
     if plain.peak <= budget:
         return Optimum("optimal", plain, plain.compute, 0.0)
     end = time.monotonic() + time_limit
-    found = _Model(graph, budget, rounds).solve(time_limit)
+    found = _IntegerProgram(graph, budget, rounds).solve(time_limit)
     for more in range(rounds + 1, rounds + _MORE_ROUNDS + 1):
         if found.status != "infeasible":
             break
-        found = _Model(graph, budget, more).solve(max(1.0, end - time.monotonic()))
+        found = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
     return found
 
 
 @dataclass
-class _Model:
+class _IntegerProgram:
     graph: Graph
     budget: int
     rounds: int

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from gradkeep.remat.simulator._sweep import Row, Source
+    from gradkeep.remat.simulator._sweep import RowSource, SweepRow
 
 _COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"),
     *("#8c510a", "#5e3c99", "#1b7837", "#b2182b", "#2166ac", "#bf812d", "#762a83", "#35978f"),
 )
 MARKERS = "o^svPX<>hd8p1"  # the diamond is for plans
-_STYLES: dict[Source, dict[str, Any]] = {
+_STYLES: dict[RowSource, dict[str, Any]] = {
     "simulated": {"linewidth": 1.2, "markersize": 4},
     "online": {"linewidth": 2.4, "linestyle": "--", "markersize": 8, "markerfacecolor": "white"},
     "planned": {
@@ -50,7 +50,7 @@ _STYLES: dict[Source, dict[str, Any]] = {
         "color": "#000000",
     },
 }
-_LABELS: dict[Source, str] = {
+_LABELS: dict[RowSource, str] = {
     "simulated": "{}, simulated",
     "online": "{}, online, measured",
     "planned": "planned, measured",
@@ -63,7 +63,7 @@ _STEEP = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PictureStyle:
     """What a picture of a sweep shows."""
 
     title: str
@@ -76,14 +76,16 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _PictureLine:
     """What is drawn as one."""
 
     label: str
-    source: Source
+    source: RowSource
 
 
-def draw(rows: Sequence[Row], folder: str | os.PathLike[str], name: str, look: Look) -> list[Path]:
+def draw_sweep(
+    rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, look: PictureStyle
+) -> list[Path]:
     """Write `name.png`, `name.svg` and a self-contained `name.html` into the folder."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,7 @@ def draw(rows: Sequence[Row], folder: str | os.PathLike[str], name: str, look: L
     return paths
 
 
-def _figure(rows: Sequence[Row], look: Look) -> Any:
+def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -136,7 +138,9 @@ def _figure(rows: Sequence[Row], look: Look) -> Any:
     return figure
 
 
-def _panel(axis: Any, rows: Sequence[Row], lines: Sequence[_Line], look: Look) -> None:
+def _panel(
+    axis: Any, rows: Sequence[SweepRow], lines: Sequence[_PictureLine], look: PictureStyle
+) -> None:
     good = [getattr(row, look.measure) for row in rows if row.status == "ok"]
     top = max(good, default=1.0)
     steep = look.logarithmic or (look.measure == "overhead" and top > _STEEP)
@@ -166,19 +170,19 @@ def _panel(axis: Any, rows: Sequence[Row], lines: Sequence[_Line], look: Look) -
     axis.grid(alpha=0.25)
 
 
-def _lines(rows: Sequence[Row], look: Look) -> list[_Line]:
+def _lines(rows: Sequence[SweepRow], look: PictureStyle) -> list[_PictureLine]:
     """Each once; the simulated ones first, so that what was measured lies upon them."""
     found = dict.fromkeys(_line_of(row, look) for row in rows)
     order = list(_STYLES)
     return sorted(found, key=lambda line: order.index(line.source))
 
 
-def _line_of(row: Row, look: Look) -> _Line:
+def _line_of(row: SweepRow, look: PictureStyle) -> _PictureLine:
     name = f"{row.heuristic}, {row.policy}" if look.by_policy else row.heuristic
-    return _Line(_LABELS[row.source].format(name), row.source)
+    return _PictureLine(_LABELS[row.source].format(name), row.source)
 
 
-def sentences(rows: Sequence[Row]) -> list[str]:
+def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:
     """What the table says, in words: per log the cheapest at half of the memory, and the least."""
     found = []
     for log, source in dict.fromkeys((row.log, row.source) for row in rows):
@@ -200,14 +204,14 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _by(row: Row) -> str:
+def _by(row: SweepRow) -> str:
     if row.source == "checkpoint":
         return f"{_LABELS[row.source]}, {row.heuristic}"
     return _LABELS[row.source].format(row.heuristic)
 
 
-def _page(rows: Sequence[Row], look: Look, svg: str) -> str:
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in sentences(rows))
+def _page(rows: Sequence[SweepRow], look: PictureStyle, svg: str) -> str:
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in sweep_sentences(rows))
     head = (
         *("log", "source", "heuristic", "policy", "ratio", "budget", "peak", "status", "overhead"),
         *("evictions", "accesses"),

@@ -10,7 +10,7 @@ CONSTANT = "constant"
 """The name of operators that stand for inputs and parameters."""
 
 
-class Kind(IntEnum):
+class StepKind(IntEnum):
     """What a step does."""
 
     RUN = 0
@@ -47,10 +47,10 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One thing that happens: `kind` to the operator or tensor with number `index`."""
 
-    kind: Kind
+    kind: StepKind
     index: int
 
 
@@ -59,7 +59,7 @@ class Program:
     """A whole step of training: what was computed, and when references came and went."""
 
     ops: tuple[Op, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     tensors: tuple[str, ...]
     """The name of every tensor."""
     ignored_releases: int = 0
@@ -95,7 +95,7 @@ class Program:
 
     def without_releases(self) -> Program:
         """The same program if nothing outside ever let go of a tensor."""
-        kept = tuple(step for step in self.steps if step.kind is not Kind.RELEASE)
+        kept = tuple(step for step in self.steps if step.kind is not StepKind.RELEASE)
         return Program(self.ops, kept, self.tensors, self.ignored_releases, self.output_bytes)
 
 
@@ -108,13 +108,13 @@ def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
     7
     """
     ops = [Op(CONSTANT, 0, (), (0,), (size,), (-1,))]
-    steps = [Step(Kind.RUN, 0), Step(Kind.PIN, 0)]
+    steps = [ProgramStep(StepKind.RUN, 0), ProgramStep(StepKind.PIN, 0)]
     names = ["input"]
 
     def run(name: str, args: tuple[int, ...], *, backward: bool) -> int:
         number = len(names)
         names.append(f"{name}{number}")
-        steps.append(Step(Kind.RUN, len(ops)))
+        steps.append(ProgramStep(StepKind.RUN, len(ops)))
         ops.append(Op(name, cost, args, (number,), (size,), (-1,), backward))
         return number
 
@@ -124,9 +124,9 @@ def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
     gradient = forward.pop()
     for activation in reversed(forward):
         after = run("backward", (gradient, activation), backward=True)
-        steps.append(Step(Kind.RELEASE, gradient))
+        steps.append(ProgramStep(StepKind.RELEASE, gradient))
         if activation:
-            steps.append(Step(Kind.RELEASE, activation))
+            steps.append(ProgramStep(StepKind.RELEASE, activation))
         gradient = after
-    steps.append(Step(Kind.PIN, gradient))
+    steps.append(ProgramStep(StepKind.PIN, gradient))
     return Program(tuple(ops), tuple(steps), tuple(names))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._program import Kind, Op, Program, Step
+from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class Graph:
         """The graph of a program: aliases collapsed, results merged, constants left out."""
         simple = simplify(program)
         maker = {op.results[0]: number for number, op in enumerate(simple.ops)}
-        pins = (step.index for step in simple.steps if step.kind is Kind.PIN)
+        pins = (step.index for step in simple.steps if step.kind is StepKind.PIN)
         return cls(
             costs=tuple(op.cost for op in simple.ops),
             sizes=tuple(op.sizes[0] for op in simple.ops),
@@ -121,7 +121,7 @@ def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _ProgramDraft:
     """A program under construction, and what became of the old one's parts."""
 
     ops: list[Op] = field(default_factory=list)
@@ -145,7 +145,7 @@ class _Draft:
         )
         return results
 
-    def program(self, source: Program, steps: list[Step]) -> Program:
+    def program(self, source: Program, steps: list[ProgramStep]) -> Program:
         return dataclasses.replace(
             source, ops=tuple(self.ops), steps=tuple(steps), tensors=tuple(self.names)
         )
@@ -157,10 +157,10 @@ def collapse_aliases(program: Program) -> Program:
     The cost of making an alias is dropped with it. An operator that makes both aliases and new
     tensors cannot be expressed and raises.
     """
-    draft, steps = _Draft(), list[Step]()
+    draft, steps = _ProgramDraft(), list[ProgramStep]()
     for step in program.steps:
-        if step.kind is not Kind.RUN:
-            steps.append(Step(step.kind, draft.tensors[step.index]))
+        if step.kind is not StepKind.RUN:
+            steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
             continue
         op = program.ops[step.index]
         shared = [alias >= 0 for alias in op.aliases]
@@ -169,20 +169,20 @@ def collapse_aliases(program: Program) -> Program:
         if any(shared):
             for number, alias in zip(op.results, op.aliases, strict=True):
                 draft.tensors[number] = draft.tensors[op.args[alias]]
-                steps.append(Step(Kind.GET, draft.tensors[number]))
+                steps.append(ProgramStep(StepKind.GET, draft.tensors[number]))
             continue
         results = draft.add(step.index, op, [program.tensors[x] for x in op.results], op.sizes)
         draft.tensors.update(zip(op.results, results, strict=True))
-        steps.append(Step(Kind.RUN, draft.numbers[step.index]))
+        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
     return draft.program(program, steps)
 
 
 def merge_tuples(program: Program) -> Program:
     """The same program in which the results of an operator are one tensor of their joint size."""
-    draft, steps = _Draft(), list[Step]()
+    draft, steps = _ProgramDraft(), list[ProgramStep]()
     for step in program.steps:
-        if step.kind is not Kind.RUN:
-            steps.append(Step(step.kind, draft.tensors[step.index]))
+        if step.kind is not StepKind.RUN:
+            steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
             continue
         op = program.ops[step.index]
         if any(alias >= 0 for alias in op.aliases):
@@ -190,9 +190,9 @@ def merge_tuples(program: Program) -> Program:
         name = "+".join(program.tensors[number] for number in op.results)
         (result,) = draft.add(step.index, op, [name], (sum(op.sizes),))
         draft.tensors.update(dict.fromkeys(op.results, result))
-        steps.append(Step(Kind.RUN, draft.numbers[step.index]))
+        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
         # The merged tensor is held as often as its parts were.
-        steps.extend(Step(Kind.GET, result) for _ in op.results[1:])
+        steps.extend(ProgramStep(StepKind.GET, result) for _ in op.results[1:])
     return draft.program(program, steps)
 
 
@@ -201,11 +201,11 @@ def eliminate_constants(program: Program) -> Program:
 
     `Program.constant_bytes` of the original tells how many bytes were left out.
     """
-    draft, steps = _Draft(), list[Step]()
+    draft, steps = _ProgramDraft(), list[ProgramStep]()
     for step in program.steps:
-        if step.kind is not Kind.RUN:
+        if step.kind is not StepKind.RUN:
             if step.index in draft.tensors:
-                steps.append(Step(step.kind, draft.tensors[step.index]))
+                steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
             continue
         op = program.ops[step.index]
         if op.is_constant:
@@ -214,7 +214,7 @@ def eliminate_constants(program: Program) -> Program:
             raise RematError(f"{op.name} makes an alias: collapse aliases first")
         results = draft.add(step.index, op, [program.tensors[x] for x in op.results], op.sizes)
         draft.tensors.update(zip(op.results, results, strict=True))
-        steps.append(Step(Kind.RUN, draft.numbers[step.index]))
+        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
     return draft.program(program, steps)
 
 

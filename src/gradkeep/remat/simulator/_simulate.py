@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._core import Core, OutOfMemory, Policy, Thrashing, run_program
-from gradkeep.remat.simulator._heuristics import Candidates, Heuristic
+from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
+from gradkeep.remat.simulator._heuristics import Heuristic, SampledHeuristic
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """What happened; where the run did not finish, the counters are those at that point."""
 
     status: Literal["ok", "oom", "thrash"]
@@ -57,7 +57,7 @@ def simulate(
     sample: bool = False,
     seed: int = 0,
     timeline: Timeline | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Run the program in `budget` bytes; it counts as thrashing beyond `limit` times the base cost.
 
     `skip_small` and `sample` let the heuristic look at fewer storages; `timeline` collects what
@@ -75,8 +75,8 @@ def simulate(
         raise RematError("the limit is a factor of at least 1", found=limit)
     chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
     if skip_small or sample:
-        chooser = Candidates(chooser, skip_small=skip_small, sample=sample, seed=seed)
-    core = Core(
+        chooser = SampledHeuristic(chooser, skip_small=skip_small, sample=sample, seed=seed)
+    core = EvictionCore(
         chooser,
         budget=budget - program.output_bytes,
         policy=policy,
@@ -90,7 +90,7 @@ def simulate(
         status = "oom"
     except Thrashing:
         status = "thrash"
-    return Outcome(
+    return SimulationResult(
         status=status,
         heuristic=chooser.name,
         policy=policy,
@@ -118,7 +118,7 @@ def unlimited_peak(program: Program) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class MemoryEvent:
     """One operator that ran or one storage that was evicted."""
 
     clock: int
@@ -132,21 +132,21 @@ class Event:
 class Timeline:
     """Collects events while a core runs."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[MemoryEvent] = field(default_factory=list)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """The events as CSV, one line each, for a picture of bytes over time."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([part.name for part in dataclasses.fields(Event)])
+            writer.writerow([part.name for part in dataclasses.fields(MemoryEvent)])
             writer.writerows(dataclasses.astuple(event) for event in self.events)
 
-    def ran(self, core: Core, op: Op, *, again: bool) -> None:
+    def ran(self, core: EvictionCore, op: Op, *, again: bool) -> None:
         """An operator ran."""
         what: Literal["run", "recompute"] = "recompute" if again else "run"
-        self.events.append(Event(core.clock, what, op.name, core.memory))
+        self.events.append(MemoryEvent(core.clock, what, op.name, core.memory))
 
-    def evicted(self, core: Core, storage: Storage) -> None:
+    def evicted(self, core: EvictionCore, storage: Storage) -> None:
         """A storage left memory."""
         name = storage.tensors[0].op.name
-        self.events.append(Event(core.clock, "evict", name, core.memory))
+        self.events.append(MemoryEvent(core.clock, "evict", name, core.memory))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._heuristics import heuristic
+from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
 from gradkeep.remat.simulator._log import read_log
 from gradkeep.remat.simulator._optimal import SMALL_ENOUGH, optimum_point
 from gradkeep.remat.simulator._schedule import Graph
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from gradkeep.remat.simulator._core import Policy
     from gradkeep.remat.simulator._program import Program
 
-MAIN = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest", "random")
-Source = Literal["simulated", "optimum", "online", "planned", "checkpoint"]
+MAIN_HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest", "random")
+RowSource = Literal["simulated", "optimum", "online", "planned", "checkpoint"]
 """How a row came about; the last three are measured on a live model."""
 OPTIMUM = "optimum"
 """In the place of a heuristic: the integer program decides."""
@@ -36,7 +36,7 @@ RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SweepCase:
     """One simulation to be done."""
 
     log: str
@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One simulation or measurement done: a line of the table."""
 
     log: str
@@ -64,23 +64,23 @@ class Row:
     rematerializations: int
     heuristic_evaluations: int
     accesses: int
-    source: Source = "simulated"
+    source: RowSource = "simulated"
 
     @property
-    def case(self) -> Case:
+    def case(self) -> SweepCase:
         """What was simulated."""
         policy: Policy = self.policy  # type: ignore[assignment]
-        return Case(self.log, self.heuristic, self.ratio, policy, self.limit)
+        return SweepCase(self.log, self.heuristic, self.ratio, policy, self.limit)
 
 
-def cases(
+def sweep_cases(
     logs: Sequence[str | os.PathLike[str]],
     *,
-    heuristics: Sequence[str] = MAIN,
+    heuristics: Sequence[str] = MAIN_HEURISTICS,
     ratios: Sequence[float] = RATIOS,
     policies: Sequence[Policy] = ("eager",),
     limit: float = 2.0,
-) -> list[Case]:
+) -> list[SweepCase]:
     """Every combination; unknown heuristics and ratios that make no sense are refused here."""
     for name in heuristics:
         heuristic(name)
@@ -88,7 +88,7 @@ def cases(
         if not ratio > 0:
             raise RematError("a ratio is a share of the peak above 0", found=ratio)
     return [
-        Case(os.fspath(log), name, float(ratio), policy, limit)
+        SweepCase(os.fspath(log), name, float(ratio), policy, limit)
         for log in logs
         for policy in policies
         for name in heuristics
@@ -98,22 +98,23 @@ def cases(
 
 def optimum_cases(
     logs: Sequence[str | os.PathLike[str]], *, ratios: Sequence[float] = RATIOS
-) -> list[Case]:
+) -> list[SweepCase]:
     """The optimum at every ratio, of the logs that are small enough to find it."""
     small = [log for log in logs if len(Graph.of(read_log(log))) <= SMALL_ENOUGH]
-    return [Case(os.fspath(log), OPTIMUM, float(ratio)) for log in small for ratio in ratios]
+    return [SweepCase(os.fspath(log), OPTIMUM, float(ratio)) for log in small for ratio in ratios]
 
 
 def sweep(
-    wanted: Iterable[Case],
+    wanted: Iterable[SweepCase],
     table: str | os.PathLike[str],
     *,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Row]:
+) -> list[SweepRow]:
     """Run the cases that the CSV `table` does not hold yet, adding each row as it is done.
 
-    Interrupt it at any moment and run it again: what is in the table is not done twice.
+    Interrupt it at any moment and run it again: what is in the table is not done twice. Cases of a
+    heuristic that was registered here run in this process, all others on `workers` processes.
     """
     path = Path(table)
     every = list(dict.fromkeys(wanted))
@@ -126,24 +127,34 @@ def sweep(
         progress(finished, len(every))
     for log in dict.fromkeys(case.log for case in left):
         _program(log)  # a log that cannot be read is told at once, not by a worker
-    count = max(1, min(len(left), workers or os.cpu_count() or 1))
-    if left:
+
+    def add(row: SweepRow) -> None:
+        nonlocal finished
+        done[row.case] = row
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerow(dataclasses.astuple(row))
+        finished += 1
+        if progress is not None:
+            progress(finished, len(every))
+
+    # Other processes do not know a heuristic that was registered in this one.
+    own = own_heuristics()
+    here = [case for case in left if case.heuristic in own]
+    elsewhere = [case for case in left if case.heuristic not in own]
+    count = max(1, min(len(elsewhere), workers or os.cpu_count() or 1))
+    if elsewhere:
         with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = [pool.submit(run_case, case) for case in left]
+            futures = [pool.submit(run_case, case) for case in elsewhere]
             for future in as_completed(futures):
-                row = future.result()
-                done[row.case] = row
-                with path.open("a", newline="") as file:
-                    csv.writer(file).writerow(dataclasses.astuple(row))
-                finished += 1
-                if progress is not None:
-                    progress(finished, len(every))
+                add(future.result())
+    for case in here:
+        add(run_case(case))
     rows = [done[case] for case in every]
     write_table(path, rows)
     return rows
 
 
-def run_case(case: Case) -> Row:
+def run_case(case: SweepCase) -> SweepRow:
     """Simulate one case."""
     program, peak = _program(case.log)
     budget = int(peak * case.ratio)
@@ -156,7 +167,7 @@ def run_case(case: Case) -> Row:
         policy=case.policy,
         limit=case.limit,
     )
-    return Row(
+    return SweepRow(
         log=case.log,
         heuristic=case.heuristic,
         ratio=case.ratio,
@@ -173,9 +184,9 @@ def run_case(case: Case) -> Row:
     )
 
 
-def _optimum(case: Case, program: Program, budget: int) -> Row:
+def _optimum(case: SweepCase, program: Program, budget: int) -> SweepRow:
     best = optimum_point(program, budget, time_limit=_OPTIMUM_SECONDS)
-    return Row(
+    return SweepRow(
         log=case.log,
         heuristic=OPTIMUM,
         ratio=case.ratio,
@@ -199,11 +210,11 @@ def _program(log: str) -> tuple[Program, int]:
     return program, unlimited_peak(program)
 
 
-def read_table(path: str | os.PathLike[str]) -> list[Row]:
+def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
     """The rows of a table; a last line that was cut off by a kill is left out."""
     rows = []
-    fields = dataclasses.fields(Row)
-    kinds = {"float": float, "int": int, "str": str, "Source": str}
+    fields = dataclasses.fields(SweepRow)
+    kinds = {"float": float, "int": int, "str": str, "RowSource": str}
     with Path(path).open(newline="") as file:
         for line in list(csv.reader(file))[1:]:
             if len(line) != len(fields):
@@ -214,16 +225,16 @@ def read_table(path: str | os.PathLike[str]) -> list[Row]:
                 ]
             except ValueError:
                 continue
-            rows.append(Row(*values))
+            rows.append(SweepRow(*values))
     return rows
 
 
-def write_table(path: Path, rows: Iterable[Row]) -> None:
+def write_table(path: Path, rows: Iterable[SweepRow]) -> None:
     """Write a table: a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([part.name for part in dataclasses.fields(Row)])
+        writer.writerow([part.name for part in dataclasses.fields(SweepRow)])
         writer.writerows(dataclasses.astuple(row) for row in rows)
     temporary.replace(path)

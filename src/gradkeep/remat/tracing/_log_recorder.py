@@ -25,15 +25,15 @@ from torch import Tensor
 from gradkeep.errors import RematError
 from gradkeep.remat.tracing._tensors import (
     SEQUENCES,
-    Followed,
+    FollowedStorage,
+    OperatorSignature,
     QuickDispatchMode,
-    Signature,
-    Watch,
+    StorageRef,
     beside_compiler,
-    collect,
-    geometry,
+    collect_tensors,
     signature_of,
-    written,
+    view_key,
+    written_storages,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Call(NamedTuple):
+class LoggedCall(NamedTuple):
     """An operator that ran."""
 
     name: str
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     """Number, bytes and alias index of each result."""
 
 
-class Mutation(NamedTuple):
+class LoggedMutation(NamedTuple):
     """An operator that changed whole storages in place; they keep their numbers."""
 
     name: str
@@ -59,7 +59,7 @@ class Mutation(NamedTuple):
     """Positions among the arguments."""
 
 
-class Constant(NamedTuple):
+class LoggedConstant(NamedTuple):
     """A storage that was there before."""
 
     number: int
@@ -68,24 +68,24 @@ class Constant(NamedTuple):
 
 BACKWARD = "BACKWARD"
 
-Event = Call | Mutation | Constant | int | str
+Event = LoggedCall | LoggedMutation | LoggedConstant | int | str
 """What happened; a number is a release, the string is the begin of the backward pass."""
 
 
 @dataclass(slots=True)
-class Notes:
+class LoggedStep:
     """One run of a step."""
 
     events: list[Event] = field(default_factory=list)
     times: list[int] = field(default_factory=list)
     """Nanoseconds, one for every `Call` and `Mutation`."""
 
-    def least(self, other: Notes) -> Notes:
+    def least(self, other: LoggedStep) -> LoggedStep:
         """These notes with the smaller of both times, or the other's if it did something else."""
         if self.events != other.events:
             return other
         pairs = zip(self.times, other.times, strict=True)
-        return Notes(self.events, [min(pair) for pair in pairs])
+        return LoggedStep(self.events, [min(pair) for pair in pairs])
 
     def write(self, path: Path) -> None:
         """Write the log; a reader sees all of it or nothing."""
@@ -103,22 +103,22 @@ class Notes:
         for event in self.events:
             if isinstance(event, int):
                 yield _line("RELEASE", NAME=f"x{event}")
-            elif isinstance(event, Call):
+            elif isinstance(event, LoggedCall):
                 yield from _call(event, next(times))
-            elif isinstance(event, Mutation):
+            elif isinstance(event, LoggedMutation):
                 args = [f"x{number}" for number in event.args]
                 # The one list of numbers in the format: the original uses them as they are.
                 changed = list(event.changed)
                 spent = str(next(times))
                 yield _line("MUTATE", NAME=event.name, ARGS=args, MUTATE=changed, TIME=spent)
-            elif isinstance(event, Constant):
+            elif isinstance(event, LoggedConstant):
                 yield _line("CONSTANT", NAME=f"x{event.number}")
                 yield _line("MEMORY", NAME=f"x{event.number}", MEMORY=str(event.size))
             else:
                 yield _line("ANNOTATE", ANNOTATION=event)
 
 
-def _call(event: Call, spent: int) -> Iterator[str]:
+def _call(event: LoggedCall, spent: int) -> Iterator[str]:
     names = [f"x{number}" for number, _, _ in event.results]
     args = [f"x{number}" for number in event.args]
     yield _line("CALL", NAME=event.name, RESULT=names, ARGS=args, TIME=str(spent))
@@ -152,13 +152,13 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self.in_place = in_place
         self.live_peak = 0
         self.repeats = 0
-        self._signatures: dict[Any, Signature] = {}
-        self._best: Notes | None = None
+        self._signatures: dict[Any, OperatorSignature] = {}
+        self._best: LoggedStep | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._notes = Notes()
-        self._alive: dict[int, Followed] = {}
+        self._notes = LoggedStep()
+        self._alive: dict[int, FollowedStorage] = {}
         self._count = 0
         self._live = 0
         self._backward = False
@@ -228,9 +228,9 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
             self._backward = True
             self._notes.events.append(BACKWARD)
         given: list[Tensor] = []
-        collect(args, given)
+        collect_tensors(args, given)
         if kwargs:
-            collect(kwargs.values(), given)
+            collect_tensors(kwargs.values(), given)
         # Everything below is per argument of every operator: hence the plain loop.
         alive, names, keys = self._alive, [], []
         for tensor in given:
@@ -239,15 +239,15 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
             followed = alive.get(key)
             if followed is None:
                 name = self._follow(storage, key)
-                self._notes.events.append(Constant(name, alive[key].size))
+                self._notes.events.append(LoggedConstant(name, alive[key].size))
             elif followed.views:
-                name = followed.views.get(geometry(tensor), followed.root)
+                name = followed.views.get(view_key(tensor), followed.root)
             else:
                 name = followed.root
             keys.append(key)
             names.append(name)
         if signature.writes:
-            changed = written(signature, args, kwargs or {})
+            changed = written_storages(signature, args, kwargs or {})
             if changed:
                 made = [t for t in made if id(t.untyped_storage()) not in changed]
                 if self.in_place == "alias":
@@ -277,7 +277,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 results.append((result, alive[key].size, -1))
             elif key in keys:
                 self._count = result = self._count + 1
-                shape = geometry(tensor)
+                shape = view_key(tensor)
                 if followed.views is None:
                     followed.views = {}
                 elif shape in followed.views:
@@ -286,7 +286,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 followed.views[shape] = result
                 results.append((result, followed.size, keys.index(key)))
         if results:
-            self._notes.events.append(Call(name, tuple(names), tuple(results)))
+            self._notes.events.append(LoggedCall(name, tuple(names), tuple(results)))
             self._notes.times.append(spent)
             self._notes.events.extend(replaced)
 
@@ -332,7 +332,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         positions = [keys.index(key) for key in changed]
         for key, at in zip(changed, positions, strict=True):
             args[at] = self._alive[key].root
-        self._notes.events.append(Mutation(name, tuple(args), tuple(sorted(positions))))
+        self._notes.events.append(LoggedMutation(name, tuple(args), tuple(sorted(positions))))
         self._notes.times.append(spent)
         for key in changed:
             followed = self._alive[key]
@@ -342,16 +342,16 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
         self._count = number = self._count + 1
         size = storage.nbytes()
-        watch = Watch(storage, self._gone)
-        watch.key = key
-        self._alive[key] = Followed(number, size, watch)
+        ref = StorageRef(storage, self._gone)
+        ref.key = key
+        self._alive[key] = FollowedStorage(number, size, ref)
         self._live += size
         if self._live > self.live_peak:
             self.live_peak = self._live
         return number
 
-    def _gone(self, watch: Watch) -> None:
-        followed = self._alive.pop(watch.key, None)
+    def _gone(self, ref: StorageRef) -> None:
+        followed = self._alive.pop(ref.key, None)
         if followed is not None:
             self._live -= followed.size
             self._notes.events.append(followed.root)

@@ -44,7 +44,7 @@ _COMPARED = {"aten::mkldnn_rnn_layer": 3}
 """How many results are compared; after these comes a workspace with unused bytes between."""
 
 
-class Ref(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor among an operator's arguments."""
 
     value: int
@@ -52,7 +52,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class FirstResultRerun:
     """Another way to the first result only, given the other results after `args`."""
 
     run: Callable[..., Any] | None
@@ -61,14 +61,14 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class OperatorRerun:
     """How to run an operator again; `run` is None if that is not known."""
 
     run: Callable[..., Any] | None
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     random: bool = False
-    apart: Apart | None = None
+    apart: FirstResultRerun | None = None
 
     def reads(self) -> frozenset[int]:
         """The values that are needed to run it."""
@@ -77,17 +77,17 @@ class Recipe:
         return frozenset(found)
 
 
-def recipe_of(
+def rerun_of(
     func: Any,
     args: tuple[Any, ...],
     kwargs: tuple[tuple[str, Any], ...],
     made: Sequence[Tensor],
     *,
     in_place: bool,
-) -> Recipe:
+) -> OperatorRerun:
     """The recipe of an operator that ran with these arguments."""
     name = func._schema.name
-    unknown = Recipe(None, (), ())
+    unknown = OperatorRerun(None, (), ())
     given = dict(kwargs)
     if name in _NORMALIZERS:
         return _normalizer(func, args, kwargs)
@@ -101,14 +101,14 @@ def recipe_of(
     if name == "aten::empty_like":
         # It reads nothing of its argument but the shape: a dropped argument is not brought back.
         like = made[0]
-        run = _Empty(tuple(like.shape), tuple(like.stride()), like.dtype, like.device)
-        return Recipe(run, (), ())
+        run = _EmptyTensor(tuple(like.shape), tuple(like.stride()), like.dtype, like.device)
+        return OperatorRerun(run, (), ())
     # The packet behind an overload is one Python call less.
-    return Recipe(func._op, args, kwargs, random=random)
+    return OperatorRerun(func._op, args, kwargs, random=random)
 
 
 @dataclass(frozen=True, slots=True)
-class _Empty:
+class _EmptyTensor:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -118,13 +118,17 @@ class _Empty:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-def _normalizer(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Recipe:
+def _normalizer(
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> OperatorRerun:
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **dict(kwargs)}
     if not given.get("training", True):
-        return Recipe(func._op, args, kwargs)
-    apart = Apart(apply_statistics, (given["input"], given.get("weight"), given.get("bias")))
-    return Recipe(None, (), (), apart=apart)
+        return OperatorRerun(func._op, args, kwargs)
+    apart = FirstResultRerun(
+        apply_statistics, (given["input"], given.get("weight"), given.get("bias"))
+    )
+    return OperatorRerun(None, (), (), apart=apart)
 
 
 def apply_statistics(
@@ -143,12 +147,16 @@ def apply_statistics(
 
 
 def tried(
-    recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]
-) -> Recipe:
+    recipe: OperatorRerun,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sequence[Tensor],
+) -> OperatorRerun:
     """Run an operator once more, right away: a recipe that does not give the same bits is none."""
     if func._schema.name in _UNWRITTEN:
         return recipe
-    unknown = Recipe(None, recipe.args, recipe.kwargs)
+    unknown = OperatorRerun(None, recipe.args, recipe.kwargs)
     state = torch.get_rng_state()
     try:
         again = func(*args, **kwargs)
@@ -164,8 +172,12 @@ def tried(
 
 
 def tried_apart(
-    apart: Apart, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Tensor]
-) -> Apart:
+    apart: FirstResultRerun,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sequence[Tensor],
+) -> FirstResultRerun:
     """The same for a way of its own; it also learns what that way costs."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -197,7 +209,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _gather(value: Any, found: set[int]) -> None:
-    if isinstance(value, Ref):
+    if isinstance(value, TensorRef):
         found.add(value.value)
     elif isinstance(value, tuple):
         for item in value:

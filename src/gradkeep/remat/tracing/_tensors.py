@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="QuickDispatchMode")
 
 
-class Watch(weakref.ref[torch.UntypedStorage]):
+class StorageRef(weakref.ref[torch.UntypedStorage]):
     """Calls back when the storage is gone, and still knows which one it was."""
 
     __slots__ = ("key",)
@@ -27,12 +27,12 @@ class Watch(weakref.ref[torch.UntypedStorage]):
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
+class FollowedStorage:
     """A storage that is alive, and the numbers that its tensors have in the log."""
 
     root: int
     size: int
-    watch: Watch
+    ref: StorageRef
     views: dict[tuple[Any, ...], int] | None = None
 
 
@@ -61,7 +61,7 @@ SEQUENCES = frozenset((list, tuple))
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class OperatorSignature:
     """What the log needs to know of an operator."""
 
     name: str
@@ -69,7 +69,7 @@ class Signature:
     """Position and name of the arguments that it changes in place."""
 
 
-def signature_of(func: Any) -> Signature:
+def signature_of(func: Any) -> OperatorSignature:
     """Read the schema once: this is kept per operator."""
     arguments = func._schema.arguments
     writes = tuple(
@@ -77,21 +77,21 @@ def signature_of(func: Any) -> Signature:
         for at, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return Signature(func._schema.name.partition("::")[2], writes)
+    return OperatorSignature(func._schema.name.partition("::")[2], writes)
 
 
-def written(
-    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+def written_storages(
+    signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, torch.UntypedStorage]:
     """The storages that the operator changed, in the order of its arguments."""
     tensors: list[Tensor] = []
     for position, name in signature.writes:
-        collect((args[position] if position < len(args) else kwargs.get(name),), tensors)
+        collect_tensors((args[position] if position < len(args) else kwargs.get(name),), tensors)
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {id(storage): storage for storage in storages}
 
 
-def collect(values: Iterable[Any], found: list[Tensor]) -> None:
+def collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
     """Add the tensors among the values, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
@@ -100,7 +100,7 @@ def collect(values: Iterable[Any], found: list[Tensor]) -> None:
             found += [item for item in value if isinstance(item, Tensor)]
 
 
-def geometry(tensor: Tensor) -> tuple[Any, ...]:
+def view_key(tensor: Tensor) -> tuple[Any, ...]:
     """Which part of its storage a tensor shows, and how."""
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 

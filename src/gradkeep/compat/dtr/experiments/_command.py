@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.compat.dtr.experiments._live import PLACEMENTS, known_placement
-from gradkeep.compat.dtr.experiments._trial import TYPES, Trial, Workplan
+from gradkeep.compat.dtr.experiments._trial import TYPES, Trial, TrialWork
 from gradkeep.data import checked_sizes, default_sizes, published_sizes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.simulator._heuristics import heuristic
+from gradkeep.remat.simulator import heuristic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,7 +77,7 @@ _ORIGINAL = {"use_sampling": True, "ignore_small_tensors": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
+class CommandDefaults:
     """What holds for every command unless it says otherwise."""
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Defaults:
     """Sizes that are not named are those of the published experiments."""
 
     @classmethod
-    def of(cls, config: dict[str, Any], *, original: bool) -> Defaults:
+    def of(cls, config: dict[str, Any], *, original: bool) -> CommandDefaults:
         """The defaults of a whole configuration."""
         scale = config.get("sizes", "published" if original else "small")
         if scale not in ("small", "published"):
@@ -108,7 +108,7 @@ class Defaults:
 
 
 def trials_of(
-    model: str, position: int, command: Any, defaults: Defaults
+    model: str, position: int, command: Any, defaults: CommandDefaults
 ) -> tuple[list[Trial], list[str]]:
     """The trials of a command, and notes about what is ignored in it."""
     where = f"{model}, command {position}"
@@ -131,7 +131,7 @@ def trials_of(
     lifted = {key: extra[key] for key in _RUNNING if key in extra and key not in command}
     for chosen in _unfolded(where, fields):
         chosen |= lifted
-        reader = _Reader(where, model, {**chosen, "extra_params": extra}, defaults)
+        reader = _CommandReader(where, model, {**chosen, "extra_params": extra}, defaults)
         trials += reader.trials()
         notes += reader.notes
     return trials, notes
@@ -150,11 +150,11 @@ def _unfolded(where: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _CommandReader:
     where: str
     model: str
     fields: dict[str, Any]
-    defaults: Defaults
+    defaults: CommandDefaults
     notes: list[str] = field(default_factory=list)
 
     def trials(self) -> list[Trial]:
@@ -173,7 +173,7 @@ class _Reader:
             model=self.model,
             type=kind_of,
             kind=kind,
-            work=Workplan(
+            work=TrialWork(
                 name,
                 sizes,
                 repeats=self._whole("n_reps", 5),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.dtr.experiments._command import Defaults, trials_of
+from gradkeep.compat.dtr.experiments._command import CommandDefaults, trials_of
 from gradkeep.compat.dtr.experiments._live import PLACEMENTS
 from gradkeep.errors import MissingExtra, RematError
 
@@ -37,7 +37,7 @@ _NO_EFFECT = {"save_logs", "log_dest", "sync_gpu", "dtr_torch_cmd", "notify", "i
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
+class DtrExperiment:
     """What a configuration asks for."""
 
     trials: tuple[Trial, ...]
@@ -47,7 +47,7 @@ class Experiment:
     """Go on after a trial that failed."""
 
 
-def read_experiment(path: str | os.PathLike[str]) -> Experiment:
+def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
     """Read and check a configuration; a mistake is told with its place."""
     file = Path(path)
     try:
@@ -64,7 +64,7 @@ def read_experiment(path: str | os.PathLike[str]) -> Experiment:
         ) from error
 
 
-def parse_experiment(config: Any) -> Experiment:
+def parse_experiment(config: Any) -> DtrExperiment:
     """Check a configuration that is already in memory.
 
     >>> found = parse_experiment({"models": {"lstm": [{"type": "dtr", "ratio": [0.5, 0.3]}]}})
@@ -79,10 +79,10 @@ def parse_experiment(config: Any) -> Experiment:
         )
     notes = [_unknown(key, config[key]) for key in config if key not in _KNOWN]
     chosen, original = _chosen(config)
-    defaults = Defaults.of(config, original=original)
+    defaults = CommandDefaults.of(config, original=original)
     if config.get("active") is False:
         notes.append("active is false: nothing is run")
-        return Experiment((), tuple(notes))
+        return DtrExperiment((), tuple(notes))
     trials: list[Trial] = []
     for model, commands in chosen.items():
         if not isinstance(commands, list) or not commands:
@@ -95,7 +95,7 @@ def parse_experiment(config: Any) -> Experiment:
             made, said = trials_of(model, position, command, defaults)
             trials += made
             notes += said
-    return Experiment(
+    return DtrExperiment(
         tuple({(trial.model, trial.key): trial for trial in trials}.values()),
         tuple(dict.fromkeys(notes)),
         report_errors=config.get("report_errors") is not False,
@@ -174,7 +174,7 @@ def pareto_experiment(
     placements: Sequence[str] = PLACEMENTS,
     limit: float = 2.0,
     repeats: int = 5,
-) -> Experiment:
+) -> DtrExperiment:
     """Simulations and optima at `ratios`; at `live_ratios` steps online and by plan; checkpoints.
 
     >>> found = pareto_experiment(["lstm"], sizes={}, heuristics=["lru"], ratios=[0.5])

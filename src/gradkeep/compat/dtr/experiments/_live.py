@@ -22,16 +22,16 @@ import torch
 
 from gradkeep.data import build
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.online import Online
-from gradkeep.remat.planned._memory_budget import memory_budget
-from gradkeep.remat.simulator._heuristics import Candidates
-from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.tracing._log_recorder import record
+from gradkeep.remat.online import OnlineRuntime
+from gradkeep.remat.planned import memory_budget
+from gradkeep.remat.simulator import SampledHeuristic
+from gradkeep.remat.simulator import heuristic as heuristic_named
+from gradkeep.remat.tracing import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradkeep.compat.dtr.experiments._trial import Workplan
+    from gradkeep.compat.dtr.experiments._trial import TrialWork
     from gradkeep.data import Workload
 
     Step = Callable[[], object]
@@ -53,7 +53,7 @@ class _Spent:
     cpu: float
 
 
-def measure(work: Workplan) -> dict[str, Any]:
+def measure(work: TrialWork) -> dict[str, Any]:
     """Run and time the plain step; one more run counts the bytes."""
     step = _built(work).step
     for _ in range(work.warmup):
@@ -68,7 +68,7 @@ def measure(work: Workplan) -> dict[str, Any]:
     }
 
 
-def make_log(work: Workplan, path: Path) -> dict[str, Any]:
+def make_log(work: TrialWork, path: Path) -> dict[str, Any]:
     """Record the step; the log is there whole or not at all."""
     step = _built(work).step
     for _ in range(work.warmup):
@@ -83,7 +83,7 @@ def make_log(work: Workplan, path: Path) -> dict[str, Any]:
 
 
 def measure_online(
-    work: Workplan,
+    work: TrialWork,
     budget: float,
     *,
     heuristic: str,
@@ -95,17 +95,19 @@ def measure_online(
     step = _built(work).step
     step()
     peak = _live_peak(step)
-    online = Online(budget, limit=max(limit - 1, 0.0))
+    online = OnlineRuntime(budget, limit=max(limit - 1, 0.0))
     told = []
 
     def within() -> None:
         # Its books are of one step.
         online.heuristic = heuristic_named(heuristic)
         if sample or skip_small:
-            online.heuristic = Candidates(online.heuristic, sample=sample, skip_small=skip_small)
+            online.heuristic = SampledHeuristic(
+                online.heuristic, sample=sample, skip_small=skip_small
+            )
         with online:
             step()
-        told.append(online.told())
+        told.append(online.report())
 
     # The first step does not know yet how large results will be, and may pass the budget.
     for _ in range(max(work.warmup, 1)):
@@ -135,7 +137,7 @@ def measure_online(
     }
 
 
-def measure_planned(work: Workplan, budget: float) -> dict[str, Any]:
+def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
     """Train by a plan made from recorded steps."""
     step = _built(work).step
     step()
@@ -189,7 +191,7 @@ def measure_planned(work: Workplan, budget: float) -> dict[str, Any]:
     }
 
 
-def measure_checkpoints(work: Workplan, *, placement: str) -> dict[str, Any]:
+def measure_checkpoints(work: TrialWork, *, placement: str) -> dict[str, Any]:
     """Train with `torch.utils.checkpoint` in these places."""
     load = _built(work)
     step = load.step
@@ -260,7 +262,7 @@ def _whole(budget: float) -> int | None:
     return None if math.isinf(budget) else int(budget)
 
 
-def _built(work: Workplan) -> Workload:
+def _built(work: TrialWork) -> Workload:
     torch.set_num_threads(work.threads)
     sizes: dict[str, Any] = dict(work.sizes)
     return build(work.name, seed=work.seed, **sizes)

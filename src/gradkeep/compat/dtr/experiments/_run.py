@@ -25,15 +25,15 @@ from gradkeep.errors import RematError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from gradkeep.compat.dtr.experiments._config import Experiment
-    from gradkeep.compat.dtr.experiments._trial import Trial, Workplan
-    from gradkeep.remat.simulator._sweep import Row
+    from gradkeep.compat.dtr.experiments._config import DtrExperiment
+    from gradkeep.compat.dtr.experiments._trial import Trial, TrialWork
+    from gradkeep.remat.simulator import SweepRow
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ExperimentReport:
     """What an experiment gave."""
 
     results: tuple[Result, ...]
@@ -44,7 +44,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     @property
-    def points(self) -> list[Row]:
+    def points(self) -> list[SweepRow]:
         """The trials in budgets and with checkpoints, as a sweep's lines."""
         return points(self.results)
 
@@ -55,27 +55,27 @@ class Report:
 
 
 def run_experiment(
-    experiment: Experiment,
+    experiment: DtrExperiment,
     out: str | os.PathLike[str],
     *,
     workers: int | None = None,
     retry_failed: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> ExperimentReport:
     """Run the trials that have no result yet, then write all tables and pictures.
 
     Training and recording run one at a time, so that they do not disturb each other; simulations
     run on `workers` processes.
     """
-    runner = _Runner(Path(out), experiment, retry_failed=retry_failed, progress=progress)
+    runner = _ExperimentRunner(Path(out), experiment, retry_failed=retry_failed, progress=progress)
     return runner.run(workers or os.cpu_count() or 1)
 
 
-class _Runner:
+class _ExperimentRunner:
     def __init__(
         self,
         out: Path,
-        experiment: Experiment,
+        experiment: DtrExperiment,
         *,
         retry_failed: bool,
         progress: Callable[[int, int], None] | None,
@@ -90,7 +90,7 @@ class _Runner:
         self.results: dict[str, Result] = {}
         self.done = 0
 
-    def run(self, workers: int) -> Report:
+    def run(self, workers: int) -> ExperimentReport:
         wanted = {trial.key: trial for trial in self.trials}
         for folder in ("results", "logs"):
             try:
@@ -118,7 +118,7 @@ class _Runner:
         rows = tuple(self._row(trial) for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
-        return Report(rows, len(left), reused, (*files, *pictures), notes)
+        return ExperimentReport(rows, len(left), reused, (*files, *pictures), notes)
 
     def _run(self, jobs: list[Job], *, workers: int) -> None:
         if jobs:
@@ -186,7 +186,7 @@ class _Runner:
     def _path(self, key: str) -> Path:
         return self.out / "results" / f"{key}.json"
 
-    def _log(self, work: Workplan) -> Path:
+    def _log(self, work: TrialWork) -> Path:
         return self.out / "logs" / f"{work.key}.log"
 
     def _row(self, trial: Trial) -> Result:

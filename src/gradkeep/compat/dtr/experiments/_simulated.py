@@ -6,9 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.remat.simulator._log import read_log
-from gradkeep.remat.simulator._optimal import optimum_point
-from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
+from gradkeep.remat.simulator import optimum_point, read_log, simulate, unlimited_peak
 
 if TYPE_CHECKING:
     from pathlib import Path

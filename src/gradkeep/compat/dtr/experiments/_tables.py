@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 from gradkeep._budgets import format_bytes
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtra
-from gradkeep.remat.simulator._picture import MARKERS, Look, draw
-from gradkeep.remat.simulator._sweep import Row
+from gradkeep.remat.simulator import MARKERS, PictureStyle, SweepRow, draw_sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from gradkeep.remat.simulator._sweep import Source
+    from gradkeep.remat.simulator import RowSource
 
-_SOURCES: dict[str, Source] = {
+_SOURCES: dict[str, RowSource] = {
     "simrd": "simulated",
     "optimal": "optimum",
     "dtr": "online",
@@ -73,18 +72,18 @@ def write_graphs(
     for model, rows in _per_model(results):
         drawn = points([row for row in rows if row["kind"] != "param_sweep"])
         swept = any(row["kind"] == "param_sweep" for row in rows)
-        look = Look(f"What a smaller memory budget costs {model}")
+        look = PictureStyle(f"What a smaller memory budget costs {model}")
         try:
             if drawn:
-                paths += draw(drawn, folder, _file_name(model), look)
+                paths += draw_sweep(drawn, folder, _file_name(model), look)
             if swept:
-                paths += draw_sweep(model, rows, folder, f"{_file_name(model)}-sweep")
+                paths += draw_batch_sizes(model, rows, folder, f"{_file_name(model)}-sweep")
         except MissingExtra as error:
             return paths, (f"no pictures: {error.what}; {error.fix}",)
     return paths, ()
 
 
-def points(results: Sequence[dict[str, Any]]) -> list[Row]:
+def points(results: Sequence[dict[str, Any]]) -> list[SweepRow]:
     """The trials in budgets and with checkpoints, as a sweep's lines."""
     return [
         _point(row, rows)
@@ -103,7 +102,7 @@ def _per_model(
     return models.items()
 
 
-def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> Row:
+def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
     """A trial as a line of a sweep: one panel per size, ratios to its own peak."""
     differing = [
         f"{key.replace('_size', '')} {value:g}"
@@ -115,7 +114,7 @@ def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> Row:
         [row["model"], *differing, *([f"seed {row['seed']}"] if len(seeds) > 1 else [])]
     )
     kind = row["type"]
-    return Row(
+    return SweepRow(
         # The picture takes a name up to its first hyphen for a log's title.
         log=panel.replace("-", "_").replace("/", "_"),
         heuristic=row.get("heuristic") or row.get("placement") or _SOURCES[kind],
@@ -156,10 +155,10 @@ _LABELS = {
 }
 
 
-def sweep_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+def batch_size_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     """Batch sizes with samples per second, by what the memory was; unfinished trials are left out.
 
-    >>> sweep_lines([{"type": "baseline", "status": "ok", "batch_size": 4, "time": 0.5}])
+    >>> batch_size_lines([{"type": "baseline", "status": "ok", "batch_size": 4, "time": 0.5}])
     {'plain, measured': [(4, 8.0)]}
     """
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -175,7 +174,9 @@ def sweep_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, f
     return {name: sorted(points) for name, points in lines.items()}
 
 
-def draw_sweep(model: str, rows: Sequence[dict[str, Any]], folder: Path, name: str) -> list[Path]:
+def draw_batch_sizes(
+    model: str, rows: Sequence[dict[str, Any]], folder: Path, name: str
+) -> list[Path]:
     """Write `name.png` and `name.svg`."""
     try:
         import matplotlib as mpl
@@ -188,7 +189,7 @@ def draw_sweep(model: str, rows: Sequence[dict[str, Any]], folder: Path, name: s
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     for (label, points), marker in zip(
-        sweep_lines(rows).items(), itertools.cycle(MARKERS), strict=False
+        batch_size_lines(rows).items(), itertools.cycle(MARKERS), strict=False
     ):
         axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
     axis.set_title(f"How fast {model} trains at each batch size", fontsize=11)

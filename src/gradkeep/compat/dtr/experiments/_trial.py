@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from gradkeep.remat.simulator._core import Policy
+    from gradkeep.remat.simulator import Policy
 
 Type = Literal["baseline", "simrd", "optimal", "dtr", "planned", "checkpoint"]
 TYPES: tuple[Type, ...] = ("baseline", "simrd", "optimal", "dtr", "planned", "checkpoint")
@@ -40,7 +40,7 @@ _ASKED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Workplan:
+class TrialWork:
     """What is trained: everything that a recording or a measurement depends on."""
 
     name: str
@@ -66,7 +66,7 @@ class Trial:
     """As the configuration says it."""
     type: Type
     kind: Literal["fixed", "ratio", "param_sweep"]
-    work: Workplan
+    work: TrialWork
     budget: float = math.inf
     """Bytes; of a ratio, infinite until the baseline is known."""
     ratio: float | None = None
@@ -166,7 +166,7 @@ def _result(job: dict[str, Any]) -> dict[str, Any]:
     from gradkeep.compat.dtr.experiments import _live as live
 
     sizes = tuple((key, value) for key, value in job["work"].pop("sizes"))
-    work = Workplan(**job["work"], sizes=sizes)
+    work = TrialWork(**job["work"], sizes=sizes)
     if job["do"] == "record":
         return live.make_log(work, Path(job["log"]))
     if job["do"] == "baseline":
