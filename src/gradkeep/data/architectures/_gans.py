@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _RATE = 0.1
 
 
-class _Unrolled(nn.Module):
+class _UnrolledGan(nn.Module):
     """The generator's loss after the discriminator's next steps, which stay in the graph."""
 
     def __init__(self, noise: int, generator: int, discriminator: int, steps: int) -> None:
@@ -44,7 +44,7 @@ class _Unrolled(nn.Module):
         return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, truth))
 
 
-def build(
+def gan_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Learns points that lie in eight heaps on a circle."""
@@ -52,7 +52,7 @@ def build(
         int(sizes[key])
         for key in ("batch_size", "noise_dim", "g_hidden", "d_hidden", "unrolled_steps")
     )
-    model = _Unrolled(noise_dim, generator, discriminator, steps)
+    model = _UnrolledGan(noise_dim, generator, discriminator, steps)
     angles = torch.randint(8, (batch,)) * (math.pi / 4)
     real = 2 * torch.stack([angles.cos(), angles.sin()], 1) + 0.02 * torch.randn(batch, 2)
     noise = torch.randn(batch, noise_dim)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gradkeep.data._zoo._images import classify, convolution
+from gradkeep.data.architectures._convolutional import classify, convolution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class _Branches(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
-def build(
+def inception_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """The stem, three kinds of blocks with reductions between them, and a linear layer."""
