@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_remat import plain_simulate
 
 from gradkeep.remat import (
     Op,
@@ -17,7 +18,6 @@ from gradkeep.remat import (
     simulate,
     unlimited_peak,
 )
-from gradkeep.testing._plain_remat import plain_simulate
 
 PLAIN = ("dtr", "dtr-eq", "dtr-local", "msps", "largest", "lru")
 

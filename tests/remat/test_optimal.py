@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+from plain_remat import training_program
 
 from gradkeep.errors import RematError
 from gradkeep.remat import (
@@ -26,7 +27,6 @@ from gradkeep.remat import (
     simulate,
     unlimited_peak,
 )
-from gradkeep.testing._programs import training_program
 
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 

@@ -97,6 +97,19 @@ def test_simulate_command_tells_of_failure_by_exit_code():
     assert "no budget below" in done.stdout
 
 
+def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
+    said = [
+        json.loads(gradkeep("remat", "simulate", LOG, *words, "--json").stdout)
+        for words in (("--budget", "0.9"), ("--ratio", "0.9"))
+    ]
+    assert said[0] == said[1]
+    assert said[0]["ratio"] == pytest.approx(0.9, abs=1e-3)
+    by_bytes = gradkeep("remat", "simulate", LOG, "--budget", said[0]["budget"], "--json")
+    assert json.loads(by_bytes.stdout) == said[0]
+    both = gradkeep("remat", "simulate", LOG, "--ratio", "0.9", "--budget", "0.9")
+    assert (both.returncode, "either --ratio or --budget" in both.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -158,8 +171,8 @@ def test_record_command_records_a_script(tmp_path):
 
 def test_the_commands_do_without_torch():
     code = (
-        "import sys; from gradkeep.cli import _remat; import gradkeep.remat; "
-        "from gradkeep.remat.simulator._sweep import sweep; print('torch' in sys.modules)"
+        "import sys; from gradkeep.cli import _remat, _remat_figures, _remat_script; "
+        "import gradkeep.remat, gradkeep.compat.dtr.experiments; print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

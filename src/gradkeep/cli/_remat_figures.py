@@ -1,23 +1,22 @@
-"""`gradkeep remat pareto`, `ablate`, `accesses`, `banish`: sweeps and their pictures."""
+"""`gradkeep remat pareto`, `ablate`, `accesses`, `banish`, `experiments`: sweeps, trials, pictures."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradkeep._progress import progress
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
-from gradkeep.cli._remat_experiments import tell_endings
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from gradkeep.compat.dtr.experiments._config import DtrExperiment
+    from gradkeep.compat.dtr.experiments import DtrExperiment
     from gradkeep.remat.simulator import PictureStyle, Policy, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
@@ -80,8 +79,7 @@ def pareto(
     torch.utils.checkpoint. Small graphs get their optimum. Writes pareto.csv, pareto.png, pareto.svg
     and a self-contained pareto.html.
     """
-    from gradkeep.compat.dtr.experiments._config import pareto_experiment
-    from gradkeep.compat.dtr.experiments._live import PLACEMENTS
+    from gradkeep.compat.dtr.experiments import PLACEMENTS, pareto_experiment
     from gradkeep.remat.simulator import MAIN_HEURISTICS, PictureStyle, optimum_cases
 
     if not logs and not model:
@@ -165,6 +163,86 @@ def banish(
     _figure("banish", look, wanted, out, workers, json=json)
 
 
+def experiments(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="JSON or YAML: commands per model.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for everything; a rerun resumes.")
+    ] = Path("experiments"),
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Simulations at a time; by default one per core."),
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run trials again that failed before.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run the trials of a configuration: training steps, plain and in budgets, live and simulated.
+
+    Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. Interrupt it at any
+    moment and run it again: what is done stays done. Exit code 3 if trials failed.
+    """
+    from gradkeep.compat.dtr.experiments import read_experiment, run_experiment
+    from gradkeep.remat.simulator import sweep_sentences
+
+    experiment = read_experiment(config)
+    for note in experiment.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with progress("experiments", "trials") as told:
+        report = run_experiment(
+            experiment, out, workers=workers, retry_failed=retry_failed, progress=told
+        )
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if json:
+        print_json(
+            {
+                "trials": len(report.results),
+                "ran": report.ran,
+                "reused": report.reused,
+                "failed": report.failed,
+                "results": report.results,
+                "files": [str(path) for path in report.files],
+                "notes": [*experiment.notes, *report.notes],
+            }
+        )
+    else:
+        print(f"{report.ran} trials run, {report.reused} were there already")
+        for line in sweep_sentences(report.points):
+            print(line)
+        for path in report.files:
+            print(f"wrote {path}")
+    show_endings(report.results)
+    if report.failed:
+        print(f"{report.failed} failed; --retry-failed runs them again", file=sys.stderr)
+        raise typer.Exit(3)
+
+
+def show_endings(results: Iterable[dict[str, Any]]) -> None:
+    """Say why trials have no result, and why live ones did not stay within their budget."""
+    lines = dict.fromkeys(line for result in results if (line := _ending(result)) is not None)
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _ending(result: dict[str, Any]) -> str | None:
+    from gradkeep.compat.dtr.experiments import FAILED
+
+    kind, status = result["type"], result["status"]
+    said = (str(result.get("message", "")).splitlines() or [""])[-1]
+    told = f"{status}: {said}"
+    if status in FAILED:
+        return f"{result['model']} {kind} {result['key']}: {told}"
+    if status == "too large":
+        return f"{result['model']} {kind}: {told}"
+    # A placement that a model does not have is no news; that a budget is too small is.
+    if kind in ("dtr", "planned") and status != "ok":
+        return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
+    return None
+
+
 def _cases(
     logs: Sequence[Path],
     heuristics: Sequence[str],
@@ -210,13 +288,13 @@ def _figure(
 
 def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> list[SweepRow]:
     """Run the trials of models; what went wrong is told and left out of the picture."""
-    from gradkeep.compat.dtr.experiments._run import run_experiment
+    from gradkeep.compat.dtr.experiments import run_experiment
 
     for note in experiment.notes:
         print(f"note: {note}", file=sys.stderr)
     with progress("models", "trials") as told:
         report = run_experiment(experiment, folder, workers=workers, progress=told)
-    tell_endings(report.results)
+    show_endings(report.results)
     return report.points
 
 

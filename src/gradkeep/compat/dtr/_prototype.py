@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat import heuristic, record
-from gradkeep.remat.online import OnlineRuntime
+from gradkeep.remat import heuristic
 from gradkeep.remat.simulator import SampledHeuristic
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat import Recorder
+    from gradkeep.remat.online import OnlineRuntime
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +87,8 @@ def set_memory_budget(budget: int | str | None) -> None:
     clear_checkpointpool()
     if budget is None:
         return
+    from gradkeep.remat.online import OnlineRuntime  # loads torch
+
     size = parse_bytes(budget)
     if size <= 0:
         raise BudgetError("a budget must be positive", found=size, fix="None ends a budget")
@@ -154,6 +156,8 @@ def toggle_log(*, on: bool, path: str | os.PathLike[str] = "default.log") -> Non
         STATE.recorder.__exit__(None, None, None)
         STATE.recorder = None
     if on:
+        from gradkeep.remat import record  # loads torch
+
         STATE.recorder = record(path)
         STATE.recorder.__enter__()
 

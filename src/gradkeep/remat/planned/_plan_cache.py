@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import RematError
 from gradkeep.remat.planned._step_recorder import has_gradients
-from gradkeep.remat.planned._trace import agreed_trace, cheaper_trace
+from gradkeep.remat.planned._trace import TraceLengths, agreed_trace, cheaper_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -150,15 +150,20 @@ class SavedPlan:
     states: tuple[int, ...]
 
 
-def digest_of(trace: StepTrace) -> str:
-    """The same for steps that save and compute the same things in the same order."""
-    told: list[Any] = [
+def digest_of(trace: StepTrace, *, whole: bool = False) -> str:
+    """The same for steps that save and compute the same things in the same order.
+
+    Counted is what happens until the last saved tensor is asked for: the optimizer does something
+    else in the first step than later. `whole` counts that too, as plans were saved at first.
+    """
+    ends = TraceLengths(*[None] * 5) if whole else trace.lengths  # type: ignore[arg-type]
+    content: list[Any] = [
         [operation.name, sorted(operation.reads), [list(map(str, m)) for m in operation.makes]]
-        for operation in trace.operations
+        for operation in trace.operations[: ends.operations]
     ]
-    told += [[slot.value, list(map(str, slot.geometry))] for slot in trace.slots]
-    told += [list(trace.order), [stored.size for stored in trace.storages]]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    content += [[slot.value, list(map(str, slot.geometry))] for slot in trace.slots[: ends.slots]]
+    content += [list(trace.order), [stored.size for stored in trace.storages[: ends.storages]]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None:

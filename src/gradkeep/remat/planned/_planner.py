@@ -164,11 +164,17 @@ class StepPlanner:
                     self.counts.reasons.append("the step does something else each time")
                     self._turn_online()
                 continue
-            known = self.saved.get(digest_of(trace))
+            known = self._saved_for(trace)
             if group.count < self.settings.recordings and known is None:
                 continue
             self.recorded.remove(group)
             self._adopt(group, trace, known)
+
+    def _saved_for(self, trace: StepTrace) -> SavedPlan | None:
+        """The plan on disk that was made for this step."""
+        if not self.saved:
+            return None
+        return self.saved.get(digest_of(trace)) or self.saved.get(digest_of(trace, whole=True))
 
     def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
         problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.compat.dtr.experiments._live import PLACEMENTS, known_placement
-from gradkeep.compat.dtr.experiments._trial import TYPES, Trial, TrialWork
+from gradkeep.compat.dtr.experiments._trial import (
+    PLACEMENTS,
+    TYPES,
+    Trial,
+    TrialWork,
+    known_placement,
+)
 from gradkeep.data import checked_sizes, default_sizes, published_sizes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat.simulator import heuristic

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.compat.dtr.experiments._command import CommandDefaults, trials_of
-from gradkeep.compat.dtr.experiments._live import PLACEMENTS
+from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
 from gradkeep.errors import MissingExtra, RematError
 
 if TYPE_CHECKING:

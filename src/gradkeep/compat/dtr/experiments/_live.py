@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -20,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradkeep.compat.dtr.experiments._trial import SEGMENTS
 from gradkeep.data import build
 from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat import memory_budget, record
 from gradkeep.remat.online import OnlineRuntime
-from gradkeep.remat.planned import memory_budget
 from gradkeep.remat.simulator import SampledHeuristic
 from gradkeep.remat.simulator import heuristic as heuristic_named
-from gradkeep.remat.tracing import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -268,26 +267,10 @@ def _built(work: TrialWork) -> Workload:
     return build(work.name, seed=work.seed, **sizes)
 
 
-PLACEMENTS = (
-    *("2 segments", "3 segments", "4 segments", "8 segments"),
-    *("all", "even", "odd", "first half", "last half"),
-)
-_SEGMENTS = re.compile(r"([1-9]\d*) segments?")
-
-
-def known_placement(name: str) -> bool:
-    """Whether a name means something, whatever the model.
-
-    >>> known_placement("5 segments"), known_placement("everywhere")
-    (True, False)
-    """
-    return name in PLACEMENTS or _SEGMENTS.fullmatch(name) is not None
-
-
 @contextlib.contextmanager
 def placed(model: nn.Module, name: str) -> Iterator[None]:
     """Inside `with` the model has checkpoints there; raises `RematError` if it has no such places."""
-    segments = _SEGMENTS.fullmatch(name)
+    segments = SEGMENTS.fullmatch(name)
     if segments is not None:
         wrapped = [(model, _in_segments(model, int(segments[1])))]
     else:

@@ -1,8 +1,4 @@
-"""One trial of an experiment, and the process of its own that runs it.
-
-`python -m gradkeep.compat.dtr.experiments._trial JOB`: the job is JSON; what comes out is a JSON file that
-is there whole or not at all.
-"""
+"""One trial of an experiment: the question it asks, and the file that its answer is kept in."""
 
 from __future__ import annotations
 
@@ -11,14 +7,13 @@ import hashlib
 import json
 import math
 import os
-import sys
-import threading
-import time
+import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gradkeep.remat.simulator import Policy
 
 Type = Literal["baseline", "simrd", "optimal", "dtr", "planned", "checkpoint"]
@@ -29,6 +24,12 @@ SIMULATED = ("simrd", "optimal")
 FAILED = ("error", "timeout")
 """What ends without an answer; all other endings are answers."""
 LIVE = ("dtr", "planned", "checkpoint")
+PLACEMENTS = (
+    *("2 segments", "3 segments", "4 segments", "8 segments"),
+    *("all", "even", "odd", "first half", "last half"),
+)
+SEGMENTS = re.compile(r"([1-9]\d*) segments?")
+"""Where `torch.utils.checkpoint` can be placed in a model, by name."""
 _ASKED = {
     "baseline": (),
     "simrd": ("heuristic", "policy", "limit", "sample", "skip_small"),
@@ -130,53 +131,10 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "status" in found else None
 
 
-def _end_with(parent: int) -> None:
-    """Do not go on for nobody: when the experiment is killed, so are its trials."""
-    while os.getppid() == parent:
-        time.sleep(0.3)
-    os._exit(1)
+def known_placement(name: str) -> bool:
+    """Whether a name means something, whatever the model.
 
-
-def main(text: str) -> int:
-    """Do one job: record a step, or run a trial of some type."""
-    from gradkeep.errors import GradkeepError
-
-    job = json.loads(text)
-    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
-    try:
-        result = _result(job)
-    except GradkeepError as error:
-        print(error, file=sys.stderr)
-        return 1
-    write_result(Path(job["out"]), {**job["about"], **result})
-    return 0
-
-
-def _result(job: dict[str, Any]) -> dict[str, Any]:
-    asked, budget = job.get("asked", {}), job.get("budget")
-    room = math.inf if budget is None else budget
-    if job["do"] in SIMULATED:
-        from gradkeep.compat.dtr.experiments import _simulated as simulated
-
-        log = Path(job["log"])
-        if job["do"] == "optimal":
-            return simulated.optimal_trial(log, room, **asked)
-        return simulated.simulate_trial(log, room, asked)
-    # Loads torch, which simulating does without.
-    from gradkeep.compat.dtr.experiments import _live as live
-
-    sizes = tuple((key, value) for key, value in job["work"].pop("sizes"))
-    work = TrialWork(**job["work"], sizes=sizes)
-    if job["do"] == "record":
-        return live.make_log(work, Path(job["log"]))
-    if job["do"] == "baseline":
-        return live.measure(work)
-    if job["do"] == "dtr":
-        return live.measure_online(work, room, **asked)
-    if job["do"] == "planned":
-        return live.measure_planned(work, room)
-    return live.measure_checkpoints(work, **asked)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    >>> known_placement("5 segments"), known_placement("everywhere")
+    (True, False)
+    """
+    return name in PLACEMENTS or SEGMENTS.fullmatch(name) is not None

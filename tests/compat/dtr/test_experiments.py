@@ -402,8 +402,12 @@ def soon(happened):
     return happened()
 
 
+def _ratios(paths):
+    return [json.loads(path.read_text())["ratio"] for path in paths]
+
+
 def test_a_kill_loses_nothing_done(tmp_path):
-    ratios = [0.99 - 0.01 * step for step in range(30)]
+    ratios = [0.99 - 0.001 * step for step in range(600)]
     command = {"type": "simrd", "ratio": ratios, "heuristic": "lru", "extra_params": SMALL}
     out = tmp_path / "out"
     running = started(tmp_path, {"models": {"lstm": [command]}})
@@ -411,11 +415,14 @@ def test_a_kill_loses_nothing_done(tmp_path):
     running.send_signal(signal.SIGKILL)
     running.wait()
     done = sorted((out / "results").glob("simrd*.json"))
-    assert 3 <= len(done) < 30
+    assert 3 <= len(done) < 600
     before = {path: path.read_bytes() for path in done}
-    fewer = {"models": {"lstm": [{**command, "ratio": ratios[:6]}]}}
+    time.sleep(1.5)  # workers whose parent is gone end with the row they are at
+    there = _ratios((out / "results").glob("simrd*.json"))
+    kept, missing = _ratios(done)[:3], [ratio for ratio in ratios if ratio not in there]
+    fewer = {"models": {"lstm": [{**command, "ratio": [*kept, *missing[:3]]}]}}
     report = run_experiment(parse_experiment(fewer), out)
-    assert report.reused >= 3
+    assert (report.ran, report.reused) == (3, 4), "the baseline and what was done before the kill"
     assert {path: path.read_bytes() for path in before} == before
     assert {result["status"] for result in report.results} <= {"ok", "oom", "thrash"}
 
@@ -423,27 +430,59 @@ def test_a_kill_loses_nothing_done(tmp_path):
 def test_trials_end_when_the_experiment_is_killed(tmp_path):
     command = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
     running = started(tmp_path, {"models": {"lstm": [command]}})
-    (trial,) = soon(lambda: _trials(tmp_path / "out"))
-    time.sleep(1)  # until it works
-    assert _trials(tmp_path / "out") == [trial]
+    (trial,) = soon(lambda: _trials(running.pid))
+    time.sleep(2)  # until it works
+    assert _trials(running.pid) == [trial]
     running.send_signal(signal.SIGKILL)
     running.wait()
     for _ in range(100):
-        if not _trials(tmp_path / "out"):
+        if not _runs(trial):
             return
         time.sleep(0.1)
     os.kill(trial, signal.SIGKILL)
     pytest.fail("the trial goes on although nobody waits for it")
 
 
-def _trials(out):
-    """The processes that run a trial for this folder."""
+def test_an_interrupted_trial_leaves_no_result(tmp_path):
+    command = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
+    running = started(tmp_path, {"models": {"lstm": [command]}})
+    soon(lambda: _trials(running.pid))
+    time.sleep(2)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(timeout=30) != 0
+    assert list((tmp_path / "out" / "results").iterdir()) == []
+
+
+def test_a_trial_whose_process_dies_has_failed_and_the_others_go_on(tmp_path):
+    endless = {"type": "baseline", "n_reps": 10**7, "extra_params": SMALL}
+    fine = {"type": "baseline", "n_reps": 1, "extra_params": SMALL}
+    running = started(tmp_path, {"models": {"lstm": [endless, fine]}})
+    (trial,) = soon(lambda: _trials(running.pid))
+    time.sleep(2)
+    os.kill(trial, signal.SIGKILL)  # as when the machine runs out of memory
+    assert running.wait(timeout=60) == 3
+    rows = table(tmp_path / "out" / "summary" / "lstm.csv")
+    assert [row["status"] for row in rows] == ["error", "ok"]
+    assert "SIGKILL" in rows[0]["message"]
+
+
+def _trials(experiment):
+    """The processes that run trials for an experiment."""
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             line = Path(f"/proc/{entry}/cmdline").read_bytes()
+            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if str(out).encode() in line and b"_experiment_trial" in line:
+        if parent == experiment and b"spawn_main" in line:
             found.append(int(entry))
     return found
+
+
+def _runs(process):
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from gradkeep.cli._remat_experiments import tell_endings
+from gradkeep.cli._remat_figures import show_endings
 from gradkeep.compat.dtr.experiments._config import pareto_experiment, parse_experiment
 from gradkeep.compat.dtr.experiments._live import (
     measure_checkpoints,
@@ -169,12 +169,12 @@ def test_budgets_that_are_too_small_say_so_and_name_the_floor(capsys):
     assert online["status"] == "over budget"
     assert online["peak"] > online["budget"]
     common = {"model": "words", "ratio": 0.3, "key": "k"}
-    tell_endings([{**common, "type": "planned", **planned}, {**common, "type": "dtr", **online}])
+    show_endings([{**common, "type": "planned", **planned}, {**common, "type": "dtr", **online}])
     told = capsys.readouterr().err
     assert f"words planned 0.3: infeasible: {planned['message']}" in told
     assert "words dtr 0.3: over budget" in told
     large = {**common, "type": "optimal", "status": "too large", "message": "so many"}
-    tell_endings([large, {**large, "ratio": 0.5}, {**common, "type": "simrd", "status": "oom"}])
+    show_endings([large, {**large, "ratio": 0.5}, {**common, "type": "simrd", "status": "oom"}])
     assert capsys.readouterr().err == "words optimal: too large: so many\n"
 
 
