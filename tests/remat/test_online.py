@@ -110,6 +110,10 @@ MODELS = {
 }
 
 
+FITTING = ("conv", "transformer")
+"""In which there is enough to evict at half of the peak, at little recomputation."""
+
+
 def made(name):
     torch.manual_seed(0)
     make, shape = MODELS[name]
@@ -153,7 +157,14 @@ def test_training_is_the_same_to_the_bit(name, ratio):
     assert same(wanted, trained(net, x, online))
     told = online.report()
     assert told.evictions > 0
-    assert told.peak <= ratio * peak or told.over > 0 or told.gave_up
+    if name in FITTING:
+        assert not told.gave_up
+        assert told.peak <= ratio * peak
+    if told.gave_up:
+        # Only after more recomputation than the limit of 4 allows, 50 ms being too few to judge by.
+        assert told.remat_seconds > 4 * 0.05
+    else:
+        assert told.over == int(max(0, told.peak - ratio * peak)), "it says by how much it is over"
 
 
 def test_the_budget_is_met_where_there_is_enough_to_evict():
