@@ -12,7 +12,7 @@ import sys
 import time
 
 from gradkeep.remat import Graph, chain, optimal, simulate, unlimited_peak
-from gradkeep.testing._programs import training_program
+from tests.remat.plain_remat import training_program
 
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 

@@ -20,8 +20,8 @@ import torch
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
 from gradkeep.errors import BudgetError
-from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._watch import new_watch
+from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.tracing._tensors import beside_compiler
 
 RATIOS = (0.8, 0.6, 0.5, 0.4)
 BARS = {0.8: 1.10, 0.6: 1.20, 0.5: 1.25, 0.4: 1.35}
@@ -91,7 +91,7 @@ def per_saved(rounds: int) -> float:
 
 def live_peak(step) -> int:
     """Live bytes of a step, by a dispatch mode."""
-    recording, watch = Recording(cloning=False), new_watch()
+    recording, watch = StepRecorder(cloning=False), beside_compiler(RecordingMode)()
     watch.show(recording)
     try:
         step()
@@ -170,7 +170,7 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
     within(base)()
     overhead = paired(step, within(base), rounds)
     missed = [] if overhead <= NO_DROP else [f"{name}, no drop: x{overhead:.3f}, bar {NO_DROP}"]
-    slots = len(base._book.last.compiled.slots)
+    slots = len(base._planner.last.compiled.slots)
     print(
         f"{name}: peak {told.peak / 1e6:.1f} MB, floor {told.floor / told.peak:.3f}, "
         f"{told.candidates} candidates of {slots} saved tensors; no drop x{overhead:.3f}"
@@ -190,7 +190,7 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
         run = within(budget)
         same = all(map(torch.equal, plain, trained(work, state, run)))
         time_ratio = paired(step, run, rounds)
-        done, plan = budget.report(), budget._book.last
+        done, plan = budget.report(), budget._planner.last
         peak = done.measured_peak
         bar = OWN_BARS.get((name, ratio), BARS[ratio])
         predicted = 1 + plan.compiled.evaluation.seconds / plan.compiled.trace.seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench import planned
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.testing._plain_remat import plain_simulate
+from tests.remat.plain_remat import plain_simulate
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("GRADKEEP_DATA", ROOT.parent / "shared" / "data"))

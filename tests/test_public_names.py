@@ -44,10 +44,11 @@ NAMES = {
         squares top total variance
     """,
     "gradkeep.remat": """
-        Action Event Explanation Graph Heuristic Kind MemoryBudget Op Optimum Outcome Policy
-        Program Recorder Report Schedule Step memory_budget
-        Timeline chain checked chen collapse_aliases eliminate_constants heuristic heuristics
-        keep_all keeping merge_tuples optimal read_log record register revolve simplify simulate
+        Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget
+        MemoryEvent OnlineReport Op Optimum Policy Program ProgramStep Recorder Schedule
+        SimulationResult StashedTensor StepKind Storage Timeline chain checked chen
+        collapse_aliases eliminate_constants heuristic heuristics keep_all keeping memory_budget
+        merge_tuples optimal read_log record register revolve simplify simulate stash
         unlimited_peak
     """,
     "gradkeep.store": """

@@ -59,6 +59,8 @@ def parse_budget(budget: str | float) -> int | float:
     else:
         if isinstance(budget, float) and 0 < budget <= 1:
             return budget
+        if isinstance(budget, float) and not budget.is_integer():
+            raise _not_a_budget(budget)  # 1.5 is neither a share nor a number of bytes
         bytes_ = budget
     if not 1 <= bytes_ < float("inf"):
         raise BudgetError(

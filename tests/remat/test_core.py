@@ -5,19 +5,19 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_remat import plain_simulate
 
 from gradkeep.remat import (
-    Kind,
     Op,
     Program,
-    Step,
+    ProgramStep,
+    StepKind,
     Timeline,
     chain,
     heuristics,
     simulate,
     unlimited_peak,
 )
-from gradkeep.testing._plain_remat import plain_simulate
 
 PLAIN = ("dtr", "dtr-eq", "dtr-local", "msps", "largest", "lru")
 
@@ -34,13 +34,13 @@ def programs(draw):
             names.append(f"t{number}")
             roots.append(number if alias < 0 else roots[args[alias]])
             references[roots[number]] = references.get(roots[number], 0) + 1
-        steps.append(Step(Kind.RUN, len(ops)))
+        steps.append(ProgramStep(StepKind.RUN, len(ops)))
         ops.append(Op(name, cost, args, results, sizes, aliases))
         return results
 
     for size in draw(st.lists(st.integers(0, 4), min_size=1, max_size=2)):
         (number,) = run("constant", 0, (), (size,), (-1,))
-        steps.append(Step(Kind.PIN, number))
+        steps.append(ProgramStep(StepKind.PIN, number))
     held = list(range(len(names)))
     for _ in range(draw(st.integers(1, 14))):
         usable = sorted(set(held))
@@ -55,13 +55,13 @@ def programs(draw):
         held.extend(run("op", draw(st.integers(0, 5)), args, sizes, aliases))
         if draw(st.booleans()):
             number = draw(st.sampled_from(held))
-            steps.append(Step(Kind.GET, number))
+            steps.append(ProgramStep(StepKind.GET, number))
             held.append(number)
         for _ in range(draw(st.integers(0, 2))):
             if len(held) > 1:
                 number = held.pop(draw(st.integers(0, len(held) - 1)))
-                steps.append(Step(Kind.RELEASE, number))
-    steps.extend(Step(Kind.PIN, number) for number in sorted(set(held)))
+                steps.append(ProgramStep(StepKind.RELEASE, number))
+    steps.extend(ProgramStep(StepKind.PIN, number) for number in sorted(set(held)))
     return Program(tuple(ops), tuple(steps), tuple(names))
 
 
@@ -145,7 +145,11 @@ def test_small_storages_are_left_alone_while_there_are_larger_ones():
     ops = [Op("constant", 0, (), (0,), (1,), (-1,))]
     sizes = [1000, 1, 1000, 1, 1000]
     ops += [Op("op", 1, (0,), (at + 1,), (size,), (-1,)) for at, size in enumerate(sizes)]
-    steps = [Step(Kind.RUN, 0), Step(Kind.PIN, 0), *(Step(Kind.RUN, at) for at in range(1, 6))]
+    steps = [
+        ProgramStep(StepKind.RUN, 0),
+        ProgramStep(StepKind.PIN, 0),
+        *(ProgramStep(StepKind.RUN, at) for at in range(1, 6)),
+    ]
     program = Program(tuple(ops), tuple(steps), tuple("abcdef"))
     events = Timeline()
     simulate(program, heuristic="lru", budget=2100, skip_small=True, timeline=events)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gradkeep.errors import LogError
-from gradkeep.remat import Kind, read_log, simulate, unlimited_peak
+from gradkeep.remat import StepKind, read_log, simulate, unlimited_peak
 
 
 def line(instruction, **values):
@@ -95,7 +95,7 @@ def test_outputs_can_be_set_aside_instead():
     parts = (constant("w", 8), call("y", ["w"]), call("v", ["y"], alias=0))
     program = read(*parts, outputs="preallocate")
     assert program.output_bytes == 12
-    assert all(step.kind is not Kind.PIN or step.index == 0 for step in program.steps)
+    assert all(step.kind is not StepKind.PIN or step.index == 0 for step in program.steps)
     assert simulate(program, budget=23).status == "oom"
     assert simulate(program, budget=24).status == "ok"
 

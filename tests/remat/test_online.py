@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradkeep.remat import heuristics
-from gradkeep.remat._online import Online, _guards
+from gradkeep.remat.online import OnlineRuntime
+from gradkeep.remat.online._runtime import GUARDED
 
 LABELS = torch.arange(8) % 5
 
@@ -109,6 +110,10 @@ MODELS = {
 }
 
 
+FITTING = ("conv", "transformer")
+"""In which there is enough to evict at half of the peak, at little recomputation."""
+
+
 def made(name):
     torch.manual_seed(0)
     make, shape = MODELS[name]
@@ -145,25 +150,32 @@ def same(one, other):
 def test_training_is_the_same_to_the_bit(name, ratio):
     net, x = made(name)
     wanted = trained(net, x, None)
-    free = Online()
+    free = OnlineRuntime()
     assert same(wanted, trained(net, x, free))
-    peak = free.told().peak
-    online = Online(ratio * peak)
+    peak = free.report().peak
+    online = OnlineRuntime(ratio * peak)
     assert same(wanted, trained(net, x, online))
-    told = online.told()
+    told = online.report()
     assert told.evictions > 0
-    assert told.peak <= ratio * peak or told.over > 0 or told.gave_up
+    if name in FITTING:
+        assert not told.gave_up
+        assert told.peak <= ratio * peak
+    if told.gave_up:
+        # Only after more recomputation than the limit of 4 allows, 50 ms being too few to judge by.
+        assert told.remat_seconds > 4 * 0.05
+    else:
+        assert told.over == int(max(0, told.peak - ratio * peak)), "it says by how much it is over"
 
 
 def test_the_budget_is_met_where_there_is_enough_to_evict():
     net, x = made("conv")
-    free = Online()
+    free = OnlineRuntime()
     trained(net, x, free)
-    peak = free.told().peak
+    peak = free.report().peak
     for ratio in (0.9, 0.7, 0.6):
-        online = Online(ratio * peak)
+        online = OnlineRuntime(ratio * peak)
         trained(net, x, online)
-        told = online.told()
+        told = online.report()
         assert told.peak <= ratio * peak
         assert told.rematerializations > 0
         assert told.remat_seconds > 0
@@ -174,9 +186,11 @@ def test_the_budget_is_met_where_there_is_enough_to_evict():
 def test_every_heuristic_can_decide(name):
     net, x = made("transformer")
     wanted = trained(net, x, None, steps=1)
-    free = Online()
+    free = OnlineRuntime()
     trained(net, x, free, steps=1)
-    assert same(wanted, trained(net, x, Online(0.6 * free.told().peak, heuristic=name), steps=1))
+    assert same(
+        wanted, trained(net, x, OnlineRuntime(0.6 * free.report().peak, heuristic=name), steps=1)
+    )
 
 
 def evicted(online, tensors):
@@ -189,7 +203,7 @@ def test_bytes_read_without_an_operator_are_there():
     plain = [torch.ones(4, 16)]
     for part in parts:
         plain.append(part(plain[-1]))
-    with Online(10_000) as online:
+    with OnlineRuntime(10_000) as online:
         seen = [torch.ones(4, 16)]
         for part in parts:
             seen.append(part(seen[-1]))
@@ -204,7 +218,7 @@ def test_bytes_read_without_an_operator_are_there():
     assert not evicted(online, seen)
     for found, wanted in zip(seen, plain, strict=True):
         assert torch.equal(found, wanted)
-    assert all(getattr(torch.Tensor, name).__name__ == name for name in _guards.NAMES)
+    assert all(getattr(torch.Tensor, name).__name__ == name for name in GUARDED)
     assert not hasattr(torch.Tensor.numpy, "__wrapped__")
 
 
@@ -228,9 +242,9 @@ def test_an_exception_leaves_every_tensor_whole(kind, where):
             seen.append(part(seen[-1]))
         seen[-1].sum().backward()
 
-    with pytest.raises(kind, match="stop"), Online(10_000) as online:
+    with pytest.raises(kind, match="stop"), OnlineRuntime(10_000) as online:
         step()
-    assert online.told().evictions > 0
+    assert online.report().evictions > 0
     assert not evicted(online, seen)
     with torch.no_grad():
         wanted = torch.ones(4, 16)
@@ -255,7 +269,7 @@ def test_accumulation_stashed_activations_and_two_passes():
         return [*(p.grad for p in net.parameters()), *stash]
 
     plain = run(torch.enable_grad())
-    assert same(plain, run(Online(14_000)))
+    assert same(plain, run(OnlineRuntime(14_000)))
 
 
 def test_double_backward_and_a_kept_graph():
@@ -270,12 +284,12 @@ def test_double_backward_and_a_kept_graph():
             (grad.square().sum() + out).backward()
         return [x.grad, *(p.grad for p in net.parameters())]
 
-    assert same(run(torch.enable_grad()), run(Online(2_500)))
+    assert same(run(torch.enable_grad()), run(OnlineRuntime(2_500)))
 
 
 def test_a_tensor_that_was_pinned_stays():
     parts = [nn.Linear(16, 16) for _ in range(8)]
-    with Online(9_500) as online:
+    with OnlineRuntime(9_500) as online:
         x = torch.ones(4, 16)
         first = parts[0](x)
         online.pin(first)
@@ -283,16 +297,16 @@ def test_a_tensor_that_was_pinned_stays():
         for part in parts[1:]:
             hidden = part(hidden)
         assert first.untyped_storage().nbytes() > 0
-        assert online.told().evictions > 0
+        assert online.report().evictions > 0
         hidden.sum().backward()
 
 
 def test_an_impossible_budget_is_overrun_and_told():
     net, x = made("conv")
     wanted = trained(net, x, None)
-    online = Online(1)
+    online = OnlineRuntime(1)
     assert same(wanted, trained(net, x, online))
-    told = online.told()
+    told = online.report()
     assert told.over > 0
 
 
@@ -334,6 +348,6 @@ def test_random_programs_give_the_same_numbers(seed, ratio):
         return [loss.detach(), *grads, *(t.detach() for t in alive)]
 
     plain = run(torch.enable_grad())
-    free = Online()
+    free = OnlineRuntime()
     assert same(plain, run(free))
-    assert same(plain, run(Online(ratio * free.told().peak)))
+    assert same(plain, run(OnlineRuntime(ratio * free.report().peak)))

@@ -5,15 +5,16 @@ import math
 import random
 
 import pytest
+from plain_remat import training_program
 
 from gradkeep.errors import RematError
 from gradkeep.remat import (
     Action,
     Graph,
-    Kind,
     Op,
     Program,
-    Step,
+    ProgramStep,
+    StepKind,
     chain,
     checked,
     chen,
@@ -26,7 +27,6 @@ from gradkeep.remat import (
     simulate,
     unlimited_peak,
 )
-from gradkeep.testing._programs import training_program
 
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 
@@ -180,9 +180,13 @@ def test_rewrites_keep_the_cost_and_lose_aliases_tuples_and_constants(tmp_path):
         Op("view", 0, (1,), (3,), (0,), (0,)),
         Op("add", 5, (3, 2), (4,), (4,), (-1,)),
     )
-    steps = [Step(Kind.RUN, 0), Step(Kind.PIN, 0), *(Step(Kind.RUN, at) for at in (1, 2, 3))]
-    steps += [Step(Kind.RELEASE, at) for at in (1, 3, 2)]
-    steps.append(Step(Kind.PIN, 4))
+    steps = [
+        ProgramStep(StepKind.RUN, 0),
+        ProgramStep(StepKind.PIN, 0),
+        *(ProgramStep(StepKind.RUN, at) for at in (1, 2, 3)),
+    ]
+    steps += [ProgramStep(StepKind.RELEASE, at) for at in (1, 3, 2)]
+    steps.append(ProgramStep(StepKind.PIN, 4))
     simple = simplify(Program(ops, tuple(steps), ("w", "a", "b", "v", "y")))
     assert [(op.name, op.args, op.sizes) for op in simple.ops] == [
         ("split", (), (8,)),

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from gradkeep.data import build
-from gradkeep.remat._planned._agree import agreed
-from gradkeep.remat._planned._problem import problem_of
-from gradkeep.remat._planned._programs import compiled
-from gradkeep.remat._planned._record import Recording
-from gradkeep.remat._planned._run import Run, unpack
-from gradkeep.remat._planned._search import search
-from gradkeep.remat._planned._watch import new_watch
+from gradkeep.remat.planned._planned_step import PlannedStep, unpack
+from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._programs import compile_plan
+from gradkeep.remat.planned._search import search_plan
+from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.planned._trace import agreed_trace
+from gradkeep.remat.tracing._tensors import beside_compiler
 
 hooks = torch.autograd.graph.saved_tensors_hooks
 
 
 def recorded(step, *, cloning, hooked=None):
-    recording, watch = Recording(cloning=cloning), new_watch()
+    recording, watch = StepRecorder(cloning=cloning), beside_compiler(RecordingMode)()
     with hooks((hooked or recording).pack, unpack):
         watch.show(recording)
         step()
@@ -28,11 +28,11 @@ def recorded(step, *, cloning, hooked=None):
 def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
     work = build(name)
     recorded(work.step, cloning=False)
-    trace = agreed(recorded(work.step, cloning=False), recorded(work.step, cloning=True))
+    trace = agreed_trace(recorded(work.step, cloning=False), recorded(work.step, cloning=True))
     problem = problem_of(trace, min_size=1)
-    found = search(problem, int(0.8 * trace.peak), effort=0.05)
+    found = search_plan(problem, int(0.8 * trace.peak), effort=0.05)
     assert found.fits
-    plan = compiled(problem, found.states, found.evaluation)
+    plan = compile_plan(problem, found.states, found.evaluation)
     state = {key: value.clone() for key, value in work.model.state_dict().items()}
 
     def outcome(step):
@@ -44,7 +44,7 @@ def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
         return [*gradients, *buffers, torch.get_rng_state()]
 
     def planned():
-        run = Run(plan)
+        run = PlannedStep(plan)
         with hooks(run.pack, unpack):
             work.step()
         assert run.changed is None
@@ -52,7 +52,7 @@ def test_a_planned_step_gives_the_same_bits_in_the_predicted_bytes(name):
     for plain, ours in zip(outcome(work.step), outcome(planned), strict=True):
         assert torch.equal(plain, ours)
     assert (
-        recorded(work.step, cloning=False, hooked=Run(plan)).peak
+        recorded(work.step, cloning=False, hooked=PlannedStep(plan)).peak
         == found.evaluation.peak
         < 0.8 * trace.peak
     )

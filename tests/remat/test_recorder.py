@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from gradkeep.data import build
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, record, unlimited_peak
-from gradkeep.remat._recorded import Call, Notes
+from gradkeep.remat.tracing._log_recorder import LoggedCall, LoggedStep
 
 SIZES = {
     "resnet20": {},
@@ -140,11 +140,11 @@ def test_another_step_starts_over(tmp_path):
 
 
 def test_notes_of_the_same_events_take_the_smaller_times():
-    event = Call("relu", (1,), ((2, 8, -1),))
-    first, second = Notes([event, 1], [5]), Notes([event, 1], [3])
+    event = LoggedCall("relu", (1,), ((2, 8, -1),))
+    first, second = LoggedStep([event, 1], [5]), LoggedStep([event, 1], [3])
     assert first.least(second).times == [3]
     assert second.least(first).times == [3]
-    other = Notes([event], [9])
+    other = LoggedStep([event], [9])
     assert first.least(other) is other
 
 

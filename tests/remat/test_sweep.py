@@ -9,9 +9,9 @@ import pytest
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat import _sweep
-from gradkeep.remat._picture import Look, draw, sentences
-from gradkeep.remat._sweep import Case, cases, read_table, run_case, sweep
+from gradkeep.remat.simulator import _sweep
+from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
+from gradkeep.remat.simulator._sweep import SweepCase, read_table, run_case, sweep, sweep_cases
 
 LOG = Path(__file__).parent / "data" / "cnn-alias.log"
 
@@ -24,7 +24,7 @@ def gradkeep(*words):
 
 def test_a_sweep_does_every_case_once_and_resumes(tmp_path, monkeypatch):
     table = tmp_path / "out" / "table.csv"
-    wanted = cases([LOG], heuristics=("dtr-eq", "lru"), ratios=(0.9, 0.6))
+    wanted = sweep_cases([LOG], heuristics=("dtr-eq", "lru"), ratios=(0.9, 0.6))
     rows = sweep(wanted[:2], table, workers=1)
     assert [row.case for row in rows] == wanted[:2]
     with table.open("a") as file:
@@ -38,22 +38,22 @@ def test_a_sweep_does_every_case_once_and_resumes(tmp_path, monkeypatch):
 
 
 def test_a_row_is_the_simulation():
-    row = run_case(Case(str(LOG), "dtr", 0.65, limit=3.0))
+    row = run_case(SweepCase(str(LOG), "dtr", 0.65, limit=3.0))
     assert row.status in ("ok", "oom", "thrash")
     assert row.peak <= row.budget
 
 
 def test_bad_sweeps_are_refused_before_anything_runs():
     with pytest.raises(RematError, match="no heuristic 'dtrr'"):
-        cases([LOG], heuristics=("dtrr",))
+        sweep_cases([LOG], heuristics=("dtrr",))
     with pytest.raises(RematError, match="above 0"):
-        cases([LOG], ratios=(0.0,))
+        sweep_cases([LOG], ratios=(0.0,))
 
 
 def test_pictures_are_written_and_the_same_each_time(tmp_path):
-    rows = [run_case(case) for case in cases([LOG], heuristics=("dtr-eq", "lru"))]
+    rows = [run_case(case) for case in sweep_cases([LOG], heuristics=("dtr-eq", "lru"))]
     for folder in ("one", "two"):
-        paths = draw(rows, tmp_path / folder, "pareto", Look("A title <with> signs"))
+        paths = draw_sweep(rows, tmp_path / folder, "pareto", PictureStyle("A title <with> signs"))
         assert [path.suffix for path in paths] == [".png", ".svg", ".html"]
     one, two = (tmp_path / folder / "pareto.svg" for folder in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
@@ -62,7 +62,7 @@ def test_pictures_are_written_and_the_same_each_time(tmp_path):
     assert "<svg" in page
     assert "http-equiv" not in page
     assert "<script" not in page
-    assert sentences(rows)[0].startswith("At 50% of its memory")
+    assert sweep_sentences(rows)[0].startswith("At 50% of its memory")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,19 @@ def test_simulate_command_tells_of_failure_by_exit_code():
     assert done.returncode == 3
     assert "runs out of memory" in done.stdout
     assert "no budget below" in done.stdout
+
+
+def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
+    said = [
+        json.loads(gradkeep("remat", "simulate", LOG, *words, "--json").stdout)
+        for words in (("--budget", "0.9"), ("--ratio", "0.9"))
+    ]
+    assert said[0] == said[1]
+    assert said[0]["ratio"] == pytest.approx(0.9, abs=1e-3)
+    by_bytes = gradkeep("remat", "simulate", LOG, "--budget", said[0]["budget"], "--json")
+    assert json.loads(by_bytes.stdout) == said[0]
+    both = gradkeep("remat", "simulate", LOG, "--ratio", "0.9", "--budget", "0.9")
+    assert (both.returncode, "either --ratio or --budget" in both.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +171,8 @@ def test_record_command_records_a_script(tmp_path):
 
 def test_the_commands_do_without_torch():
     code = (
-        "import sys; from gradkeep.cli import _remat; import gradkeep.remat; "
-        "from gradkeep.remat._sweep import sweep; print('torch' in sys.modules)"
+        "import sys; from gradkeep.cli import _remat, _remat_figures, _remat_script; "
+        "import gradkeep.remat, gradkeep.compat.dtr.experiments; print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -11,12 +11,12 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradkeep.remat._planned._session import stash
+from gradkeep.remat import stash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from gradkeep.remat._planned._session import Stashed
+    from gradkeep.remat import StashedTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class LayerCall:
     suffixes: list[torch.Tensor | None] = field(default_factory=list)
     original: torch.Tensor | None = None
     """The first input as it came, which tells whether two layers share one."""
-    stashed: Stashed | None = None
+    stashed: StashedTensor | None = None
     """The input, where a memory budget may drop it meanwhile."""
 
     @property

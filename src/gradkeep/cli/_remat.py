@@ -13,11 +13,12 @@ from gradkeep.cli._output import print_json
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
-RatioOption = Annotated[
-    float | None, typer.Option("--ratio", help="The budget as a share of the peak without one.")
-]
 BudgetOption = Annotated[
-    str | None, typer.Option("--budget", help="The budget in bytes, such as 2GiB.")
+    str | None,
+    typer.Option("--budget", help="Bytes such as 2GiB, or a fraction of the peak such as 0.5."),
+]
+RatioOption = Annotated[
+    float | None, typer.Option("--ratio", help="A fraction of the peak, as --budget takes it too.")
 ]
 LimitOption = Annotated[
     float, typer.Option("--limit", help="More than so many times the base cost is thrashing.")
@@ -29,8 +30,8 @@ def simulate(
     heuristic: Annotated[
         str, typer.Option("--heuristic", help="Which storage to evict: dtr, dtr-eq, msps, ...")
     ] = "dtr-eq",
-    ratio: RatioOption = None,
     budget: BudgetOption = None,
+    ratio: RatioOption = None,
     policy: Annotated[
         str, typer.Option("--policy", help="What nobody refers to: ignore, eager or banish.")
     ] = "eager",
@@ -107,8 +108,8 @@ def simulate(
 
 def optimal(
     log: LogArgument,
-    ratio: RatioOption = None,
     budget: BudgetOption = None,
+    ratio: RatioOption = None,
     time_limit: Annotated[
         float, typer.Option("--time-limit", help="Seconds for the integer program.")
     ] = 60.0,
@@ -119,8 +120,9 @@ def optimal(
     For small programs (up to some 30 operators it takes seconds); the log's aliases are collapsed,
     and its inputs and parameters are always in memory.
     """
-    import gradkeep.remat as remat
+    from gradkeep import remat
     from gradkeep._budgets import format_bytes
+    from gradkeep._display import text_table
 
     program = remat.simplify(remat.read_log(log))
     graph = remat.Graph.of(remat.read_log(log))
@@ -156,33 +158,39 @@ def optimal(
         )
     else:
         print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
-        print(f"keep all      1.000x in {format_bytes(keep.peak)}")
         if cost is None:
-            print(
-                f"optimum       {best.status}; no schedule costs less than "
-                f"{best.bound / graph.compute:.3f}x"
-            )
+            price, note = f"at least {best.bound / graph.compute:.3f}x", str(best.status)
         else:
-            proof = "proven" if best.gap == 0 else f"at most {best.gap:.1%} above the best"
-            print(f"optimum       {cost / graph.compute:.3f}x ({proof})")
-        print(f"chen sqrt(n)  {chen.compute / graph.compute:.3f}x in {format_bytes(chen.peak)}")
+            price = f"{cost / graph.compute:.3f}x"
+            note = "proven" if best.gap == 0 else f"at most {best.gap:.1%} above the best"
+        lines = [
+            ("keep all", "1.000x", f"in {format_bytes(keep.peak)}"),
+            ("optimum", price, note),
+            (
+                "chen sqrt(n)",
+                f"{chen.compute / graph.compute:.3f}x",
+                f"in {format_bytes(chen.peak)}",
+            ),
+        ]
         for name, found in heuristics.items():
-            told = f"{found.overhead:.3f}x" if found.status == "ok" else found.status
-            print(f"{name:<13} {told}")
+            fits = found.status == "ok"
+            lines.append((name, f"{found.overhead:.3f}x" if fits else found.status, ""))
+        print(text_table(("schedule", "time", ""), lines, right={1}))
     if cost is None:
         raise typer.Exit(3)
 
 
 def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> float:
-    """The budget in bytes from one of the two ways to say it."""
-    from gradkeep._budgets import parse_bytes
+    """The budget in bytes, from whichever option says it; a fraction is one of `peak`."""
+    from gradkeep._budgets import parse_budget
 
     if (ratio is None) == (budget is None):
         raise RematError(
-            "say either --ratio or --budget", fix="for example --ratio 0.5, or --budget 2GiB"
+            "say either --ratio or --budget", fix="for example --budget 0.5, or --budget 2GiB"
         )
     if budget is not None:
-        return parse_bytes(budget)
+        allowed = parse_budget(budget)
+        return int(peak * allowed) if isinstance(allowed, float) else allowed
     assert ratio is not None
     if not ratio > 0:
         raise RematError("a ratio is a share of the peak above 0", found=ratio)

@@ -1,26 +1,23 @@
-"""`gradkeep remat pareto`, `ablate`, `accesses`, `banish`: sweeps and their pictures."""
+"""`gradkeep remat pareto`, `ablate`, `accesses`, `banish`, `experiments`: sweeps, trials, pictures."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradkeep._progress import progress
 from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._output import print_json
-from gradkeep.cli._remat_experiments import tell_endings
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from gradkeep.remat._core import Policy
-    from gradkeep.remat._experiment_config import Experiment
-    from gradkeep.remat._picture import Look
-    from gradkeep.remat._sweep import Case, Row
+    from gradkeep.compat.dtr.experiments import DtrExperiment
+    from gradkeep.remat.simulator import PictureStyle, Policy, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -82,16 +79,14 @@ def pareto(
     torch.utils.checkpoint. Small graphs get their optimum. Writes pareto.csv, pareto.png, pareto.svg
     and a self-contained pareto.html.
     """
-    from gradkeep.remat._experiment_pareto import pareto_experiment
-    from gradkeep.remat._experiment_placements import PLACEMENTS
-    from gradkeep.remat._picture import Look
-    from gradkeep.remat._sweep import MAIN, optimum_cases
+    from gradkeep.compat.dtr.experiments import PLACEMENTS, pareto_experiment
+    from gradkeep.remat.simulator import MAIN_HEURISTICS, PictureStyle, optimum_cases
 
     if not logs and not model:
         raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
-    names = MAIN if heuristics is None else _names(heuristics)
+    names = MAIN_HEURISTICS if heuristics is None else _names(heuristics)
     budgets = _numbers(ratios)
-    measured: list[Row] = []
+    measured: list[SweepRow] = []
     if model:
         experiment = pareto_experiment(
             model,
@@ -105,7 +100,7 @@ def pareto(
             repeats=repeats,
         )
         measured = _trained(experiment, out / "trials", workers)
-    look = Look("What a smaller memory budget costs")
+    look = PictureStyle("What a smaller memory budget costs")
     wanted = [
         *_cases(logs or [], names, budgets, limit),
         *optimum_cases(logs or [], ratios=budgets),
@@ -123,10 +118,10 @@ def ablate(
 ) -> None:
     """Which parts of the heuristic matter: its neighbourhood, its size, its staleness."""
     from gradkeep.remat import heuristics
-    from gradkeep.remat._picture import Look
+    from gradkeep.remat.simulator import PictureStyle
 
     names = [name for name in heuristics() if name.startswith("ab-")]
-    look = Look("What each part of the heuristic is worth")
+    look = PictureStyle("What each part of the heuristic is worth")
     wanted = _cases(logs, names, _numbers(ratios), limit)
     _figure("ablate", look, wanted, out, workers, json=json)
 
@@ -140,9 +135,9 @@ def accesses(
     json: JsonOption = False,
 ) -> None:
     """How many storages each heuristic looks at to make its choices."""
-    from gradkeep.remat._picture import Look
+    from gradkeep.remat.simulator import PictureStyle
 
-    look = Look(
+    look = PictureStyle(
         "How much looking around choosing takes", "accesses", "storages looked at", logarithmic=True
     )
     names = ("dtr", "dtr-eq", "dtr-local", "dtr-union")
@@ -159,13 +154,93 @@ def banish(
     json: JsonOption = False,
 ) -> None:
     """What to do with storages nobody refers to: ignore it, evict them at once, or for ever."""
-    from gradkeep.remat._picture import Look
+    from gradkeep.remat.simulator import PictureStyle
 
-    look = Look("What happens to storages that nobody refers to", by_policy=True)
+    look = PictureStyle("What happens to storages that nobody refers to", by_policy=True)
     names = ("dtr-union", "dtr-local")
     policies: tuple[Policy, ...] = ("ignore", "eager", "banish")
     wanted = _cases(logs, names, _numbers(ratios), limit, policies)
     _figure("banish", look, wanted, out, workers, json=json)
+
+
+def experiments(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="JSON or YAML: commands per model.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for everything; a rerun resumes.")
+    ] = Path("experiments"),
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Simulations at a time; by default one per core."),
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run trials again that failed before.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run the trials of a configuration: training steps, plain and in budgets, live and simulated.
+
+    Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. Interrupt it at any
+    moment and run it again: what is done stays done. Exit code 3 if trials failed.
+    """
+    from gradkeep.compat.dtr.experiments import read_experiment, run_experiment
+    from gradkeep.remat.simulator import sweep_sentences
+
+    experiment = read_experiment(config)
+    for note in experiment.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with progress("experiments", "trials") as told:
+        report = run_experiment(
+            experiment, out, workers=workers, retry_failed=retry_failed, progress=told
+        )
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if json:
+        print_json(
+            {
+                "trials": len(report.results),
+                "ran": report.ran,
+                "reused": report.reused,
+                "failed": report.failed,
+                "results": report.results,
+                "files": [str(path) for path in report.files],
+                "notes": [*experiment.notes, *report.notes],
+            }
+        )
+    else:
+        print(f"{report.ran} trials run, {report.reused} were there already")
+        for line in sweep_sentences(report.points):
+            print(line)
+        for path in report.files:
+            print(f"wrote {path}")
+    show_endings(report.results)
+    if report.failed:
+        print(f"{report.failed} failed; --retry-failed runs them again", file=sys.stderr)
+        raise typer.Exit(3)
+
+
+def show_endings(results: Iterable[dict[str, Any]]) -> None:
+    """Say why trials have no result, and why live ones did not stay within their budget."""
+    lines = dict.fromkeys(line for result in results if (line := _ending(result)) is not None)
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _ending(result: dict[str, Any]) -> str | None:
+    from gradkeep.compat.dtr.experiments import FAILED
+
+    kind, status = result["type"], result["status"]
+    said = (str(result.get("message", "")).splitlines() or [""])[-1]
+    told = f"{status}: {said}"
+    if status in FAILED:
+        return f"{result['model']} {kind} {result['key']}: {told}"
+    if status == "too large":
+        return f"{result['model']} {kind}: {told}"
+    # A placement that a model does not have is no news; that a budget is too small is.
+    if kind in ("dtr", "planned") and status != "ok":
+        return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
+    return None
 
 
 def _cases(
@@ -174,24 +249,23 @@ def _cases(
     ratios: Sequence[float],
     limit: float,
     policies: Sequence[Policy] = ("eager",),
-) -> list[Case]:
-    from gradkeep.remat._sweep import cases
+) -> list[SweepCase]:
+    from gradkeep.remat.simulator import sweep_cases
 
-    return cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
+    return sweep_cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
 
 
 def _figure(
     name: str,
-    look: Look,
-    wanted: Sequence[Case],
+    look: PictureStyle,
+    wanted: Sequence[SweepCase],
     out: Path,
     workers: int | None,
     *,
     json: bool,
-    measured: Sequence[Row] = (),
+    measured: Sequence[SweepRow] = (),
 ) -> None:
-    from gradkeep.remat._picture import draw, sentences
-    from gradkeep.remat._sweep import sweep, write_table
+    from gradkeep.remat.simulator import draw_sweep, sweep, sweep_sentences, write_table
 
     table = out / f"{name}.csv"
     with progress(name, "simulations") as report:
@@ -200,27 +274,27 @@ def _figure(
     if not rows:
         raise RematError("no trial gave anything that could be drawn")
     write_table(table, rows)
-    pictures = draw(rows, out, name, look)
+    pictures = draw_sweep(rows, out, name, look)
     if json:
         failed = sum(row.status != "ok" for row in rows)
         files = [str(path) for path in (table, *pictures)]
         print_json({"rows": len(rows), "not_ok": failed, "files": files})
         return
-    for line in sentences(rows):
+    for line in sweep_sentences(rows):
         print(line)
     for path in (table, *pictures):
         print(f"wrote {path}")
 
 
-def _trained(experiment: Experiment, folder: Path, workers: int | None) -> list[Row]:
+def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> list[SweepRow]:
     """Run the trials of models; what went wrong is told and left out of the picture."""
-    from gradkeep.remat._experiments import run_experiment
+    from gradkeep.compat.dtr.experiments import run_experiment
 
     for note in experiment.notes:
         print(f"note: {note}", file=sys.stderr)
     with progress("models", "trials") as told:
         report = run_experiment(experiment, folder, workers=workers, progress=told)
-    tell_endings(report.results)
+    show_endings(report.results)
     return report.points
 
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.data._agnews import load_agnews
-from gradkeep.data._characters import load_characters
 from gradkeep.data._cifar10 import load_cifar10
-from gradkeep.data._digit_images import load_digit_images
+from gradkeep.data._digits import load_digit_images
 from gradkeep.data._idx import load_idx
 from gradkeep.data._image_folder import load_image_folder
 from gradkeep.data._names import known_name
 from gradkeep.data._npz import load_npz
+from gradkeep.data._texts import load_agnews, load_characters
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from gradkeep.data._agnews import Texts
     from gradkeep.data._examples import Examples
     from gradkeep.data._image_folder import ImageFolder
+    from gradkeep.data._texts import Texts
 
     Dataset = Examples | ImageFolder | Texts
 

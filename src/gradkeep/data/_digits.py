@@ -1,4 +1,4 @@
-"""Handwritten digits, real ones, with wrong labels planted on request."""
+"""Handwritten digits, real ones, as arrays or as pictures, with wrong labels planted on request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gradkeep.data._examples import Examples
+from gradkeep.data._names import known_name
 from gradkeep.errors import MissingExtra
 
 _TRAIN = 1437
@@ -62,3 +64,28 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     train_labels[planted] += rng.integers(1, 10, int(planted.sum()))
     train_labels %= 10
     return Digits(images[:_TRAIN], train_labels, images[_TRAIN:], labels[_TRAIN:], planted)
+
+
+_MEAN, _STD = 0.3053, 0.3761
+
+
+def load_digit_images(
+    *, split: str = "train", normalise: bool = True, wrong_labels: float = 0.0, seed: int = 0
+) -> Examples:
+    """Digits float32 `[1, 8, 8]`, normalised by their mean and deviation, or 0 to 1.
+
+    >>> digits = load_digit_images(split="test")
+    >>> len(digits), digits[0][0].shape
+    (360, torch.Size([1, 8, 8]))
+    """
+    import torch
+
+    known_name(split, ("train", "test"), what="split")
+    digits = load_digits(wrong_labels=wrong_labels, seed=seed)
+    train = split == "train"
+    images = torch.from_numpy(digits.train_images if train else digits.test_images)
+    labels = torch.from_numpy(digits.train_labels if train else digits.test_labels)
+    images = images.view(-1, 1, 8, 8)
+    return Examples(
+        (images - _MEAN) / _STD if normalise else images, labels, tuple(map(str, range(10)))
+    )

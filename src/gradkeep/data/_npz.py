@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep.data._examples import Examples, Scaling, check_labels, numbered, whole_labels
+from gradkeep.data._examples import (
+    Examples,
+    Scaling,
+    channels_first,
+    check_labels,
+    numbered,
+    whole_labels,
+)
 from gradkeep.data._names import known_name
-from gradkeep.data._pixels import channels_first
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:

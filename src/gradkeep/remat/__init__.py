@@ -1,44 +1,82 @@
-"""Training in fewer bytes: evict tensors, recompute them when they are needed."""
+"""Training in fewer bytes: evict tensors, recompute them when they are needed.
 
-from __future__ import annotations
+`simulator` runs recorded steps in smaller budgets, `planned` and `online` train in them, `tracing` is
+what these see of torch.
+"""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gradkeep.remat._baselines import chen, keep_all, keeping, revolve
-from gradkeep.remat._core import Policy
-from gradkeep.remat._graphs import chain
-from gradkeep.remat._heuristics import Heuristic, heuristic, heuristics, register
-from gradkeep.remat._log import read_log
-from gradkeep.remat._optimal import Optimum, optimal
-from gradkeep.remat._program import Kind, Op, Program, Step
-from gradkeep.remat._rewrite import collapse_aliases, eliminate_constants, merge_tuples, simplify
-from gradkeep.remat._schedule import Action, Graph, Schedule, checked
-from gradkeep.remat._simulate import Outcome, simulate, unlimited_peak
-from gradkeep.remat._timeline import Event, Timeline
+from gradkeep._public import lazy_names
+from gradkeep.remat.simulator import (
+    Action,
+    Graph,
+    Heuristic,
+    MemoryEvent,
+    Op,
+    Optimum,
+    Policy,
+    Program,
+    ProgramStep,
+    Schedule,
+    SimulationResult,
+    StepKind,
+    Storage,
+    Timeline,
+    chain,
+    checked,
+    chen,
+    collapse_aliases,
+    eliminate_constants,
+    heuristic,
+    heuristics,
+    keep_all,
+    keeping,
+    merge_tuples,
+    optimal,
+    read_log,
+    register,
+    revolve,
+    simplify,
+    simulate,
+    unlimited_peak,
+)
 
 if TYPE_CHECKING:
-    from gradkeep.remat._planned._budget import MemoryBudget, memory_budget
-    from gradkeep.remat._planned._report import Explanation, Report
-    from gradkeep.remat._recorder import Recorder, record
+    from gradkeep.remat.online import OnlineReport
+    from gradkeep.remat.planned import (
+        BudgetPoint,
+        BudgetReport,
+        DroppedActivation,
+        Explanation,
+        MemoryBudget,
+        StashedTensor,
+        memory_budget,
+        stash,
+    )
+    from gradkeep.remat.tracing import Recorder, record
 
 __all__ = [
     "Action",
-    "Event",
+    "BudgetPoint",
+    "BudgetReport",
+    "DroppedActivation",
     "Explanation",
     "Graph",
     "Heuristic",
-    "Kind",
     "MemoryBudget",
+    "MemoryEvent",
+    "OnlineReport",
     "Op",
     "Optimum",
-    "Outcome",
     "Policy",
     "Program",
+    "ProgramStep",
     "Recorder",
-    "Report",
     "Schedule",
-    "Step",
+    "SimulationResult",
+    "StashedTensor",
+    "StepKind",
+    "Storage",
     "Timeline",
     "chain",
     "checked",
@@ -58,22 +96,27 @@ __all__ = [
     "revolve",
     "simplify",
     "simulate",
+    "stash",
     "unlimited_peak",
 ]
 
-
-_WITH_TORCH = {
-    "Explanation": "gradkeep.remat._planned._report",
-    "MemoryBudget": "gradkeep.remat._planned._budget",
-    "Recorder": "gradkeep.remat._recorder",
-    "Report": "gradkeep.remat._planned._report",
-    "memory_budget": "gradkeep.remat._planned._budget",
-    "record": "gradkeep.remat._recorder",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Recording and training need torch, simulating does not: the commands answer without loading it.
-    if name in _WITH_TORCH:
-        return getattr(importlib.import_module(_WITH_TORCH[name]), name)
-    raise AttributeError(f"module 'gradkeep.remat' has no attribute {name!r}")
+# Recording and training need torch, simulating does not: the commands answer without loading it.
+_PLANNED = (
+    *("BudgetPoint", "BudgetReport", "DroppedActivation", "Explanation", "MemoryBudget"),
+    *("StashedTensor", "memory_budget", "stash"),
+)
+__getattr__ = lazy_names(
+    "gradkeep.remat",
+    {
+        **dict.fromkeys(_PLANNED, "gradkeep.remat.planned"),
+        **dict.fromkeys(("Recorder", "record"), "gradkeep.remat.tracing"),
+        "OnlineReport": "gradkeep.remat.online",
+    },
+    renamed={
+        "Event": "gradkeep.remat.MemoryEvent",
+        "Kind": "gradkeep.remat.StepKind",
+        "Outcome": "gradkeep.remat.SimulationResult",
+        "Report": "gradkeep.remat.BudgetReport",
+        "Step": "gradkeep.remat.ProgramStep",
+    },
+)

@@ -16,24 +16,23 @@ running.
 >>> dtr.set_memory_budget(None)
 """
 
-from gradkeep.compat.dtr._budget import (
+from gradkeep.compat.dtr._prototype import (
+    annotate_log,
+    base_compute_time,
     checkpoint,
     clear_checkpointpool,
+    cost_time,
     decheckpoint,
     is_checkpoint,
     pin,
-    set_memory_budget,
-    toggle_ignore_small_tensors,
-    toggle_sampling,
-)
-from gradkeep.compat.dtr._log import annotate_log, toggle_log
-from gradkeep.compat.dtr._times import (
-    base_compute_time,
-    cost_time,
     remat_compute_time,
     reset_profile,
     search_time,
+    set_memory_budget,
+    toggle_ignore_small_tensors,
+    toggle_log,
     toggle_profile,
+    toggle_sampling,
 )
 
 __all__ = [

@@ -1,0 +1,180 @@
+"""`gradkeep remat record` and `plan`: a script's training step as a log, and what budgets cost it."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._output import print_json
+from gradkeep.errors import RematError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.remat import BudgetPoint
+
+FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+ScriptArgument = Annotated[
+    Path, typer.Argument(metavar="SCRIPT", help="A Python file with a function step().")
+]
+FunctionOption = Annotated[
+    str, typer.Option("--function", help="The function that does one training step.")
+]
+
+
+def record(
+    script: ScriptArgument,
+    log: Annotated[Path, typer.Option("--log", help="Where the log goes.")] = Path("step.log"),
+    function: FunctionOption = "step",
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Times to run it; the least times are kept.")
+    ] = 3,
+    json: JsonOption = False,
+) -> None:
+    """Run the function `step()` of a script and record what it does.
+
+    It is run once before, so that first-time work is not counted.
+    """
+    from gradkeep._budgets import format_bytes
+    from gradkeep.remat import read_log, unlimited_peak
+
+    step = step_of(script, function)
+    step()
+    from gradkeep.remat import record as recorder_for  # loads torch
+
+    recorder = recorder_for(log)
+    for _ in range(repeats):
+        with recorder:
+            step()
+    program = read_log(log)
+    peak = unlimited_peak(program)
+    if json:
+        print_json(
+            {
+                "log": str(log),
+                "operators": len(program.ops),
+                "compute": program.compute,
+                "peak": peak,
+                "live_peak": recorder.live_peak,
+                "constant_bytes": program.constant_bytes,
+                "repeats": recorder.repeats,
+            }
+        )
+        return
+    print(
+        f"recorded {len(program.ops)} operators, {program.compute / 1e6:.1f} ms, "
+        f"peak {format_bytes(peak)} ({format_bytes(program.constant_bytes)} inputs and parameters)"
+    )
+    print(f"wrote {log}; next: gradkeep remat simulate {log} --ratio 0.5")
+
+
+def plan(
+    script: ScriptArgument,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Bytes such as 2GiB, or a fraction such as 0.5: explain it."),
+    ] = None,
+    function: FunctionOption = "step",
+    recordings: Annotated[
+        int, typer.Option("--recordings", min=2, help="Times to run it, recorded.")
+    ] = 3,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", help="Write the plan: gk.memory_budget(...).load(FILE)."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show budget against slowdown, and the floor, for the function `step()` of a script."""
+    from gradkeep._budgets import format_bytes
+    from gradkeep._display import text_table
+
+    step = step_of(script, function)
+    step()
+    from gradkeep.remat import memory_budget  # loads torch
+
+    whole = memory_budget(1.0, recordings=recordings)
+    for _ in range(recordings):
+        with whole.step():
+            step()
+    about = whole.explain()
+    points = whole.curve(FRACTIONS)
+    if save is not None and budget is None:
+        raise typer.BadParameter("--save needs --budget")
+    if not json:
+        # First, so that it can also be seen when the budget is below the floor.
+        print(
+            f"without a budget the step takes {format_bytes(about.peak)}; "
+            f"the floor is {format_bytes(about.floor)} ({about.floor / max(1, about.peak):.2f})"
+        )
+        print(text_table(("budget", "", "costs"), _lines(points), right={0, 1}))
+    asked = None
+    if budget is not None:
+        chosen = whole.anew(budget)
+        asked = chosen.explain()
+        if save is not None:
+            chosen.save(save)
+    if json:
+        print_json(
+            {
+                "peak": about.peak,
+                "floor": about.floor,
+                "curve": [dataclasses.asdict(point) for point in points],
+                "explanation": None if asked is None else dataclasses.asdict(asked),
+                "saved": None if save is None else str(save),
+            }
+        )
+        return
+    if asked is not None:
+        print(asked)
+    if save is not None:
+        print(f"wrote {save}: gk.memory_budget({budget!r}).load({str(save)!r})")
+
+
+def _lines(points: Sequence[BudgetPoint]) -> list[tuple[str, str, str]]:
+    """Fraction, bytes, and what they cost."""
+    from gradkeep._budgets import format_bytes
+
+    costs = [
+        f"time x{point.slowdown:.3f}"
+        if point.fits
+        else f"does not fit; {format_bytes(point.peak)} would"
+        for point in points
+    ]
+    return [
+        (f"{fraction:.1f}", format_bytes(point.budget), cost)
+        for fraction, point, cost in zip(FRACTIONS, points, costs, strict=True)
+    ]
+
+
+def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:
+    """The function of that name in a Python file; the file is run, but not as `__main__`."""
+    path = Path(script)
+    if not path.is_file():
+        raise RematError("there is no such script", path=path)
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        names = runpy.run_path(str(path), run_name="__gradkeep__")
+    finally:
+        sys.path.remove(folder)
+    found = names.get(function)
+    if not callable(found):
+        defined = sorted(
+            name for name, value in names.items() if callable(value) and name[0] != "_"
+        )
+        raise RematError(
+            f"the script has no function {function}()",
+            path=path,
+            found=", ".join(defined) or "no functions",
+            expected="a function without arguments that does one training step",
+            fix="name another one with --function",
+        )
+    step: Callable[[], Any] = found
+    return step

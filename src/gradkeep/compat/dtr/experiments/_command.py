@@ -1,0 +1,355 @@
+"""The original experiments' names of models and sizes, in the zoo's words."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._budgets import parse_bytes
+from gradkeep.compat.dtr.experiments._trial import (
+    PLACEMENTS,
+    TYPES,
+    Trial,
+    TrialWork,
+    known_placement,
+)
+from gradkeep.data import checked_sizes, default_sizes, published_sizes
+from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat.simulator import heuristic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_MODELS = {"unroll_gan": "unrolled_gan", "treelstm_old": "treelstm"}
+# There, `batch_size` was the number of steps of an LSTM and the depth of a tree, and `input_size`
+# the number of rows: only a command with `input_size` speaks that way.
+_ROWS = {"lstm": "length", "treelstm": "depth"}
+_SIZES = {
+    "transformer": {
+        "input_seq_length": "length",
+        "target_seq_length": "target_length",
+        "num_feature": "dim",
+    },
+    "unrolled_gan": {"d_hid": "d_hidden", "g_hid": "g_hidden", "g_inp": "noise_dim"},
+}
+
+
+def zoo_name(model: str) -> str:
+    """The zoo's name of a model.
+
+    >>> zoo_name("tv_densenet121"), zoo_name("unroll_gan"), zoo_name("lstm")
+    ('densenet121', 'unrolled_gan', 'lstm')
+    """
+    torchvision = re.fullmatch(r"tv_((?:res|dense)net\d+)", model)
+    return torchvision[1] if torchvision else _MODELS.get(model, model)
+
+
+def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
+    """The sizes in the zoo's words.
+
+    >>> zoo_sizes("lstm", {"batch_size": 256, "input_size": 512})
+    {'length': 256, 'batch_size': 512}
+    """
+    words = dict(_SIZES.get(name, {}))
+    if name in _ROWS and "input_size" in sizes:
+        words |= {"batch_size": _ROWS[name], "input_size": "batch_size"}
+    return {words.get(key, key): value for key, value in sizes.items()}
+
+
+_KINDS = ("fixed", "ratio", "param_sweep")
+_POLICIES = ("eager", "banish", "ignore")
+_IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
+_BY_HEURISTIC = ("simrd", "dtr")
+# These may also stand among extra_params, where the original has them.
+_RUNNING = {
+    *("retry_on_error", "max_retries", "use_sampling", "ignore_small_tensors"),
+    *("no_sampling_below_budget", "no_sampling_below_ratio"),
+}
+_KNOWN = {
+    *("type", "kind", "memory_budget", "ratio", "batch_size", "heuristic", "policy", "limit"),
+    *("timeout", "extra_params", "n_reps", "dry_run", "n_inputs", "seed", "threads", *_RUNNING),
+    *("placement", "time_limit"),
+    "use_profiling",  # what it would add is always told
+}
+_NO_EFFECT = {"save_logs", "attempt_timeout", "input_params", "sync_gpu"}
+# What the original does unless it is told otherwise.
+_ORIGINAL = {"use_sampling": True, "ignore_small_tensors": True}
+
+
+@dataclass(frozen=True, slots=True)
+class CommandDefaults:
+    """What holds for every command unless it says otherwise."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    published: bool = False
+    """Sizes that are not named are those of the published experiments."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any], *, original: bool) -> CommandDefaults:
+        """The defaults of a whole configuration."""
+        scale = config.get("sizes", "published" if original else "small")
+        if scale not in ("small", "published"):
+            raise RematError("sizes: unknown", found=repr(scale), expected="'small' or 'published'")
+        given = (config.get("dtr_settings") or {}).get("default") if original else None
+        default = config.get("default", given) or {}
+        if not isinstance(default, dict):
+            raise RematError(
+                "default: not a mapping", found=repr(default)[:60], expected="fields of a command"
+            )
+        shared: dict[str, Any] = {
+            key: config[key]
+            for key in ("n_reps", "dry_run", "n_inputs", "seed", "threads")
+            if key in config
+        }
+        if config.get("set_seed") is False:
+            shared.pop("seed", None)
+        habits = _ORIGINAL if original else {}
+        return cls({**habits, **shared, **default}, published=scale == "published")
+
+
+def trials_of(
+    model: str, position: int, command: Any, defaults: CommandDefaults
+) -> tuple[list[Trial], list[str]]:
+    """The trials of a command, and notes about what is ignored in it."""
+    where = f"{model}, command {position}"
+    if not isinstance(command, dict):
+        raise RematError(
+            f"{where}: not a mapping", found=repr(command)[:60], expected="{type: dtr, ratio: 0.5}"
+        )
+    notes = [_ignored(where, key) for key in command if key not in _KNOWN]
+    fields = {**defaults.fields, **command}
+    fields.setdefault("extra_params", {})
+    if "type" not in fields:
+        raise RematError(f"{where}: no field type", expected=", ".join(TYPES))
+    if fields["type"] == "checkpoint":
+        fields.setdefault("placement", list(PLACEMENTS))
+    extra = fields.pop("extra_params") or {}
+    if not isinstance(extra, dict):
+        raise RematError(f"{where}: extra_params is not a mapping", found=repr(extra)[:60])
+    trials = []
+    # Before the defaults, after what the command itself says.
+    lifted = {key: extra[key] for key in _RUNNING if key in extra and key not in command}
+    for chosen in _unfolded(where, fields):
+        chosen |= lifted
+        reader = _CommandReader(where, model, {**chosen, "extra_params": extra}, defaults)
+        trials += reader.trials()
+        notes += reader.notes
+    return trials, notes
+
+
+def _unfolded(where: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All combinations of the values in lists."""
+    for key, value in fields.items():
+        if isinstance(value, list) and not value:
+            raise RematError(
+                f"{where}: {key} is an empty list", expected="at least one value, or no field"
+            )
+    values = [value if isinstance(value, list) else [value] for value in fields.values()]
+    for combination in itertools.product(*values):
+        yield dict(zip(fields, combination, strict=True))
+
+
+@dataclass(slots=True)
+class _CommandReader:
+    where: str
+    model: str
+    fields: dict[str, Any]
+    defaults: CommandDefaults
+    notes: list[str] = field(default_factory=list)
+
+    def trials(self) -> list[Trial]:
+        """One trial per input."""
+        kind_of = self._choice("type", TYPES, None)
+        ratio = self._number("ratio", None, least=0.0, open_end=True)
+        kind = self._choice("kind", _KINDS, "fixed" if ratio is None else "ratio")
+        budget = self._budget()
+        if kind_of in _IN_BUDGET:
+            wanted = "ratio" if kind == "ratio" else "memory_budget"
+            if (ratio if kind == "ratio" else budget) is None:
+                raise self._wrong(wanted, f"missing; kind {kind} needs it", None, None)
+        name, sizes = self._sizes()
+        tries = self._number("max_retries", 10, least=0) if self._flag("retry_on_error") else 0
+        trial = Trial(
+            model=self.model,
+            type=kind_of,
+            kind=kind,
+            work=TrialWork(
+                name,
+                sizes,
+                repeats=self._whole("n_reps", 5),
+                warmup=self._whole("dry_run", 1, 0),
+                threads=self._whole("threads", 1),
+            ),
+            timeout=self._number("timeout", 600.0, least=0.0, open_end=True) or 600.0,
+            retries=int(tries or 0),
+        )
+        if kind_of in _IN_BUDGET:
+            trial = dataclasses.replace(
+                trial,
+                budget=math.inf if kind == "ratio" or budget is None else budget,
+                ratio=ratio if kind == "ratio" else None,
+                time_limit=self._number("time_limit", 20.0, least=0.0, open_end=True) or 20.0,
+            )
+        if kind_of in _BY_HEURISTIC:
+            trial = self._choosing(trial)
+        if kind_of == "checkpoint":
+            trial = dataclasses.replace(trial, placement=self._placement())
+        seed = self._whole("seed", 0, 0)
+        return [
+            dataclasses.replace(trial, work=dataclasses.replace(trial.work, seed=seed + number))
+            for number in range(self._whole("n_inputs", 1))
+        ]
+
+    def _choosing(self, trial: Trial) -> Trial:
+        """How it is chosen what to evict."""
+        policy = self._choice("policy", _POLICIES, "eager")
+        if trial.type == "dtr" and policy != "eager":
+            fix = "other policies can be simulated: type simrd"
+            raise self._wrong("policy", "is not for live models", policy, "eager", fix)
+        return dataclasses.replace(
+            trial,
+            heuristic=self._heuristic(),
+            policy=policy,
+            limit=self._number("limit", 10.0, least=1.0) or 10.0,
+            sample=self._flag("use_sampling") and not self._too_tight_to_sample(trial),
+            skip_small=self._flag("ignore_small_tensors"),
+        )
+
+    def _too_tight_to_sample(self, trial: Trial) -> bool:
+        """Whether the budget is at or below the one from which on the whole pool is looked at."""
+        if trial.ratio is not None:
+            below = self._number("no_sampling_below_ratio", None, least=0.0)
+            return below is not None and trial.ratio <= below
+        below = self._number("no_sampling_below_budget", None, least=0.0)
+        return below is not None and trial.budget <= below
+
+    def _placement(self) -> str:
+        name = self.fields["placement"]
+        if not isinstance(name, str) or not known_placement(name):
+            raise self._wrong("placement", "unknown", name, f"K segments, {', '.join(PLACEMENTS)}")
+        return name
+
+    def _sizes(self) -> tuple[str, tuple[tuple[str, float], ...]]:
+        name = zoo_name(self.model)
+        try:
+            base = (published_sizes if self.defaults.published else default_sizes)(name)
+        except RematError as error:
+            raise RematError(
+                f"{self.model}: {error.what}",
+                found=error.found,
+                expected=error.expected,
+                fix=error.fix,
+            ) from error
+        given = {
+            key: value
+            for key, value in self.fields["extra_params"].items()
+            if key not in _RUNNING and key not in _NO_EFFECT
+        }
+        for key, value in given.items():
+            if isinstance(value, list):
+                fix = "lists in extra_params are not unfolded: write one command per value"
+                raise self._wrong(f"extra_params.{key}", "is a list", value, "a number", fix)
+        if "batch_size" in self.fields:
+            given["batch_size"] = self.fields["batch_size"]
+        numbers = {key: _as_number(value) for key, value in given.items()}
+        sizes = zoo_sizes(name, numbers)
+        unknown = [key for key in sizes if key not in base]
+        for key in unknown:
+            self.notes.append(
+                f"{self.where}: {name} has no size {key!r}, ignored; it has {', '.join(base)}"
+            )
+            del sizes[key]
+        try:
+            full = {**base, **checked_sizes(name, sizes)}
+        except RematError as error:
+            raise RematError(
+                f"{self.where}: {error.what}", found=error.found, expected=error.expected
+            ) from error
+        return name, tuple(sorted(full.items()))
+
+    def _budget(self) -> float | None:
+        value = self.fields.get("memory_budget")
+        if value is None:
+            return None
+        number = _as_number(value)
+        if isinstance(number, str):
+            try:
+                return float(parse_bytes(number))
+            except BudgetError as error:
+                raise self._wrong("memory_budget", error.what, value, error.expected) from error
+        if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
+            raise self._wrong("memory_budget", "is not a number", value, "bytes, such as 2GiB")
+        if number == -1:
+            return math.inf  # the original's word for no budget
+        if number <= 0:
+            raise self._wrong("memory_budget", "is not above 0", value, "bytes, or -1 for no limit")
+        return float(number)
+
+    def _heuristic(self) -> str:
+        name = self.fields.get("heuristic", "dtr-eq")
+        try:
+            heuristic(str(name))
+        except RematError as error:
+            raise self._wrong("heuristic", error.what, error.found, error.expected) from error
+        return str(name)
+
+    def _choice(self, key: str, choices: tuple[str, ...], default: str | None) -> Any:
+        value = self.fields.get(key, default)
+        if value not in choices:
+            raise self._wrong(key, "unknown", value, ", ".join(choices))
+        return value
+
+    def _whole(self, key: str, default: int, least: int = 1) -> int:
+        number = self._number(key, default, least=least)
+        if number is None or number != int(number):
+            raise self._wrong(key, "is not a whole number", self.fields.get(key), "a whole number")
+        return int(number)
+
+    def _number(
+        self, key: str, default: float | None, *, least: float, open_end: bool = False
+    ) -> float | None:
+        value = self.fields.get(key, self.fields["extra_params"].get(key, default))
+        if value is None:
+            return None
+        number = _as_number(value)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise self._wrong(key, "is not a number", value, "a number")
+        if not (number > least if open_end else number >= least) or math.isinf(number):
+            word = "above" if open_end else "at least"
+            raise self._wrong(key, "is out of range", value, f"a number {word} {least:g}")
+        return number
+
+    def _flag(self, key: str) -> bool:
+        value = self.fields.get(key, self.fields["extra_params"].get(key, False))
+        if not isinstance(value, bool):
+            raise self._wrong(key, "is not true or false", value, "true or false")
+        return value
+
+    def _wrong(
+        self, key: str, what: str, found: object, expected: object, fix: str | None = None
+    ) -> RematError:
+        shown = None if found is None else repr(found)
+        return RematError(f"{self.where}: {key} {what}", found=shown, expected=expected, fix=fix)
+
+
+def _as_number(value: Any) -> Any:
+    """YAML reads 5e-4 as text: take text that is a number for one."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _ignored(where: str, key: object) -> str:
+    if key in _NO_EFFECT:
+        return f"{where}: {key} has no effect here"
+    near = difflib.get_close_matches(str(key), _KNOWN | _NO_EFFECT, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{where}: unknown field {key!r} is ignored{meant}"

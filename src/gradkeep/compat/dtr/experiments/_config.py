@@ -1,0 +1,198 @@
+"""Configurations of experiments: per model a list of commands, as JSON or YAML.
+
+    models:
+      resnet32:
+        - {type: baseline, batch_size: 8}
+        - {type: dtr, kind: ratio, ratio: [0.8, 0.5], heuristic: [dtr-eq, msps]}
+
+A list unfolds into one trial per value, several lists into all combinations. The original's own
+files are read too: `models` is a list there, and the commands are under `dtr_settings`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.compat.dtr.experiments._command import CommandDefaults, trials_of
+from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
+from gradkeep.errors import MissingExtra, RematError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from gradkeep.compat.dtr.experiments._trial import Trial
+
+_KNOWN = {
+    *("models", "dtr_settings", "default", "sizes", "active", "report_errors"),
+    *("seed", "set_seed", "n_reps", "n_inputs", "dry_run", "threads"),
+}
+# What the original's files say about machines and services that have no part in this.
+_NO_EFFECT = {"save_logs", "log_dest", "sync_gpu", "dtr_torch_cmd", "notify", "ignore_kind"}
+
+
+@dataclass(frozen=True, slots=True)
+class DtrExperiment:
+    """What a configuration asks for."""
+
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...]
+    """What was ignored, and why."""
+    report_errors: bool = True
+    """Go on after a trial that failed."""
+
+
+def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
+    """Read and check a configuration; a mistake is told with its place."""
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RematError("the configuration cannot be read", path=file, found=str(error)) from error
+    try:
+        return parse_experiment(_loaded(file, text))
+    except RematError as error:
+        if error.path is not None:
+            raise
+        raise RematError(
+            error.what, path=file, found=error.found, expected=error.expected, fix=error.fix
+        ) from error
+
+
+def parse_experiment(config: Any) -> DtrExperiment:
+    """Check a configuration that is already in memory.
+
+    >>> found = parse_experiment({"models": {"lstm": [{"type": "dtr", "ratio": [0.5, 0.3]}]}})
+    >>> [trial.ratio for trial in found.trials]
+    [0.5, 0.3]
+    """
+    if not isinstance(config, dict):
+        raise RematError(
+            "a configuration is a mapping with the key models",
+            found=type(config).__name__,
+            expected="{models: {NAME: [COMMAND, ...]}}",
+        )
+    notes = [_unknown(key, config[key]) for key in config if key not in _KNOWN]
+    chosen, original = _chosen(config)
+    defaults = CommandDefaults.of(config, original=original)
+    if config.get("active") is False:
+        notes.append("active is false: nothing is run")
+        return DtrExperiment((), tuple(notes))
+    trials: list[Trial] = []
+    for model, commands in chosen.items():
+        if not isinstance(commands, list) or not commands:
+            raise RematError(
+                f"{model}: no list of commands",
+                found=repr(commands)[:60],
+                expected="a list such as [{type: baseline}, {type: dtr, ratio: 0.5}]",
+            )
+        for position, command in enumerate(commands, 1):
+            made, said = trials_of(model, position, command, defaults)
+            trials += made
+            notes += said
+    return DtrExperiment(
+        tuple({(trial.model, trial.key): trial for trial in trials}.values()),
+        tuple(dict.fromkeys(notes)),
+        report_errors=config.get("report_errors") is not False,
+    )
+
+
+def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The commands per model, and whether this is the original's layout."""
+    models, settings = config.get("models"), config.get("dtr_settings")
+    if isinstance(models, dict) and models:
+        return models, False
+    if not isinstance(models, list) or not models:
+        raise RematError(
+            "models: no models are named",
+            found=repr(models),
+            expected="a mapping from names to commands, or a list of names with dtr_settings",
+        )
+    if not isinstance(settings, dict):
+        raise RematError(
+            "dtr_settings: no commands",
+            found=repr(settings)[:60],
+            expected="a mapping from each name in models to its commands",
+        )
+    missing = [repr(name) for name in models if name not in settings]
+    if missing:
+        near = itertools.chain.from_iterable(
+            difflib.get_close_matches(str(name), settings, cutoff=0.4) for name in models
+        )
+        raise RematError(
+            f"dtr_settings: no commands for {', '.join(missing)}",
+            found=", ".join(dict.fromkeys(near)) or ", ".join(settings),
+            expected="the same names in models and dtr_settings",
+        )
+    return {name: settings[name] for name in models}, True
+
+
+def _unknown(key: object, value: object) -> str:
+    if key in _NO_EFFECT:
+        return f"{key} has no effect here"
+    near = difflib.get_close_matches(str(key), _KNOWN, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown key {key!r} is ignored{meant}"
+
+
+def _loaded(file: Path, text: str) -> Any:
+    if file.suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError as error:
+            raise MissingExtra(
+                "YAML needs PyYAML", path=file, fix='pip install "gradkeep[remat]", or write JSON'
+            ) from error
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RematError("this is not YAML", path=file, found=str(error)) from error
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RematError(
+            "this is not JSON", path=file, found=str(error), fix="name YAML files .yaml"
+        ) from error
+
+
+LIVE_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+
+
+def pareto_experiment(
+    models: Sequence[str],
+    *,
+    sizes: Mapping[str, float | str],
+    heuristics: Sequence[str],
+    ratios: Sequence[float],
+    live_heuristics: Sequence[str] = ("dtr-eq",),
+    live_ratios: Sequence[float] = LIVE_RATIOS,
+    placements: Sequence[str] = PLACEMENTS,
+    limit: float = 2.0,
+    repeats: int = 5,
+) -> DtrExperiment:
+    """Simulations and optima at `ratios`; at `live_ratios` steps online and by plan; checkpoints.
+
+    >>> found = pareto_experiment(["lstm"], sizes={}, heuristics=["lru"], ratios=[0.5])
+    >>> list(dict.fromkeys(trial.type for trial in found.trials))
+    ['baseline', 'simrd', 'optimal', 'dtr', 'planned', 'checkpoint']
+    """
+    commands: list[dict[str, Any]] = [
+        {"type": "baseline"},
+        {"type": "simrd", "ratio": list(ratios), "heuristic": list(heuristics), "limit": limit},
+        {"type": "optimal", "ratio": list(ratios)},
+        {"type": "dtr", "ratio": list(live_ratios), "heuristic": list(live_heuristics)},
+        {"type": "planned", "ratio": list(live_ratios)},
+        {"type": "checkpoint", "placement": list(placements)},
+    ]
+    return parse_experiment(
+        {
+            "models": {model: [dict(command) for command in commands] for model in models},
+            "default": {"extra_params": dict(sizes)},
+            "n_reps": repeats,
+        }
+    )

@@ -1,0 +1,345 @@
+"""Trials on a live model: steps in a budget beside plain steps, in one process.
+
+Every step in a budget is paired with a plain one right before it. Times over plain time are medians
+of ratios of CPU time, peaks are live bytes of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep.compat.dtr.experiments._trial import SEGMENTS
+from gradkeep.data import build
+from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat import memory_budget, record
+from gradkeep.remat.online import OnlineRuntime
+from gradkeep.remat.simulator import SampledHeuristic
+from gradkeep.remat.simulator import heuristic as heuristic_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gradkeep.compat.dtr.experiments._trial import TrialWork
+    from gradkeep.data import Workload
+
+    Step = Callable[[], object]
+    from collections.abc import Iterator
+
+    from torch import nn
+
+_RECORDED_REPEATS = 5
+"""A recording takes the least time of each operator; more repeats change little."""
+_RECORDINGS = 3
+"""Before a plan is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """What one step took, in seconds."""
+
+    wall: float
+    cpu: float
+
+
+def measure(work: TrialWork) -> dict[str, Any]:
+    """Run and time the plain step; one more run counts the bytes."""
+    step = _built(work).step
+    for _ in range(work.warmup):
+        step()
+    spent = [_timed(step) for _ in range(work.repeats)]
+    return {
+        "status": "ok",
+        "time": statistics.median(one.wall for one in spent),
+        "least_time": min(one.wall for one in spent),
+        "cpu_time": statistics.median(one.cpu for one in spent),
+        "peak": _live_peak(step),
+    }
+
+
+def make_log(work: TrialWork, path: Path) -> dict[str, Any]:
+    """Record the step; the log is there whole or not at all."""
+    step = _built(work).step
+    for _ in range(work.warmup):
+        step()
+    # Beside the log until all repeats are in it: a log that exists is finished.
+    recorder = record(path.with_suffix(f".part{os.getpid()}"))
+    for _ in range(min(work.repeats, _RECORDED_REPEATS)):
+        with recorder:
+            step()
+    recorder.path.replace(path)
+    return {"status": "ok", "peak": recorder.live_peak}
+
+
+def measure_online(
+    work: TrialWork,
+    budget: float,
+    *,
+    heuristic: str,
+    limit: float,
+    sample: bool,
+    skip_small: bool,
+) -> dict[str, Any]:
+    """Train while an eviction heuristic decides, operator by operator."""
+    step = _built(work).step
+    step()
+    peak = _live_peak(step)
+    online = OnlineRuntime(budget, limit=max(limit - 1, 0.0))
+    told = []
+
+    def within() -> None:
+        # Its books are of one step.
+        online.heuristic = heuristic_named(heuristic)
+        if sample or skip_small:
+            online.heuristic = SampledHeuristic(
+                online.heuristic, sample=sample, skip_small=skip_small
+            )
+        with online:
+            step()
+        told.append(online.report())
+
+    # The first step does not know yet how large results will be, and may pass the budget.
+    for _ in range(max(work.warmup, 1)):
+        within()
+    told.clear()
+    plain, spent = _paired(step, within, work.repeats, go_on=lambda: not told[-1].gave_up)
+    over = max(one.over for one in told)
+    status, message = "ok", ""
+    if any(one.gave_up for one in told):
+        status, message = "gave up", f"recomputation took more than {limit:g} times the plain time"
+    elif over:
+        status, message = "over budget", f"by {over} bytes: nothing was left to evict"
+    return {
+        "status": status,
+        "message": message,
+        **_times(plain, spent),
+        "base_time": statistics.median(one.base_seconds for one in told),
+        "remat_time": statistics.median(one.remat_seconds for one in told),
+        "search_time": statistics.median(one.search_seconds for one in told),
+        "copy_time": statistics.median(one.copy_seconds for one in told),
+        "budget": _whole(budget),
+        "peak": max(one.peak for one in told),
+        "unlimited_peak": peak,
+        "operators": told[-1].operators,
+        "evictions": told[-1].evictions,
+        "rematerializations": told[-1].rematerializations,
+    }
+
+
+def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
+    """Train by a plan made from recorded steps."""
+    step = _built(work).step
+    step()
+    base = memory_budget(1.0, recordings=_RECORDINGS)
+    for _ in range(_RECORDINGS):
+        with base.step():
+            step()
+    try:
+        chosen = base if math.isinf(budget) else base.anew(int(budget))
+    except BudgetError as error:
+        about = base.explain()
+        floor = f"the floor is {about.floor} bytes ({about.floor / max(about.peak, 1):.3f})"
+        return {
+            "status": "infeasible",
+            "message": f"{error.what}: {floor}",
+            "budget": _whole(budget),
+            "unlimited_peak": about.peak,
+            "floor": about.floor,
+        }
+
+    def within() -> None:
+        with chosen.step():
+            step()
+
+    for _ in range(max(work.warmup, 1)):
+        within()
+    plain, spent = _paired(step, within, work.repeats)
+    told, done = chosen.explain(), chosen.report()
+    status, message = "ok", ""
+    if done.kept or done.undone:
+        status, message = "gave up", "; ".join(dict.fromkeys(done.reasons[-3:]))
+    elif (done.measured_peak or 0) > budget:
+        status = "over budget"
+    base_time = statistics.median(one.cpu for one in plain)
+    return {
+        "status": status,
+        "message": message,
+        **_times(plain, spent),
+        "base_time": base_time,
+        "remat_time": base_time * (done.recompute_share or 0.0),
+        "search_time": 0.0,
+        "copy_time": 0.0,
+        "budget": _whole(budget),
+        "peak": done.measured_peak,
+        "unlimited_peak": told.peak,
+        "floor": told.floor,
+        "predicted_peak": told.predicted_peak,
+        "predicted_overhead": told.predicted_slowdown,
+        "planning_seconds": told.planning_seconds,
+        "evictions": len(told.dropped),
+    }
+
+
+def measure_checkpoints(work: TrialWork, *, placement: str) -> dict[str, Any]:
+    """Train with `torch.utils.checkpoint` in these places."""
+    load = _built(work)
+    step = load.step
+    step()
+    peak = _live_peak(step)
+
+    def within() -> None:
+        with placed(load.model, placement):
+            step()
+
+    try:
+        for _ in range(max(work.warmup, 1)):
+            within()
+        own_peak = _live_peak(within)
+    except (RematError, RuntimeError) as error:
+        # No such place, or a piece that begins with an in-place operator.
+        told = str(error).splitlines()[0]
+        return {"status": "infeasible", "message": told, "unlimited_peak": peak}
+    plain, spent = _paired(step, within, work.repeats)
+    return {
+        "status": "ok",
+        **_times(plain, spent),
+        "base_time": statistics.median(one.cpu for one in plain),
+        "peak": own_peak,
+        "unlimited_peak": peak,
+    }
+
+
+def _paired(
+    plain: Step, other: Step, rounds: int, *, go_on: Callable[[], bool] = lambda: True
+) -> tuple[list[_Spent], list[_Spent]]:
+    """Time both, back to back, so many times or until it makes no sense to go on."""
+    one, two = [], []
+    for _ in range(rounds):
+        one.append(_timed(plain))
+        two.append(_timed(other))
+        if not go_on():
+            break
+    return one, two
+
+
+def _times(plain: list[_Spent], spent: list[_Spent]) -> dict[str, float]:
+    ratios = [ours.cpu / max(theirs.cpu, 1e-9) for theirs, ours in zip(plain, spent, strict=True)]
+    return {
+        "time": statistics.median(one.wall for one in spent),
+        "least_time": min(one.wall for one in spent),
+        "cpu_time": statistics.median(one.cpu for one in spent),
+        "plain_cpu_time": statistics.median(one.cpu for one in plain),
+        "overhead": statistics.median(ratios),
+    }
+
+
+def _timed(step: Step) -> _Spent:
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return _Spent(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _live_peak(step: Step) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = record(Path(folder) / "step.log")
+        with recorder:
+            step()
+    return recorder.live_peak
+
+
+def _whole(budget: float) -> int | None:
+    return None if math.isinf(budget) else int(budget)
+
+
+def _built(work: TrialWork) -> Workload:
+    torch.set_num_threads(work.threads)
+    sizes: dict[str, Any] = dict(work.sizes)
+    return build(work.name, seed=work.seed, **sizes)
+
+
+@contextlib.contextmanager
+def placed(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside `with` the model has checkpoints there; raises `RematError` if it has no such places."""
+    segments = SEGMENTS.fullmatch(name)
+    if segments is not None:
+        wrapped = [(model, _in_segments(model, int(segments[1])))]
+    else:
+        wrapped = [(part, _checkpointed(part)) for part in _chosen(_parts(model), name)]
+    for module, forward in wrapped:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, _ in wrapped:
+            del module.forward
+
+
+def _in_segments(model: nn.Module, count: int) -> Any:
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    if not isinstance(model, nn.Sequential) or len(model) < count:
+        raise RematError(
+            "this model has no such placement of checkpoints",
+            found=f"{count} segments of {type(model).__name__}",
+            expected=f"a chain (nn.Sequential) of at least {count} layers",
+            fix="for other models: all, even, odd, first half, last half",
+        )
+    layers = list(model)
+    edges = [round(part * len(layers) / count) for part in range(count + 1)]
+    pieces = [nn.Sequential(*layers[low:high]) for low, high in itertools.pairwise(edges)]
+
+    def forward(x: Any) -> Any:
+        for piece in pieces[:-1]:
+            x = checkpoint(piece, x, use_reentrant=False)
+        return pieces[-1](x)
+
+    return forward
+
+
+def _checkpointed(part: nn.Module) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    plain = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """The parts with parameters, lists of them opened."""
+    from torch import nn
+
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else [child]
+    return [part for part in found if next(part.parameters(), None) is not None]
+
+
+def _chosen(parts: list[nn.Module], name: str) -> list[nn.Module]:
+    half = len(parts) // 2
+    chosen = {
+        "all": parts,
+        "even": parts[::2],
+        "odd": parts[1::2],
+        "first half": parts[:half],
+        "last half": parts[half:],
+    }[name]
+    if not chosen:
+        raise RematError(
+            "this model has no such placement of checkpoints",
+            found=f"{name!r} of {len(parts)} parts with parameters",
+        )
+    return chosen

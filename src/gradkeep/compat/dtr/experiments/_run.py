@@ -1,0 +1,334 @@
+"""Experiments by configuration: train, record, simulate, and put it all in tables and pictures.
+
+    OUT/results/  one JSON file per trial; what is there is not run again
+    OUT/logs/     the recorded steps, one per model with sizes
+    OUT/summary/  a CSV table per model
+    OUT/graphs/   a picture per model
+
+Trials run on a farm of local processes, which ends those that take too long and tries again. Each
+writes its result in one move when it is done, so a kill at any time loses nothing done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gradkeep.store as stores
+from gradkeep import farm
+from gradkeep.compat.dtr.experiments._tables import points, write_graphs, write_summaries
+from gradkeep.compat.dtr.experiments._trial import (
+    FAILED,
+    LIVE,
+    SIMULATED,
+    read_result,
+    write_result,
+)
+from gradkeep.compat.dtr.experiments._work import TrialJob, TrialTask
+from gradkeep.errors import RematError
+from gradkeep.remat.simulator import own_heuristics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from gradkeep.compat.dtr.experiments._config import DtrExperiment
+    from gradkeep.compat.dtr.experiments._trial import Trial, TrialWork
+    from gradkeep.remat.simulator import SweepRow
+
+Result = dict[str, Any]
+_TOOK_TOO_LONG = re.compile(
+    r"^TimeoutError: row \d+ took longer than \S+ s each\s*\Z", re.MULTILINE
+)
+_BY_WHOM = re.compile(r"\nafter \S+ s by \S+\Z")
+_OUR_OWN = re.compile(r"^gradkeep\.errors\.\w+: ", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentReport:
+    """What an experiment gave."""
+
+    results: tuple[Result, ...]
+    """One per trial, in the configuration's order; measurements that a ratio needed come after."""
+    ran: int
+    reused: int
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def points(self) -> list[SweepRow]:
+        """The trials in budgets and with checkpoints, as a sweep's lines."""
+        return points(self.results)
+
+    @property
+    def failed(self) -> int:
+        """Trials that ended with an error or took too long."""
+        return sum(result["status"] in FAILED for result in self.results)
+
+
+def run_experiment(
+    experiment: DtrExperiment,
+    out: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    retry_failed: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExperimentReport:
+    """Run the trials that have no result yet, then write all tables and pictures.
+
+    Training and recording run one at a time, so that they do not disturb each other; simulations
+    run on `workers` processes.
+    """
+    runner = _ExperimentRunner(Path(out), experiment, retry_failed=retry_failed, progress=progress)
+    return runner.run(workers or os.cpu_count() or 1)
+
+
+class _ExperimentRunner:
+    def __init__(
+        self,
+        out: Path,
+        experiment: DtrExperiment,
+        *,
+        retry_failed: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.out, self.retry_failed, self.progress = out, retry_failed, progress
+        self.report_errors = experiment.report_errors
+        trials = experiment.trials
+        implied = [trial.baseline for trial in trials if trial.ratio is not None]
+        asked = {(trial.model, trial.key) for trial in trials}
+        extra = {(t.model, t.key): t for t in implied if (t.model, t.key) not in asked}
+        self.trials = (*trials, *extra.values())
+        self.results: dict[str, Result] = {}
+        self.done = 0
+
+    def run(self, workers: int) -> ExperimentReport:
+        wanted = {trial.key: trial for trial in self.trials}
+        for folder in ("results", "logs"):
+            try:
+                (self.out / folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RematError(
+                    "the folder for results cannot be made", path=self.out, found=str(error)
+                ) from error
+        for key in wanted:
+            found = read_result(self._path(key))
+            if found is not None and not (self.retry_failed and found["status"] in FAILED):
+                self.results[key] = found
+        reused = len(self.results)
+        left = [trial for key, trial in wanted.items() if key not in self.results]
+        self.total = len(wanted)
+        self.done = reused
+        self._tell()
+        measured = [trial for trial in left if trial.type == "baseline"]
+        live = [trial for trial in left if trial.type in LIVE]
+        simulated = [trial for trial in left if trial.type in SIMULATED]
+        self._measure([self._job(trial, _training(trial)) for trial in measured])
+        self._measure(self._possible(live, {}))
+        logs = self._record(simulated)
+        self._run(self._possible(simulated, logs), workers=workers)
+        rows = tuple(self._row(trial) for trial in self.trials)
+        files = write_summaries(rows, self.out / "summary")
+        pictures, notes = write_graphs(rows, self.out / "graphs")
+        return ExperimentReport(rows, len(left), reused, (*files, *pictures), notes)
+
+    def _measure(self, tasks: list[TrialTask]) -> None:
+        """One after another, each in a process of its own: they must not disturb each other."""
+        for task in tasks:
+            self._run([task], workers=1)
+
+    def _run(self, tasks: list[TrialTask], *, workers: int, tell: bool = True) -> None:
+        """The results of the tasks, by key; those that failed have one too."""
+        alike: dict[tuple[float, int], list[TrialTask]] = {}
+        for task in tasks:
+            alike.setdefault((task.timeout, task.retries), []).append(task)
+        for group in alike.values():
+            before = self.done
+
+            def progress(finished: int, before: int = before) -> None:
+                self.done = before + finished
+                self._tell()
+
+            self.results |= run_tasks(
+                group,
+                workers=workers,
+                stop_at_failure=not self.report_errors,
+                progress=progress if tell else lambda _: None,
+            )
+
+    def _record(self, trials: Iterable[Trial]) -> dict[str, Result]:
+        """Record each step that has no log yet; the results by the key of the work."""
+        found: dict[str, Result] = {}
+        jobs: dict[str, TrialTask] = {}
+        for trial in trials:
+            key = trial.work.key
+            log, out = self._log(trial.work), self.out / "logs" / f"{key}.json"
+            there = read_result(out)
+            if log.exists() and there is not None and there["status"] == "ok":
+                found[key] = there
+                continue
+            job = jobs.get(key)
+            jobs[key] = TrialTask(
+                {**_training(trial), "do": "record", "log": str(log)},
+                {"key": key, "model": trial.model},
+                out,
+                max(trial.timeout, job.timeout if job else 0.0),
+                max(trial.retries, job.retries if job else 0),
+            )
+        for key, job in jobs.items():
+            self._run([job], workers=1, tell=False)
+            found[key] = self.results.pop(key)
+        return found
+
+    def _possible(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[TrialTask]:
+        """The jobs of these trials; if what one builds on has failed, then that is its result."""
+        jobs = []
+        for trial in trials:
+            needed = [("recording", logs[trial.work.key])] if trial.type in SIMULATED else []
+            if trial.ratio is not None:
+                needed.append(("baseline", self.results[trial.baseline.key]))
+            failed = next((one for one in needed if one[1]["status"] in FAILED), None)
+            if failed is None:
+                jobs.append(self._in_budget(trial))
+                continue
+            what, result = failed
+            self.results[trial.key] = {
+                **_about(trial),
+                "status": result["status"],
+                "message": f"its {what} failed: {result.get('message')}",
+            }
+            self._one_more()
+        return jobs
+
+    def _in_budget(self, trial: Trial) -> TrialTask:
+        budget = trial.budget
+        if trial.ratio is not None:
+            budget = int(trial.ratio * self.results[trial.baseline.key]["peak"])
+        on: dict[str, Any] = _training(trial)
+        if trial.type in SIMULATED:
+            on = {"log": str(self._log(trial.work))}
+        fields = {**on, "do": trial.type, "asked": trial.asked}
+        return self._job(trial, {**fields, "budget": None if math.isinf(budget) else budget})
+
+    def _job(self, trial: Trial, fields: dict[str, Any]) -> TrialTask:
+        return TrialTask(fields, _about(trial), self._path(trial.key), trial.timeout, trial.retries)
+
+    def _path(self, key: str) -> Path:
+        return self.out / "results" / f"{key}.json"
+
+    def _log(self, work: TrialWork) -> Path:
+        return self.out / "logs" / f"{work.key}.log"
+
+    def _row(self, trial: Trial) -> Result:
+        # The same question may be asked of two names: the result is shared, the names are not.
+        return {**self.results[trial.key], **_about(trial)}
+
+    def _one_more(self) -> None:
+        self.done += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _training(trial: Trial) -> dict[str, Any]:
+    return {"do": trial.type, "work": trial.work}
+
+
+def _about(trial: Trial) -> dict[str, Any]:
+    return {
+        "key": trial.key,
+        "model": trial.model,
+        "zoo": trial.work.name,
+        "type": trial.type,
+        "kind": trial.kind,
+        "batch_size": dict(trial.work.sizes)["batch_size"],
+        "sizes": dict(trial.work.sizes),
+        "seed": trial.work.seed,
+        **({} if trial.type in ("baseline", "checkpoint") else {"ratio": trial.ratio}),
+        **trial.asked,
+    }
+
+
+class _FirstFailure(Exception):
+    """Nothing else is to be run."""
+
+
+def run_tasks(
+    tasks: Sequence[TrialTask],
+    *,
+    workers: int,
+    stop_at_failure: bool,
+    progress: Callable[[int], None],
+) -> dict[str, Result]:
+    """Run tasks of one timeout and number of retries as rows of a farm; the results by key."""
+    attempts = tasks[0].retries + 1
+    asked = {task.fields.get("asked", {}).get("heuristic") for task in tasks}
+    own = {name: make for name, make in own_heuristics().items() if name in asked}
+
+    def look(seen: farm.Progress) -> None:
+        progress(seen.done + seen.failed)
+        if stop_at_failure and seen.failed:
+            raise _FirstFailure
+
+    with tempfile.TemporaryDirectory(prefix="gradkeep-trials-") as folder:
+        store = stores.open(folder, durability="process")
+        rows = store.rows("trials", stores.Schema((stores.Array("done"),)), num_rows=len(tasks))
+        with contextlib.suppress(_FirstFailure):
+            farm.run(
+                store,
+                "trials",
+                TrialJob(tuple(tasks), own),
+                workers=min(workers, len(tasks)),
+                threads=max(getattr(task.fields.get("work"), "threads", 1) for task in tasks),
+                timeout=tasks[0].timeout,
+                max_attempts=attempts,
+                # A trial that was interrupted is run again as a whole.
+                grace=0.0,
+                # Each trial asks something else: that ten fail says nothing about the next.
+                give_up_after=10**9,
+                progress=look,
+            )
+        ended = [
+            (tasks[state.row], state)
+            for state in rows.states(max_attempts=attempts)
+            if state.state in ("done", "failed")
+        ]
+    results = {task.about["key"]: _ending(task, state) for task, state in ended}
+    for result in results.values():
+        if stop_at_failure and result["status"] in FAILED:
+            raise RematError(
+                f"a trial ended with {result['status']}",
+                found=f"{result.get('model')}: {result.get('message')}",
+                fix="report_errors: true goes on with the other trials",
+            )
+    return results
+
+
+def _ending(task: TrialTask, state: stores.RowState) -> Result:
+    """What a task gave in the end; a failure is written down here, for its worker may be gone."""
+    result = read_result(task.out) if state.state == "done" else None
+    if result is not None and state.attempts == 0:
+        return result
+    if result is not None:
+        result["retries"] = state.attempts
+    else:
+        about = {**task.about, "retries": max(state.attempts - 1, 0)}
+        result = {**about, **_failure(task, state.error or "its result is gone")}
+    write_result(task.out, result)
+    return result
+
+
+def _failure(task: TrialTask, error: str) -> Result:
+    """What a row's traceback says: the message alone, if it is one that was meant for people."""
+    if _TOOK_TOO_LONG.search(error):
+        return {"status": "timeout", "message": f"took longer than {task.timeout:g} s"}
+    text = _BY_WHOM.sub("", error.rstrip())
+    said = list(_OUR_OWN.finditer(text))
+    return {"status": "error", "message": text[said[-1].end() if said else 0 :].strip()[-2000:]}

@@ -1,0 +1,207 @@
+"""Tables and pictures of an experiment: one of each per model."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._budgets import format_bytes
+from gradkeep.compat.dtr.experiments._trial import FAILED
+from gradkeep.errors import MissingExtra
+from gradkeep.remat.simulator import MARKERS, PictureStyle, SweepRow, draw_sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from gradkeep.remat.simulator import RowSource
+
+_SOURCES: dict[str, RowSource] = {
+    "simrd": "simulated",
+    "optimal": "optimum",
+    "dtr": "online",
+    "planned": "planned",
+    "checkpoint": "checkpoint",
+}
+
+_COLUMNS = (
+    *("model", "zoo", "type", "kind", "batch_size", "seed", "heuristic", "policy", "limit"),
+    *("sample", "skip_small", "placement"),
+    *("ratio", "budget", "status", "overhead", "time", "least_time", "base_time", "remat_time"),
+    *("search_time", "copy_time", "cpu_time", "plain_cpu_time", "planning_seconds", "floor"),
+    *("predicted_peak", "predicted_overhead"),
+    *("peak", "unlimited_peak", "constant_bytes", "operators", "evictions", "rematerializations"),
+    *("heuristic_evaluations", "accesses", "simulation_seconds", "retries", "sizes", "message"),
+    "key",
+)
+
+# Endings that say nothing about a budget.
+_NOTHING = (*FAILED, "too large")
+
+
+def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """A CSV table per model; times are seconds, sizes bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for model, rows in _per_model(results):
+        path = folder / f"{_file_name(model)}.csv"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({**row, "sizes": json.dumps(row["sizes"], sort_keys=True)})
+        temporary.replace(path)
+        paths.append(path)
+    return paths
+
+
+def write_graphs(
+    results: Sequence[dict[str, Any]], folder: Path
+) -> tuple[list[Path], tuple[str, ...]]:
+    """Per model a picture of what each budget costs, and one of its sweeps if it has any.
+
+    What could not be drawn is said.
+    """
+    paths: list[Path] = []
+    for model, rows in _per_model(results):
+        drawn = points([row for row in rows if row["kind"] != "param_sweep"])
+        swept = any(row["kind"] == "param_sweep" for row in rows)
+        look = PictureStyle(f"What a smaller memory budget costs {model}")
+        try:
+            if drawn:
+                paths += draw_sweep(drawn, folder, _file_name(model), look)
+            if swept:
+                paths += draw_batch_sizes(model, rows, folder, f"{_file_name(model)}-sweep")
+        except MissingExtra as error:
+            return paths, (f"no pictures: {error.what}; {error.fix}",)
+    return paths, ()
+
+
+def points(results: Sequence[dict[str, Any]]) -> list[SweepRow]:
+    """The trials in budgets and with checkpoints, as a sweep's lines."""
+    return [
+        _point(row, rows)
+        for _, rows in _per_model(results)
+        for row in rows
+        if row["type"] in _SOURCES and row["status"] not in _NOTHING and _at(row) is not None
+    ]
+
+
+def _per_model(
+    results: Iterable[dict[str, Any]],
+) -> Iterable[tuple[str, list[dict[str, Any]]]]:
+    models: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        models.setdefault(result["model"], []).append(result)
+    return models.items()
+
+
+def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
+    """A trial as a line of a sweep: one panel per size, ratios to its own peak."""
+    differing = [
+        f"{key.replace('_size', '')} {value:g}"
+        for key, value in row["sizes"].items()
+        if key == "batch_size" or any(other["sizes"].get(key) != value for other in rows)
+    ]
+    seeds = {other["seed"] for other in rows}
+    panel = ", ".join(
+        [row["model"], *differing, *([f"seed {row['seed']}"] if len(seeds) > 1 else [])]
+    )
+    kind = row["type"]
+    return SweepRow(
+        # The picture takes a name up to its first hyphen for a log's title.
+        log=panel.replace("-", "_").replace("/", "_"),
+        heuristic=row.get("heuristic") or row.get("placement") or _SOURCES[kind],
+        ratio=_at(row) or 0.0,
+        policy=row.get("policy", ""),
+        limit=row.get("limit", math.inf),
+        status=row["status"],
+        overhead=row.get("overhead", math.nan),
+        budget=row.get("budget") or row["peak"],
+        peak=row.get("peak") or 0,
+        evictions=row.get("evictions", 0),
+        rematerializations=row.get("rematerializations", 0),
+        heuristic_evaluations=row.get("heuristic_evaluations", 0),
+        accesses=row.get("accesses", 0),
+        source=_SOURCES[kind],
+    )
+
+
+def _at(row: dict[str, Any]) -> float | None:
+    """The share of the peak: the budget's, or of checkpoints, which know no budget, their own."""
+    if row["type"] == "checkpoint":
+        return row["peak"] / row["unlimited_peak"] if row["status"] == "ok" else None
+    if not row.get("budget"):
+        return None
+    share: float = row["ratio"] or row["budget"] / row["unlimited_peak"]
+    return share
+
+
+def _file_name(model: str) -> str:
+    return re.sub(r"[^\w.-]", "_", model)
+
+
+_LABELS = {
+    "baseline": "plain, measured",
+    "simrd": "{} in {}, simulated",
+    "dtr": "{} in {}, online, measured",
+    "planned": "planned in {1}, measured",
+}
+
+
+def batch_size_lines(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Batch sizes with samples per second, by what the memory was; unfinished trials are left out.
+
+    >>> batch_size_lines([{"type": "baseline", "status": "ok", "batch_size": 4, "time": 0.5}])
+    {'plain, measured': [(4, 8.0)]}
+    """
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["status"] != "ok" or row["type"] not in _LABELS:
+            continue
+        name = _LABELS["baseline"]
+        if row["type"] != "baseline":
+            budget = row["budget"]
+            room = "no budget" if budget is None else format_bytes(budget)
+            name = _LABELS[row["type"]].format(row.get("heuristic"), room)
+        lines.setdefault(name, []).append((row["batch_size"], row["batch_size"] / row["time"]))
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def draw_batch_sizes(
+    model: str, rows: Sequence[dict[str, Any]], folder: Path, name: str
+) -> list[Path]:
+    """Write `name.png` and `name.svg`."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra(
+            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
+        ) from error
+    mpl.rcParams["svg.hashsalt"] = "gradkeep"
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.subplots()
+    for (label, points), marker in zip(
+        batch_size_lines(rows).items(), itertools.cycle(MARKERS), strict=False
+    ):
+        axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
+    axis.set_title(f"How fast {model} trains at each batch size", fontsize=11)
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("samples per second")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.25)
+    if axis.lines:
+        axis.legend(frameon=False, fontsize=9)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    figure.savefig(paths[0], dpi=110)
+    # A fixed salt and no date: the same rows give the same file.
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths

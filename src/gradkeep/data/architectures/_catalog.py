@@ -1,0 +1,327 @@
+"""One catalogue of models: by name, or as a workload with generated inputs; listing needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.data._names import known_name
+from gradkeep.errors import DataError, RematError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    Sizes = Mapping[str, int | float]
+    Built = tuple[torch.nn.Module, Callable[[], torch.Tensor]]
+    from collections.abc import Callable
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """One step of training: forward, loss, backward; the optimizer is left to the caller."""
+
+    name: str
+    model: torch.nn.Module
+    loss: Callable[[], torch.Tensor]
+    """The forward pass on the generated inputs."""
+    sizes: dict[str, int | float]
+    """What it was built with, the batch size included."""
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self) -> torch.Tensor:
+        """Forward, loss, backward into fresh gradients; returns the loss."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        loss = self.loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+_MODULES = {
+    "BertClassifier": "_transformers",
+    "CNN": "_small",
+    "GPT": "_transformers",
+    "MLP": "_small",
+    "ResNet9": "_resnets",
+    "ResNet20": "_resnets",
+    "ResNet50": "_resnets",
+    "VGG16": "_small",
+}
+CLASSES = tuple(_MODULES)
+_NAMES = {"bert" if name == "BertClassifier" else name.lower(): name for name in CLASSES}
+
+
+def models() -> tuple[str, ...]:
+    """The names that `model` knows.
+
+    >>> models()
+    ('bert', 'cnn', 'gpt', 'mlp', 'resnet9', 'resnet20', 'resnet50', 'vgg16')
+    """
+    return tuple(_NAMES)
+
+
+def model_class(name: str) -> Any:
+    """The class of a model by its own name, as in `CLASSES`."""
+    module = importlib.import_module(f"gradkeep.data.architectures.{_MODULES[name]}")
+    return getattr(module, name)
+
+
+def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
+    """A reference model, the same for the same seed; torch's own random state is left as it was.
+
+    Sizes are those of the class: `classes`, `width`, `layers`. Case does not matter in the name.
+
+    >>> digits = model("mlp")
+    >>> sum(parameter.numel() for parameter in digits.parameters())
+    85002
+    """
+    key = known_name(str(name).lower(), _NAMES, what="model", fix="models() lists all names")
+    built = model_class(_NAMES[key])
+    known = {
+        size: parameter.default
+        for size, parameter in inspect.signature(built.__init__).parameters.items()
+        if size != "self"
+    }
+    for size, value in sizes.items():
+        known_name(size, known, what=f"size of {key}")
+        _check(key, size, value, known[size])
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made: torch.nn.Module = built(**sizes)
+    return made
+
+
+def _check(model: str, size: str, value: object, default: object) -> None:
+    """Refuse what differs in type from the default: configuration files give texts for numbers."""
+    if isinstance(default, bool):
+        right, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        # What can be left out has zero as its default; nothing else can be of size zero.
+        least = min(default, 1)
+        right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        expected = f"a whole number from {least}"
+    elif isinstance(default, float):
+        right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        expected = "a share from 0 up to 1"
+    else:
+        right = isinstance(value, list | tuple) and all(type(n) is int and n > 0 for n in value)
+        expected = "a list of whole numbers"
+    if not right:
+        raise DataError(f"{size} of {model} is {expected}", found=repr(value), expected=expected)
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkloadEntry:
+    make: str
+    """`module.function` beside this module: given name and sizes, it makes the model and its loss."""
+    small: Sizes
+    """Sizes for one core: a step takes well under a second."""
+    published: Sizes
+    """What differs from `small` in the published experiments."""
+
+
+def _image(batch: int, side: int, classes: int = 10) -> Sizes:
+    return {"batch_size": batch, "height": side, "width": side, "classes": classes}
+
+
+_CIFAR = {
+    "resnet20": (_image(8, 32), _image(56, 224)),
+    "resnet32": (_image(8, 32), _image(56, 224)),
+    "resnet44": (_image(4, 32), _image(56, 32)),
+    "resnet56": (_image(4, 32), _image(56, 32)),
+    "resnet110": (_image(2, 32), _image(64, 32)),
+    "resnet1202": (_image(1, 32), _image(64, 32)),
+}
+_IMAGENET = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+_DENSE = ("densenet121", "densenet161", "densenet169", "densenet201")
+_WORDS = {
+    "batch_size": 4,
+    "length": 20,
+    "tokens": 300,
+    "dim": 32,
+    "hidden": 32,
+    "layers": 2,
+    "dropout": 0.2,
+}
+_WIKITEXT = {"batch_size": 32, "length": 35, "tokens": 33278, "dim": 200, "hidden": 200}
+
+_WORKLOADS: dict[str, _WorkloadEntry] = {
+    **{
+        name: _WorkloadEntry("_resnets.resnet_workload", small, full)
+        for name, (small, full) in _CIFAR.items()
+    },
+    **{
+        name: _WorkloadEntry("_resnets.resnet_workload", _image(2, 64), _image(32, 224, 1000))
+        for name in _IMAGENET
+    },
+    "densenet100": _WorkloadEntry(
+        "_convolutional.densenet_workload", _image(2, 32), _image(64, 32)
+    ),
+    **{
+        name: _WorkloadEntry(
+            "_convolutional.densenet_workload", _image(2, 64), _image(84, 224, 1000)
+        )
+        for name in _DENSE
+    },
+    "inceptionv4": _WorkloadEntry(
+        "_inception.inception_workload", _image(2, 96), _image(64, 299, 1001)
+    ),
+    "unet": _WorkloadEntry(
+        "_convolutional.unet_workload",
+        {"batch_size": 2, "height": 64, "width": 64, "channels": 8},
+        {"batch_size": 6, "height": 416, "width": 608, "channels": 64},
+    ),
+    "lstm": _WorkloadEntry(
+        "_sequences.recurrent_workload",
+        {"batch_size": 8, "length": 16, "in_dim": 16, "mem_dim": 32},
+        {"batch_size": 512, "length": 256, "in_dim": 512, "mem_dim": 1700},
+    ),
+    "lstm_encoder": _WorkloadEntry("_sequences.recurrent_workload", _WORDS, _WIKITEXT),
+    "gru_encoder": _WorkloadEntry("_sequences.recurrent_workload", _WORDS, _WIKITEXT),
+    "treelstm": _WorkloadEntry(
+        "_sequences.tree_workload",
+        {"batch_size": 4, "depth": 4, "children": 3, "irregular": 1, "in_dim": 16, "mem_dim": 32},
+        {
+            "batch_size": 640,
+            "depth": 9,
+            "children": 2,
+            "irregular": 0,
+            "in_dim": 100,
+            "mem_dim": 300,
+        },
+    ),
+    "transformer": _WorkloadEntry(
+        "_sequences.transformer_workload",
+        {
+            "batch_size": 2,
+            "length": 32,
+            "target_length": 16,
+            "dim": 64,
+            "heads": 4,
+            "layers": 2,
+            "decoder_layers": 2,
+            "hidden": 128,
+            "dropout": 0.1,
+        },
+        {
+            "batch_size": 10,
+            "length": 512,
+            "target_length": 20,
+            "dim": 512,
+            "heads": 16,
+            "layers": 12,
+            "decoder_layers": 6,
+            "hidden": 2048,
+        },
+    ),
+    "transformer_encoder": _WorkloadEntry(
+        "_sequences.transformer_workload", {**_WORDS, "heads": 2}, {**_WIKITEXT, "heads": 2}
+    ),
+    "unrolled_gan": _WorkloadEntry(
+        "_gans.gan_workload",
+        {"batch_size": 16, "noise_dim": 16, "g_hidden": 32, "d_hidden": 32, "unrolled_steps": 3},
+        {
+            "batch_size": 512,
+            "noise_dim": 4096,
+            "g_hidden": 2048,
+            "d_hidden": 2048,
+            "unrolled_steps": 60,
+        },
+    ),
+}
+
+
+def zoo() -> tuple[str, ...]:
+    """The names that `build` knows.
+
+    >>> "resnet32" in zoo(), "unet" in zoo()
+    (True, True)
+    """
+    return tuple(_WORKLOADS)
+
+
+def default_sizes(name: str) -> dict[str, int | float]:
+    """The sizes of a model, batch size included, that `build` takes unless told otherwise.
+
+    >>> default_sizes("lstm")
+    {'batch_size': 8, 'length': 16, 'in_dim': 16, 'mem_dim': 32}
+    """
+    return dict(_workload_entry(name).small)
+
+
+def published_sizes(name: str) -> dict[str, int | float]:
+    """The sizes of the published experiments; most need a large machine.
+
+    >>> published_sizes("lstm")["length"]
+    256
+    """
+    entry = _workload_entry(name)
+    return {**entry.small, **entry.published}
+
+
+def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: float) -> Workload:
+    """A model of the zoo with generated inputs; torch's own random state is left as it was.
+
+    >>> build("lstm", batch_size=4, length=3).parameters
+    6272
+    """
+    if batch_size is not None:
+        sizes["batch_size"] = batch_size
+    full = {**default_sizes(name), **checked_sizes(name, sizes)}
+    import torch
+
+    module, _, function = _workload_entry(name).make.partition(".")
+    make = getattr(importlib.import_module(f"gradkeep.data.architectures.{module}"), function)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made, loss = make(name, full)
+    return Workload(name, made, loss, full)
+
+
+def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
+    """The sizes, each of the type that the model expects; wrong ones are refused by name."""
+    known = default_sizes(name)
+    checked = {}
+    for key, value in sizes.items():
+        if key not in known:
+            raise RematError(
+                f"{name} has no size {key!r}", found=f"{key}={value!r}", expected=", ".join(known)
+            )
+        whole = isinstance(known[key], int)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or (whole and value != int(value)):
+            kind = "a whole number" if whole else "a number"
+            raise RematError(f"{key} of {name} is {kind}", found=repr(value), expected=kind)
+        # Zero switches off what is a share or a choice; nothing can be of size zero.
+        least = 0 if key in ("dropout", "irregular") else 1
+        if value < least:
+            raise RematError(
+                f"{key} of {name} is too small", found=value, expected=f"at least {least}"
+            )
+        checked[key] = int(value) if whole else float(value)
+    return checked
+
+
+def _workload_entry(name: str) -> _WorkloadEntry:
+    if name not in _WORKLOADS:
+        near = difflib.get_close_matches(name, _WORKLOADS, n=3, cutoff=0.4)
+        raise RematError(
+            "the zoo has no such model",
+            found=repr(name),
+            expected=", ".join(near or _WORKLOADS),
+            fix="gradkeep.data.zoo() lists all names",
+        )
+    return _WORKLOADS[name]

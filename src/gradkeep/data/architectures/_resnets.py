@@ -1,0 +1,248 @@
+"""Residual networks: blocks defined once, with named stages or as one chain of layers.
+
+A chain (`nn.Sequential`) can be cut anywhere, as checkpointing in segments needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradkeep.data.architectures._convolutional import classify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_LARGE = {
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
+    "resnet152": (3, 8, 36, 3),
+}
+"""Blocks per stage of those for large pictures."""
+
+
+class PaddedShortcut(nn.Module):
+    """No parameters: every other pixel, and zeros for the channels that are new."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.new, self.stride = outputs - inputs, stride
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.new // 2
+        x = x[:, :, :: self.stride, :: self.stride]
+        return functional.pad(x, (0, 0, 0, 0, half, self.new - half))
+
+
+def _padded(inputs: int, outputs: int, stride: int) -> nn.Module:
+    return PaddedShortcut(inputs, outputs, stride) if stride != 1 else nn.Identity()
+
+
+def _projected(inputs: int, outputs: int, stride: int) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions of 3 x 3, added to their input."""
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut = shortcut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        return functional.relu(inside + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """Narrow, 3 x 3, wide again, added to the input; `inplace` saves the bytes of two results."""
+
+    def __init__(
+        self,
+        inputs: int,
+        width: int,
+        stride: int,
+        shortcut: nn.Module | None = None,
+        *,
+        inplace: bool = False,
+    ) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.inplace = inplace
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        # Drawn last unless it is given: a seed must go on giving the same weights.
+        self.downsample = _projected(inputs, outputs, stride) if shortcut is None else shortcut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = functional.relu(self.bn1(self.conv1(x)), inplace=self.inplace)
+        inside = functional.relu(self.bn2(self.conv2(inside)), inplace=self.inplace)
+        return functional.relu(self.bn3(self.conv3(inside)) + self.downsample(x))
+
+
+def _thin_stage(inputs: int, width: int, blocks: int) -> list[nn.Module]:
+    """Blocks with shortcuts without parameters; the first halves the picture if it widens it."""
+    found: list[nn.Module] = []
+    for _ in range(blocks):
+        stride = 1 if inputs == width else 2
+        found.append(BasicBlock(inputs, width, stride, _padded(inputs, width, stride)))
+        inputs = width
+    return found
+
+
+class ResNet20(nn.Module):
+    """`conv1`, `layer1` to `layer3` with blocks 0 to 2, `fc`; 269,722 parameters as it is."""
+
+    def __init__(self, *, classes: int = 10, width: int = 16) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layer1 = nn.Sequential(*_thin_stage(width, width, 3))
+        self.layer2 = nn.Sequential(*_thin_stage(width, 2 * width, 3))
+        self.layer3 = nn.Sequential(*_thin_stage(2 * width, 4 * width, 3))
+        self.fc = nn.Linear(4 * width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, 3, H, W]`."""
+        x = functional.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        logits: torch.Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+class _ResNet50Base(nn.Module):
+    """Everything but the last layer: pictures `[N, 3, H, W]` to features `[N, 32 * width]`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        inputs = width
+        for stage, count in enumerate(_LARGE["resnet50"]):
+            narrow = width * 2**stage
+            blocks = []
+            for number in range(count):
+                blocks.append(Bottleneck(inputs, narrow, 2 if stage and not number else 1))
+                inputs = 4 * narrow
+            self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.bn1(self.conv1(x)))
+        x = functional.max_pool2d(x, 3, stride=2, padding=1)
+        for stage in range(1, len(_LARGE["resnet50"]) + 1):
+            x = self.get_submodule(f"layer{stage}")(x)
+        return x.mean((2, 3))
+
+
+class ResNet50(nn.Module):
+    """For large pictures, named as torchvision and MetaStore name it: `model_base.layer4.2.conv2`, `l1`.
+
+    25,557,032 parameters as it is.
+    """
+
+    def __init__(self, *, classes: int = 1000, width: int = 64) -> None:
+        super().__init__()
+        self.model_base = _ResNet50Base(width)
+        self.l1 = nn.Linear(32 * width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, 3, H, W]`."""
+        logits: torch.Tensor = self.l1(self.model_base(x))
+        return logits
+
+
+class _NamedConvolution(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.bn(self.conv(x)))
+
+
+class ResNet9(nn.Module):
+    """Eight convolutions, two pairs of them residual, and `fc`; 6,573,130 parameters as it is.
+
+    The small residual network that trains on CIFAR-10 in few epochs.
+    """
+
+    def __init__(self, *, classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        self.prep = _NamedConvolution(3, width)
+        self.layer1 = _NamedConvolution(width, 2 * width)
+        self.residual1 = nn.Sequential(*(_NamedConvolution(2 * width, 2 * width) for _ in range(2)))
+        self.layer2 = _NamedConvolution(2 * width, 4 * width)
+        self.layer3 = _NamedConvolution(4 * width, 8 * width)
+        self.residual3 = nn.Sequential(*(_NamedConvolution(8 * width, 8 * width) for _ in range(2)))
+        self.fc = nn.Linear(8 * width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, 3, H, W]`, sides at least 8."""
+        x = functional.max_pool2d(self.layer1(self.prep(x)), 2)
+        x = x + self.residual1(x)
+        x = functional.max_pool2d(self.layer2(x), 2)
+        x = functional.max_pool2d(self.layer3(x), 2)
+        x = x + self.residual3(x)
+        logits: torch.Tensor = self.fc(x.amax((2, 3)))
+        return logits
+
+
+def resnet_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """`resnet20` to `resnet1202` have 6n + 2 layers in three stages, the others four stages."""
+    classes = int(sizes["classes"])
+    model = _large_chain(name, classes) if name in _LARGE else _thin_chain(int(name[6:]), classes)
+    return model, classify(model, sizes)
+
+
+def _thin_chain(depth: int, classes: int) -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
+    inputs = 16
+    for width in (16, 32, 64):
+        layers += _thin_stage(inputs, width, (depth - 2) // 6)
+        inputs = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+
+
+def _large_chain(name: str, classes: int) -> nn.Module:
+    narrow = name not in ("resnet18", "resnet34")
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    inputs = 64
+    for stage, count in enumerate(_LARGE[name]):
+        width = 64 * 2**stage
+        outputs = width * 4 if narrow else width
+        for number in range(count):
+            stride = 2 if stage and number == 0 else 1
+            shortcut = _projected(inputs, outputs, stride)
+            if narrow:
+                layers.append(Bottleneck(inputs, width, stride, shortcut, inplace=True))
+            else:
+                layers.append(BasicBlock(inputs, width, stride, shortcut))
+            inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

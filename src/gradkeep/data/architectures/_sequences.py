@@ -1,0 +1,179 @@
+"""Workloads of sequences and trees: LSTM, GRU, Transformer, Tree-LSTM."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradkeep.errors import RematError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class _UnrolledLstm(nn.Module):
+    """An LSTM of which every operator of every step is its own."""
+
+    def __init__(self, inputs: int, memory: int) -> None:
+        super().__init__()
+        self.memory = memory
+        self.from_input = nn.Linear(inputs, 4 * memory)
+        self.from_state = nn.Linear(memory, 4 * memory, bias=False)
+
+    def forward(self, steps: list[torch.Tensor]) -> torch.Tensor:
+        state = kept = steps[0].new_zeros(len(steps[0]), self.memory)
+        for x in steps:
+            gates = self.from_input(x) + self.from_state(state)
+            entering, leaving, showing, content = gates.chunk(4, 1)
+            kept = leaving.sigmoid() * kept + entering.sigmoid() * content.tanh()
+            state = showing.sigmoid() * kept.tanh()
+        return state
+
+
+class _RecurrentWords(nn.Module):
+    """Embedding, recurrent layers, and a score for every word that may come next."""
+
+    def __init__(self, core: nn.LSTM | nn.GRU, tokens: int, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.core = core
+        self.scores = nn.Linear(core.hidden_size, tokens)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        states, _ = self.core(self.dropout(self.embedding(words)))
+        made: torch.Tensor = self.scores(self.dropout(states))
+        return made
+
+
+def recurrent_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """`lstm` is the unrolled cell, `lstm_encoder` and `gru_encoder` are torch's layers."""
+    batch, length = int(sizes["batch_size"]), int(sizes["length"])
+    if name == "lstm":
+        model = _UnrolledLstm(int(sizes["in_dim"]), int(sizes["mem_dim"]))
+        steps = [torch.randn(batch, int(sizes["in_dim"])) for _ in range(length)]
+        return model, lambda: model(steps).square().mean()
+    kind = nn.LSTM if name == "lstm_encoder" else nn.GRU
+    dim, dropout = int(sizes["dim"]), float(sizes["dropout"])
+    layers = int(sizes["layers"])
+    # Between layers only: torch warns of dropout with a single one.
+    core = kind(dim, int(sizes["hidden"]), layers, dropout=dropout if layers > 1 else 0.0)
+    words = _RecurrentWords(core, int(sizes["tokens"]), dim, dropout)
+    return words, next_word(words, length, batch, int(sizes["tokens"]))
+
+
+def next_word(model: nn.Module, length: int, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
+    """The loss of a model of words on random text."""
+    text = torch.randint(tokens, (length + 1, batch))
+    given, following = text[:-1], text[1:].reshape(-1)
+    return lambda: functional.cross_entropy(model(given).view(-1, tokens), following)
+
+
+class _EncoderWords(nn.Module):
+    """Embedding with positions, an encoder that sees only earlier words, a score for each word."""
+
+    def __init__(self, encoder: nn.TransformerEncoder, tokens: int, dim: int, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, dim)
+        self.encoder = encoder
+        self.scores = nn.Linear(dim, tokens)
+        self.register_buffer("positions", _waves(length, dim))
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words) * math.sqrt(self.embedding.embedding_dim)
+        made: torch.Tensor = self.scores(self.encoder(x + self.positions, self.mask))
+        return made
+
+
+def transformer_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """`transformer` maps one random sequence to another, `transformer_encoder` models words."""
+    batch, length, dim, heads, layers, hidden = (
+        int(sizes[key]) for key in ("batch_size", "length", "dim", "heads", "layers", "hidden")
+    )
+    if dim % heads:
+        raise RematError(
+            f"dim of {name} is no multiple of heads", found=f"dim={dim}, heads={heads}"
+        )
+    dropout = float(sizes["dropout"])
+    if name == "transformer":
+        decoder = int(sizes["decoder_layers"])
+        model = nn.Transformer(dim, heads, layers, decoder, hidden, dropout, batch_first=True)
+        source = torch.randn(batch, length, dim)
+        target = torch.randn(batch, int(sizes["target_length"]), dim)
+        return model, lambda: (model(source, target) - target).square().mean()
+    layer = nn.TransformerEncoderLayer(dim, heads, hidden, dropout)
+    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    words = _EncoderWords(encoder, int(sizes["tokens"]), dim, length)
+    return words, next_word(words, length, batch, int(sizes["tokens"]))
+
+
+def _waves(length: int, dim: int) -> torch.Tensor:
+    """Sines and cosines of slower and slower frequency, `[length, 1, dim]`."""
+    rates = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    angles = torch.arange(length).unsqueeze(1) * rates
+    both = torch.stack([angles.sin(), angles.cos()], 2).view(length, -1)
+    return both[:, :dim].unsqueeze(1).contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tree:
+    value: torch.Tensor
+    children: tuple[_Tree, ...]
+
+
+class _ChildSum(nn.Module):
+    """Joins the states of any number of children; each child has a forget gate of its own."""
+
+    def __init__(self, inputs: int, memory: int) -> None:
+        super().__init__()
+        self.memory = memory
+        self.gates_input = nn.Linear(inputs, 3 * memory)
+        self.gates_state = nn.Linear(memory, 3 * memory, bias=False)
+        self.forget_input = nn.Linear(inputs, memory)
+        self.forget_state = nn.Linear(memory, memory, bias=False)
+
+    def forward(self, tree: _Tree) -> torch.Tensor:
+        return self._states(tree)[0]
+
+    def _states(self, tree: _Tree) -> tuple[torch.Tensor, torch.Tensor]:
+        gates = self.gates_input(tree.value)
+        kept = tree.value.new_zeros(len(tree.value), self.memory)
+        if tree.children:
+            below = [self._states(child) for child in tree.children]
+            gates = gates + self.gates_state(torch.stack([state for state, _ in below]).sum(0))
+            forget = self.forget_input(tree.value)
+            for state, memory in below:
+                kept = kept + (forget + self.forget_state(state)).sigmoid() * memory
+        entering, showing, content = gates.chunk(3, 1)
+        kept = kept + entering.sigmoid() * content.tanh()
+        return showing.sigmoid() * kept.tanh(), kept
+
+
+def tree_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """A tree of `depth` levels; `irregular` trees have any number of children up to `children`."""
+    model = _ChildSum(int(sizes["in_dim"]), int(sizes["mem_dim"]))
+    # Drawn by torch, so that the shape follows the same seed as the values.
+    shapes = random.Random(int(torch.randint(2**31, ()).item()))
+    tree = _grown(sizes, int(sizes["depth"]), shapes)
+    return model, lambda: model(tree).square().mean()
+
+
+def _grown(sizes: Mapping[str, int | float], depth: int, shapes: random.Random) -> _Tree:
+    most = int(sizes["children"])
+    count = shapes.randint(1, most) if sizes["irregular"] else most
+    children = (_grown(sizes, depth - 1, shapes) for _ in range(count if depth > 1 else 0))
+    value = torch.randn(int(sizes["batch_size"]), int(sizes["in_dim"]))
+    return _Tree(value, tuple(children))

@@ -1,0 +1,425 @@
+"""The eviction core with real bytes: evicting empties a storage, running an operator fills one."""
+
+from __future__ import annotations
+
+import math
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from gradkeep.errors import RematError
+from gradkeep.remat.simulator._core import EvictionCore, Storage
+from gradkeep.remat.tracing._tensors import StorageRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.remat.simulator._core import TensorNode as Node
+    from gradkeep.remat.simulator._heuristics import Heuristic
+    from gradkeep.remat.tracing._tensors import Geometry
+
+
+class OnlineArgument(NamedTuple):
+    """A tensor among the arguments: a value, and how it was seen."""
+
+    node: Node
+    geometry: Geometry
+
+
+class OnlineOperator:
+    """What the eviction core needs to know of an operator, and what it takes to run it again."""
+
+    __slots__ = (
+        "aliases",
+        "args",
+        "cost",
+        "grad_mode",
+        "kwargs",
+        "name",
+        "random",
+        "results",
+        "run",
+        "sizes",
+    )
+
+    def __init__(
+        self, name: str, *, cost: int, sizes: tuple[int, ...], aliases: tuple[int, ...]
+    ) -> None:
+        self.name = name
+        self.cost = cost
+        """Nanoseconds."""
+        self.sizes = sizes
+        """Bytes of each new storage; 0 for what is written in place."""
+        self.aliases = aliases
+        """For each result the index of the argument whose storage it changes, or -1."""
+        self.run: Callable[..., Any] | None = None
+        """None: it cannot be run again."""
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: tuple[tuple[str, Any], ...] = ()
+        self.results: tuple[tuple[int, Geometry], ...] = ()
+        """For each new storage, which result shows it whole, and how."""
+        self.grad_mode = True
+        self.random: torch.Tensor | None = None
+        """The state of the generator before it ran."""
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in an operator's arguments or results, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """The same arguments with everything of a type replaced."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, change, kind) for item in value)
+    return value
+
+
+_PATIENCE = 50_000_000
+"""Nanoseconds of recomputation that are too few to judge by."""
+
+
+class StorageBytes:
+    """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
+
+    __slots__ = ("dead", "device", "held", "nbytes", "ref")
+
+    def __init__(self, storage: torch.UntypedStorage, ref: StorageRef) -> None:
+        self.ref = ref
+        self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.dead = False
+        """Nobody but us has it."""
+        self.held: torch.UntypedStorage | None = None
+        """The bytes of a dead storage that was made again, or of a pinned one that others need."""
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage as it is now, filled or empty."""
+        return self.held if self.held is not None else self.ref()
+
+
+class LiveCore(EvictionCore):
+    """A `Core` whose storages are torch's.
+
+    Storages die at any moment, also in the middle of an operator: that is noted, and looked at
+    between two of them.
+    """
+
+    def __init__(self, heuristic: Heuristic, *, budget: float, limit: float) -> None:
+        super().__init__(heuristic, budget=budget, policy="eager")
+        self.limit = limit
+        self._allowed = budget
+        self._settled = False
+        """Everything is back, and stays."""
+        self._spent_before = 0
+        self.bytes: dict[Storage, StorageBytes] = {}
+        self.latest: dict[int, Node] = {}
+        """The present value of each storage that is alive, by the id of torch's storage."""
+        self.died: list[Node] = []
+        self.over = 0
+        self.gave_up = False
+        self.search_time = self.copy_time = 0
+
+    def limit_to(self, budget: float) -> None:
+        """Another budget from the next operator on."""
+        self.budget = self._allowed = budget
+
+    def node_of(self, tensor: torch.Tensor) -> Node:
+        """The value that a tensor shows; one never seen before is a constant."""
+        storage = tensor.untyped_storage()
+        found = self.latest.get(id(storage))
+        return self._constant(storage) if found is None else found
+
+    def expect(self, storage: torch.UntypedStorage) -> None:
+        """Count a constant from now on, before an operator uses it."""
+        if id(storage) not in self.latest:
+            self._constant(storage)
+
+    def constants(self) -> list[StorageRef]:
+        """The constants so far."""
+        return [
+            self.bytes[node.storage].ref
+            for node in self.latest.values()
+            if not node.parents and not self.bytes[node.storage].dead
+        ]
+
+    def _constant(self, storage: torch.UntypedStorage) -> Node:
+        operator = OnlineOperator("constant", cost=0, sizes=(storage.nbytes(),), aliases=(-1,))
+        (node,) = self._declare(operator, ())  # type: ignore[arg-type]
+        self.follow(storage, node)
+        self._arrive(node.storage)
+        self._pin(node.storage)
+        return node
+
+    def follow(self, storage: torch.UntypedStorage, node: Node) -> None:
+        """From now on `storage` stands for the value."""
+        ref = StorageRef(storage, self._gone)
+        ref.key = id(storage)
+        self.bytes[node.storage] = StorageBytes(storage, ref)
+        self.latest[ref.key] = node
+
+    def _gone(self, ref: StorageRef) -> None:
+        # At once: the next storage may get the same id.
+        node = self.latest.pop(ref.key, None)
+        if node is not None:
+            self.died.append(node)
+
+    def tidy(self) -> None:
+        """What is done between two operators."""
+        self.bury()
+        if self.gave_up and not self._settled:
+            self.everything_back()
+        self.room(0)
+
+    def bury(self) -> None:
+        """Look at the storages that have died since: their bytes are free, their recipes stay."""
+        while self.died:
+            storage = self.died.pop().storage
+            self.bytes[storage].dead = True
+            if storage.material:
+                self._lose(storage)
+            self._forget(storage)
+
+    def _lose(self, storage: Storage) -> None:
+        """The bytes of a storage that nobody else has go."""
+        if storage.pinned:
+            storage.pinned = False
+            self._unlock(storage)
+        self._evict(storage)
+
+    def _needed(self, storage: Storage) -> bool:
+        """Whether something that may have to be made again was computed from it."""
+        if any(self._may_go(other) for other in storage.below):
+            return True
+        # Whoever makes one result of an operator again makes them all.
+        beside = (sibling.storage for node in storage.tensors for sibling in node.siblings)
+        return any(self._may_go(other) for other in beside)
+
+    def _may_go(self, storage: Storage) -> bool:
+        return storage in self.bytes and not storage.pinned
+
+    def _forget(self, storage: Storage) -> None:
+        """Nobody asks for it any more; neither, then, for what it alone was made from."""
+        waiting = [storage]
+        while waiting:
+            gone = waiting.pop()
+            place = self.bytes.get(gone)
+            if place is None or self._needed(gone):
+                continue
+            # Held for others only: without us it lives on, or dies and comes by here again.
+            place.held = None
+            if not place.dead:
+                continue
+            if gone.material:
+                self._lose(gone)
+            del self.bytes[gone]
+            for above in list(gone.above):
+                above.below.pop(gone, None)
+                waiting.append(above)
+            gone.above.clear()
+            waiting += [sibling.storage for node in gone.tensors for sibling in node.siblings]
+
+    def hold(self, nodes: Sequence[Node]) -> None:
+        """Bring values into memory and lock them there."""
+        clock = self.clock
+        for node in nodes:
+            node.storage.last_access = clock
+            if not node.defined:
+                self._materialize(node, again=True)
+            self._lock(node.storage)
+
+    def let_go(self, nodes: Sequence[Node]) -> None:
+        """Unlock them again."""
+        for node in nodes:
+            self._unlock(node.storage)
+
+    def room(self, need: int) -> None:
+        """Evict until so many bytes fit."""
+        if self.memory + need > self.budget:
+            self._free(need)
+
+    def ran(
+        self,
+        operator: OnlineOperator,
+        parents: Sequence[Node],
+        made: Sequence[torch.UntypedStorage],
+    ) -> list[Node]:
+        """Enter an operator that just ran for the first time, with its new storages."""
+        nodes = self._declare(operator, parents)  # type: ignore[arg-type]
+        fresh = iter(made)
+        for node, alias in zip(nodes, operator.aliases, strict=True):
+            node.storage.last_access = self.clock + operator.cost
+            if alias >= 0:
+                node.defined = True
+                for key, value in list(self._named(node.storage)):
+                    if value.storage is node.storage:
+                        self.latest[key] = node
+                continue
+            self.follow(next(fresh), node)
+            self._arrive(node.storage)
+        for parent in parents:
+            # Pinned storages are not made again: they stay for those that are.
+            place = self.bytes[parent.storage]
+            if parent.storage.pinned and place.held is None and self._needed(parent.storage):
+                place.held = place.storage()
+        self.clock += operator.cost
+        self.base_compute += operator.cost
+        self.ops_run += 1
+        return nodes
+
+    def _named(self, storage: Storage) -> list[tuple[int, Node]]:
+        key = self.bytes[storage].ref.key
+        found = self.latest.get(key)
+        return [] if found is None else [(key, found)]
+
+    def _arrive(self, storage: Storage) -> None:
+        storage.material = True
+        for node in storage.tensors:
+            node.defined = True
+        self.memory += storage.size
+        self.peak = max(self.peak, self.memory)
+        self.pool[storage] = None
+        self.heuristic.arrived(storage, again=False)
+
+    def keep(self, node: Node) -> None:
+        """Never evict it again, as long as somebody has it or something else may need it."""
+        if not node.storage.pinned:
+            self.pin(node)
+            if self._needed(node.storage):
+                place = self.bytes[node.storage]
+                place.held = place.storage()
+            for above in list(node.storage.above):
+                self._forget(above)
+
+    def about_to_change(self, node: Node) -> None:
+        """Its bytes will be overwritten: what was computed from them is made now, and stays."""
+        for other in list(node.storage.below):
+            place = self.bytes.get(other)
+            if other is node.storage or place is None or other.pinned:
+                continue
+            if place.dead and not self._needed(other):
+                continue
+            latest = other.tensors[-1]
+            self.keep(latest)
+
+    def _free(self, need: int) -> None:
+        began = perf_counter_ns()
+        while self.memory + need > self.budget and self.pool:
+            self._evict(self._victim())
+        self.over = max(self.over, int(min(self.memory + need - self.budget, 1 << 62)))
+        self.search_time += perf_counter_ns() - began
+
+    def _evict(self, storage: Storage) -> None:
+        super()._evict(storage)
+        place = self.bytes[storage]
+        place.held = None
+        if place.dead:
+            return
+        actual = place.ref()
+        if actual is not None:
+            actual.resize_(0)
+
+    def _run(self, tensor: Node, need: int, *, again: bool) -> None:
+        operator: Any = tensor.op
+        began = perf_counter_ns()
+        out = self._again(operator)
+        taken = perf_counter_ns() - began
+        fresh = [node for node in (tensor, *tensor.siblings) if operator.aliases[node.index] < 0]
+        by_index = {node.index: node for node in fresh}
+        new = [index for index, alias in enumerate(operator.aliases) if alias < 0]
+        results = tensors_in(out)
+        for (position, geometry), index in zip(operator.results, new, strict=True):
+            node = by_index[index]
+            if not node.storage.material:
+                self._fill(node.storage, results[position], geometry)
+        super()._run(tensor, need, again=again)
+        # The core counts what was expected; what it took is what people are told.
+        self.remat_compute += taken - operator.cost
+        spent = self.remat_compute - self._spent_before
+        if spent > self.limit * max(self.base_compute, _PATIENCE):
+            # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
+            self.gave_up, self.budget = True, math.inf
+
+    def _again(self, operator: OnlineOperator) -> Any:
+        if operator.run is None:
+            raise RematError(f"{operator.name} cannot be run again, but its result was evicted")
+        args = mapped(operator.args, self._shown, OnlineArgument)
+        kwargs = {
+            name: mapped(value, self._shown, OnlineArgument) for name, value in operator.kwargs
+        }
+        before = torch.is_grad_enabled()
+        now = torch.get_rng_state() if operator.random is not None else None
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            try:
+                torch._C._set_grad_enabled(operator.grad_mode)
+                if operator.random is not None:
+                    torch.set_rng_state(operator.random)
+                return operator.run(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(before)
+                if now is not None:
+                    torch.set_rng_state(now)
+
+    def _shown(self, argument: OnlineArgument) -> torch.Tensor:
+        storage = self.bytes[argument.node.storage].storage()
+        assert storage is not None
+        return argument.geometry.on(storage)
+
+    def _fill(self, storage: Storage, result: torch.Tensor, geometry: Any) -> None:
+        began = perf_counter_ns()
+        place = self.bytes[storage]
+        source = result.untyped_storage()
+        actual = place.ref()
+        if place.dead or actual is None:
+            place.held = source
+        else:
+            actual.resize_(place.nbytes)
+            if source.nbytes() == place.nbytes and result.storage_offset() == geometry.offset:
+                actual.copy_(source)
+            else:
+                geometry.on(actual).copy_(result)
+        self.copy_time += perf_counter_ns() - began
+
+    def everything_back(self) -> None:
+        """Bring back whatever somebody still has, whatever it takes; from here on nothing is evicted."""
+        self.bury()
+        self.budget, self._spent_before, self._settled = self._allowed, self.remat_compute, True
+        failed: BaseException | None = None
+        # The oldest first: then whatever a later one is made from is there, or was nobody's. What
+        # was nobody's still comes and goes within the budget.
+        nodes = sorted(self.latest.values(), key=lambda node: node.storage.number)
+        for node in nodes:
+            if node.defined:
+                self._pin(node.storage)
+        for node in nodes:
+            if node.defined:
+                continue
+            try:
+                self.pin(node)
+            except Exception as error:
+                failed = failed or error
+                _poison(self.bytes[node.storage])
+        self.budget = math.inf
+        for storage in [one for one in self.pool if self.bytes[one].dead]:
+            self._evict(storage)
+        if failed is not None:
+            raise RematError(
+                "a tensor could not be made again; it now holds not-a-number",
+                found=str(failed),
+                fix="use mode='planned', or no budget, for this model",
+            ) from failed
+
+
+def _poison(place: StorageBytes) -> None:
+    """Never leave a storage empty, reading it would end the process; 255s are not-a-number."""
+    actual = place.ref()
+    if actual is not None and actual.nbytes() < place.nbytes:
+        actual.resize_(place.nbytes)
+        torch.empty(0, dtype=torch.uint8, device=actual.device).set_(actual).fill_(255)

@@ -1,0 +1,433 @@
+"""The dispatch mode: every operator passes here, and finds its arguments in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from gradkeep._budgets import format_bytes
+from gradkeep.remat.online._live_core import (
+    LiveCore,
+    OnlineArgument,
+    OnlineOperator,
+    mapped,
+    tensors_in,
+)
+from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
+from gradkeep.remat.tracing._rerun import FirstResultRerun, OperatorRerun, rerun_of
+from gradkeep.remat.tracing._tensors import Geometry, QuickDispatchMode, signature_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gradkeep.remat.simulator._core import Storage
+    from gradkeep.remat.simulator._core import TensorNode as Node
+    from gradkeep.remat.simulator._heuristics import Heuristic
+    from gradkeep.remat.tracing._tensors import OperatorSignature
+
+_FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
+"""Views that look at no byte and at no bound of their argument's storage."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OperatorRun:
+    """An operator that ran."""
+
+    name: str
+    cost: int
+    """Nanoseconds."""
+    grad_mode: bool
+    state: Tensor | None
+    """Of the random generator, before it ran."""
+    changed: list[Storage]
+    """What it wrote in place."""
+
+
+class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the live bytes of what runs inside `with` within a budget, deciding as it goes.
+
+    Made for models whose steps differ each time. Each operator costs tens of microseconds more, so it
+    pays where operators take half a millisecond or longer. Leaving it brings back everything that is
+    still referred to, with the budget off, also when an exception passes. Entered again, for the
+    next step, it knows how much its operators take.
+
+    >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)]), torch.ones(4, 8)
+    >>> with OnlineRuntime(1200) as online:
+    ...     model(x).sum().backward()
+    >>> online.report().evictions > 0
+    True
+    """
+
+    def __init__(
+        self,
+        budget: float = math.inf,
+        *,
+        heuristic: str | Heuristic = "dtr-eq",
+        limit: float = 4.0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.budget = budget
+        self.heuristic, self.limit = heuristic, limit
+        self.live = self._new()
+        self._signatures: dict[Any, OperatorSignature] = {}
+        self._sizes: dict[Any, int] = {}
+        """Bytes that an operator asks for, by what it is given; known once it has run."""
+        self._quiet = False
+        self._hooks: list[Any] = []
+        self._parameters: set[int] = set()
+        self._operators = self._pinned = 0
+
+    def _new(self) -> LiveCore:
+        named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
+        return LiveCore(named or self.heuristic, budget=self.budget, limit=self.limit)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        # Parameters take their bytes from the beginning, not from when an operator reads them.
+        known = [storage for ref in self.live.constants() if (storage := ref()) is not None]
+        self.live = self._new()
+        for storage in known:
+            self.live.expect(storage)
+        del known
+        self._parameters.clear()
+        self._operators = self._pinned = 0
+        raise_guards(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        try:
+            self.live.everything_back()
+        finally:
+            lower_guards(self)
+
+    def limit_to(self, budget: float) -> None:
+        """Another budget from now on."""
+        self.budget = budget
+        self.live.limit_to(budget)
+
+    def report(self) -> OnlineReport:
+        """What happened since it was last entered."""
+        live = self.live
+        return OnlineReport(
+            budget=self.budget,
+            peak=live.peak,
+            over=max(0, live.over),
+            operators=self._operators,
+            evictions=live.evictions,
+            rematerializations=live.rematerializations,
+            pinned=self._pinned,
+            base_seconds=live.base_compute / 1e9,
+            remat_seconds=live.remat_compute / 1e9,
+            search_seconds=live.search_time / 1e9,
+            copy_seconds=live.copy_time / 1e9,
+            gave_up=live.gave_up,
+        )
+
+    def pin(self, tensor: Tensor) -> None:
+        """Never evict a tensor."""
+        self._quiet = True
+        try:
+            self.live.keep(self.live.node_of(tensor))
+        finally:
+            self._quiet = False
+
+    def bring_back(self, tensor: Tensor) -> None:
+        """Make sure that a tensor's bytes are in memory."""
+        node = self.live.latest.get(id(tensor.untyped_storage()))
+        if node is None or node.defined:
+            return
+        self._quiet = True
+        try:
+            self.live.hold([node])
+            self.live.keep(node)
+            self.live.let_go([node])
+        finally:
+            self._quiet = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        self._quiet = True
+        try:
+            return self._pass(func, args, kwargs)
+        finally:
+            self._quiet = False
+
+    def _pass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        live = self.live
+        live.tidy()
+        self._operators += 1
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = signature_of(func)
+        name = func._schema.name
+        given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
+        if any(tensor.layout != torch.strided for tensor in given):
+            return self._beside(func, args, kwargs, given)
+        if name in _FREE and not signature.writes:
+            for tensor in given:
+                live.node_of(tensor)
+            return func(*args, **kwargs)
+        nodes = [live.node_of(tensor) for tensor in given]
+        self._watch_gradients(given)
+        written = self._written(signature, args, kwargs)
+        for tensor in written:
+            live.about_to_change(live.node_of(tensor))
+        live.hold(nodes)
+        try:
+            return self._run(func, args, kwargs, given, nodes, written)
+        finally:
+            live.let_go(nodes)
+            live.tidy()
+
+    def _run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        nodes: list[Node],
+        written: list[Tensor],
+    ) -> Any:
+        live = self.live
+        key = (func, tuple((tensor.shape, tensor.dtype) for tensor in given))
+        live.room(self._sizes.get(key, 0))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        state = torch.get_rng_state() if random else None
+        grad_mode = torch.is_grad_enabled()
+        began = perf_counter_ns()
+        out = func(*args, **kwargs)
+        cost = perf_counter_ns() - began
+        results = tensors_in(out)
+        if any(result.layout != torch.strided for result in results):
+            return out
+        fresh = self._fresh(results)
+        self._sizes[key] = sum(result.untyped_storage().nbytes() for _, result in fresh)
+        changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
+        if fresh or changed:
+            recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
+            ran = _OperatorRun(func._schema.name, cost, grad_mode, state, changed)
+            if recipe.apart is not None and recipe.apart.run is not None:
+                self._enter_apart(ran, recipe.apart, fresh, nodes)
+            else:
+                self._enter(ran, recipe, fresh, nodes)
+        return out
+
+    def _fresh(self, results: list[Tensor]) -> list[tuple[int, Tensor]]:
+        """The results with a storage of their own; of several that share one, the largest."""
+        found: dict[int, tuple[int, Tensor]] = {}
+        for position, result in enumerate(results):
+            number = id(result.untyped_storage())
+            if number in self.live.latest or not result.untyped_storage().nbytes():
+                continue
+            if number not in found or result.numel() > found[number][1].numel():
+                found[number] = (position, result)
+        return list(found.values())
+
+    def _enter(
+        self,
+        ran: _OperatorRun,
+        recipe: OperatorRerun,
+        fresh: list[tuple[int, Tensor]],
+        nodes: list[Node],
+    ) -> list[Node]:
+        """Tell the core of an operator and its new storages; what cannot be made again stays."""
+        storages = [result.untyped_storage() for _, result in fresh]
+        by_storage = [node.storage for node in nodes]
+        operator = OnlineOperator(
+            ran.name,
+            cost=ran.cost,
+            sizes=(*(storage.nbytes() for storage in storages), *(0 for _ in ran.changed)),
+            aliases=(*(-1 for _ in storages), *(by_storage.index(one) for one in ran.changed)),
+        )
+        operator.results = tuple((at, Geometry.of(result)) for at, result in fresh)
+        operator.grad_mode, operator.random = ran.grad_mode, ran.state
+        if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
+            operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
+        made = self.live.ran(operator, nodes, storages)
+        if operator.run is None:
+            for node in made:
+                self._pinned += not node.storage.pinned
+                self.live.keep(node)
+        return made
+
+    def _enter_apart(
+        self,
+        ran: _OperatorRun,
+        apart: FirstResultRerun,
+        fresh: list[tuple[int, Tensor]],
+        nodes: list[Node],
+    ) -> None:
+        """Batch normalization: its statistics stay, and with them its result is made again."""
+        rest = [(at, result) for at, result in fresh if at > 0]
+        statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes)
+        first = [(at, result) for at, result in fresh if at == 0]
+        shown = tuple(
+            OnlineArgument(node, Geometry.of(result))
+            for node, (_, result) in zip(statistics, rest, strict=True)
+        )
+        again = OperatorRerun(apart.run, (*apart.args, *shown), ())
+        self._enter(
+            dataclasses.replace(ran, cost=0, state=None), again, first, [*nodes, *statistics]
+        )
+
+    def _recipe(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        nodes: list[Node],
+        made: list[Tensor],
+        *,
+        written: bool,
+    ) -> OperatorRerun:
+        by_id = {id(tensor): node for tensor, node in zip(given, nodes, strict=True)}
+
+        def shown(tensor: Tensor) -> OnlineArgument:
+            return OnlineArgument(by_id[id(tensor)], Geometry.of(tensor))
+
+        arguments = mapped(args, shown, Tensor)
+        named = tuple((name, mapped(value, shown, Tensor)) for name, value in kwargs.items())
+        return rerun_of(func, arguments, named, made, in_place=written)
+
+    def _written(
+        self, signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        found: list[Tensor] = []
+        for position, name in signature.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            found += tensors_in(value)
+        return found
+
+    def _watch_gradients(self, given: list[Tensor]) -> None:
+        """Gradients are pinned as soon as they are there: they would be evicted for nothing."""
+        for tensor in given:
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._parameters:
+                self._parameters.add(id(tensor))
+                hook = tensor.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            self.pin(parameter.grad)
+
+    def _beside(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """An operator on tensors without a storage: its other arguments must be there, no more."""
+        nodes = [self.live.node_of(t) for t in given if t.layout == torch.strided]
+        self.live.hold(nodes)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.live.let_go(nodes)
+        return out
+
+
+def _shows_all(result: Tensor) -> bool:
+    """Whether a result shows every byte of its storage."""
+    return result.numel() * result.element_size() == result.untyped_storage().nbytes()
+
+
+GUARDED = (
+    "numpy",
+    "tolist",
+    "data_ptr",
+    "__array__",
+    "__dlpack__",
+    "__reduce_ex__",
+    "share_memory_",
+)
+_active: list[OnlineRuntime] = []
+_plain: dict[str, Any] = {}
+
+
+def raise_guards(online: OnlineRuntime) -> None:
+    """From now on these methods of tensors ask the runtime first."""
+    if not _active:
+        for name in GUARDED:
+            _plain[name] = getattr(torch.Tensor, name)
+            setattr(torch.Tensor, name, _guarded(_plain[name]))
+    _active.append(online)
+
+
+def lower_guards(online: OnlineRuntime) -> None:
+    """They are torch's own again once no runtime is left."""
+    _active.remove(online)
+    if not _active:
+        for name, plain in _plain.items():
+            setattr(torch.Tensor, name, plain)
+        _plain.clear()
+
+
+def _guarded(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.layout == torch.strided and not torch.nn.parameter.is_lazy(self):
+            for online in _active:
+                online.bring_back(self)
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineReport:
+    """Bytes, counts and seconds of one step."""
+
+    budget: float
+    """Bytes."""
+    peak: int
+    """The most bytes alive at once."""
+    over: int
+    """By how much the peak was above the budget, because nothing was left to evict."""
+    operators: int
+    evictions: int
+    rematerializations: int
+    pinned: int
+    """Storages that could not be made again, or that others need as they are."""
+    base_seconds: float
+    """Running every operator once."""
+    remat_seconds: float
+    """Running operators again."""
+    search_seconds: float
+    """Choosing what to evict."""
+    copy_seconds: float
+    """Putting values back where they belong."""
+    gave_up: bool
+    """More was recomputed than the limit allows: from there on nothing was evicted."""
+
+    def __str__(self) -> str:
+        limit = (
+            "no budget" if math.isinf(self.budget) else f"budget {format_bytes(int(self.budget))}"
+        )
+        lines = (
+            f"peak {format_bytes(self.peak)}, {limit}, {self.evictions} evictions, "
+            f"{self.rematerializations} operators run again, recomputation "
+            f"{self.remat_seconds / max(self.base_seconds, 1e-9):.1%} of the time of the rest"
+        )
+        if self.gave_up:
+            return f"{lines}; gave up: more was recomputed than is worth it"
+        if self.over:
+            return f"{lines}; {format_bytes(self.over)} over, as nothing was left to evict"
+        return lines

@@ -1,0 +1,299 @@
+"""What a plan costs and how many bytes it takes, event by event, without running anything.
+
+The same pass gives the programs: at which request which operators run again, what they leave for
+later requests, and until when their sources are held. So a run does what was simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.remat.planned._problem import PlanningProblem
+
+
+_REMEMBERED = 20
+"""Rebuilds per request; more are seldom met again."""
+
+
+class Treatment(IntEnum):
+    """What happens to a saved value."""
+
+    KEEP = 0
+    DROP = 1
+    """Make it again at the first request, and keep it until the last."""
+    AGAIN = 2
+    """Make it again at every request; nothing is kept on the way."""
+    TOGETHER = 3
+    """As DROP, but made as soon as an operator that it needs runs for another value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """The work at one request."""
+
+    at: int
+    """Position in the order of asking."""
+    value: int
+    operations: tuple[int, ...]
+    sources: frozenset[int]
+    """Values that must be there."""
+    kept: frozenset[int]
+    """Made values that stay for later requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvaluation:
+    """A plan's price."""
+
+    seconds: float
+    peak: int
+    where: int
+    """The event of the peak."""
+    rebuilds: tuple[Rebuild, ...]
+    last_use: dict[int, int]
+    """For sources: the last position in the order of asking at which a rebuild needs them."""
+    levels: np.ndarray[Any, np.dtype[np.int64]]
+    """Bytes alive at each event."""
+
+    def excess(self, budget: int) -> float:
+        """Bytes over the budget, summed over events."""
+        return float(np.maximum(self.levels - budget, 0).sum())
+
+
+class _CachedRebuild(NamedTuple):
+    """A rebuild, and what it was found for: the codes of the candidates that were looked at."""
+
+    given: tuple[tuple[int, int], ...]
+    rebuild: Rebuild
+    seconds: float
+    change: tuple[tuple[int, int], ...]
+    burst: tuple[int, int]
+    """Bytes that are taken at an event, beyond what stays."""
+    present: tuple[int, ...]
+    """Candidates that are kept for later requests."""
+
+
+class PlanEvaluator:
+    """Evaluates many plans of one problem; a plan is a state per candidate."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        trace = problem.trace
+        self._base = np.asarray(problem.levels, dtype=np.int64)
+        self._index = {c.value: at for at, c in enumerate(problem.candidates)}
+        self._maker = [value.maker for value in trace.values]
+        self._storage = [value.storage for value in trace.values]
+        self._reads = [tuple(sorted(operation.reads)) for operation in trace.operations]
+        self._forced = [frozenset(operation.overwrites) for operation in trace.operations]
+        self._makes = [tuple(m.value for m in operation.makes) for operation in trace.operations]
+        self._takes = [
+            sum(problem.sizes[m.value] for m in operation.makes if m.position >= 0)
+            for operation in trace.operations
+        ]
+        self._cost = problem.costs
+        self._asks = sorted(
+            (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
+        )
+        self._absent = [
+            (
+                (c.gone, -c.size),
+                (trace.storages[self._storage[c.value]].death, c.size),
+            )
+            for c in problem.candidates
+        ]
+        """What dropping each candidate frees, until it is made again."""
+        needed: dict[int, list[int]] = {}
+        for index, candidate in enumerate(problem.candidates):
+            for number in candidate.recipe:
+                needed.setdefault(number, []).append(index)
+        self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
+        """Per operator the candidates that need it, if several do."""
+        self._memory: dict[int, list[_CachedRebuild]] = {}
+        self.work = 0
+        """Operators in all rebuilds that had to be worked out so far."""
+        self._ready = {**problem.saved, **dict.fromkeys(trace.sources, -1)}
+        """Values that are at hand unless dropped, from an event on."""
+
+    def __call__(self, states: Sequence[int]) -> PlanEvaluation:
+        """Go through the requests in order."""
+        problem, trace = self.problem, self.problem.trace
+        candidates, asked = problem.candidates, trace.asked
+        # Per candidate: twice its state, plus one while it is made again and kept.
+        codes = [2 * state for state in states]
+        change: list[tuple[int, int]] = []
+        bursts: list[tuple[int, int]] = []
+        rebuilds: list[Rebuild] = []
+        last_use: dict[int, int] = {}
+        seconds = 0.0
+        for index, code in enumerate(codes):
+            if code:
+                change += self._absent[index]
+        for at, index in self._asks:
+            code = codes[index]
+            if not code:
+                continue
+            candidate = candidates[index]
+            if code & 1:
+                if candidate.asks[-1] == at:
+                    codes[index] = code - 1
+                continue
+            known = self._rebuild(candidate.value, at, codes)
+            seconds += known.seconds
+            change += known.change
+            bursts.append(known.burst)
+            rebuilds.append(known.rebuild)
+            for other in known.present:
+                codes[other] += 1
+            for source in known.rebuild.sources:
+                last_use[source] = at
+        for source, at in last_use.items():
+            stored = trace.storages[self._storage[source]]
+            own = self._index.get(source)
+            dropped = own is not None and states[own]
+            if not dropped and not stored.constant and stored.death <= asked[at]:
+                change += [(stored.death, stored.size), (asked[at] + 1, -stored.size)]
+        levels = self._base
+        if change:
+            step = np.zeros(len(levels) + 1, dtype=np.int64)
+            events, sizes = zip(*change, strict=True)
+            np.add.at(step, np.minimum(events, len(levels)), sizes)
+            levels = levels + np.cumsum(step)[:-1]
+            for event, burst in bursts:
+                if burst > 0:
+                    levels[event] += burst
+        where = int(levels.argmax()) if len(levels) else 0
+        peak = int(levels[where]) if len(levels) else 0
+        return PlanEvaluation(seconds, peak, where, tuple(rebuilds), last_use, levels)
+
+    def _rebuild(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
+        """The work at a request; many plans agree on it, so it is looked up first."""
+        entries = self._memory.setdefault(at, [])
+        for entry in entries:
+            for index, code in entry.given:
+                if codes[index] != code:
+                    break
+            else:
+                return entry
+        entry = self._build(value, at, codes)
+        entries.append(entry)
+        if len(entries) > _REMEMBERED:
+            del entries[0]
+        return entry
+
+    def _build(self, value: int, at: int, codes: Sequence[int]) -> _CachedRebuild:
+        """The operators that bring a value back, their cost, and the bytes they take on the way."""
+        trace, candidates = self.problem.trace, self.problem.candidates
+        event = trace.asked[at]
+        index, ready, maker = self._index, self._ready, self._maker
+        operations: set[int] = set()
+        sources: set[int] = set()
+        forced: set[int] = set()
+        given: dict[int, int] = {}
+        stack = [(value, True)]
+        roots = {value}
+        news: list[int] = []
+        while stack or news:
+            if not stack:
+                # Whoever needs what was just made, and will be asked for, is made along.
+                for other in self._sharing[news.pop()]:
+                    given[other] = codes[other]
+                    mate = candidates[other]
+                    wanted = codes[other] == 2 * Treatment.TOGETHER and mate.value not in roots
+                    if wanted and mate.asks and mate.asks[-1] > at:
+                        roots.add(mate.value)
+                        stack.append((mate.value, True))
+                continue
+            current, must = stack.pop()
+            if not must:
+                own = index.get(current)
+                if own is not None:
+                    given[own] = codes[own]
+                if own is not None and codes[own]:
+                    there = bool(codes[own] & 1)
+                else:
+                    there = ready.get(current, event) < event
+                if there:
+                    sources.add(current)
+                    continue
+            elif current not in roots:
+                forced.add(current)
+            number = maker[current]
+            assert number is not None
+            if number not in operations:
+                operations.add(number)
+                if number in self._sharing:
+                    news.append(number)
+                stack += [(read, read in self._forced[number]) for read in self._reads[number]]
+        order = sorted(operations)
+        self.work += len(order)
+        kept: set[int] = set()
+        for number in order:
+            for made in self._makes[number]:
+                own = index.get(made)
+                if own is None:
+                    continue
+                given[own] = codes[own]
+                asks = candidates[own].asks
+                stays = codes[own] in (2 * Treatment.DROP, 2 * Treatment.TOGETHER)
+                if stays and made not in forced and asks and (made == value or asks[-1] > at):
+                    kept.add(made)
+        change: list[tuple[int, int]] = []
+        arrived = 0
+        present = []
+        for made in sorted(kept):
+            own = index[made]
+            size = candidates[own].size
+            change += [(event, size), (trace.storages[self._storage[made]].death, -size)]
+            arrived += size
+            if candidates[own].asks[-1] > at:
+                present.append(own)
+        if value not in kept:
+            candidate = candidates[index[value]]
+            end = trace.freed[at]
+            if at == candidate.asks[-1]:
+                # Whoever asks last may pass it on.
+                end = max(end, trace.storages[self._storage[value]].death)
+            change += [(event, candidate.size), (end, -candidate.size)]
+            arrived += candidate.size
+        burst = self._burst(order, kept | {value}) - arrived
+        return _CachedRebuild(
+            given=tuple(given.items()),
+            rebuild=Rebuild(at, value, tuple(order), frozenset(sources), frozenset(kept)),
+            seconds=sum(self._cost[number] for number in order),
+            change=tuple(change),
+            burst=(event, burst),
+            present=tuple(present),
+        )
+
+    def _burst(self, order: Sequence[int], stay: set[int]) -> int:
+        """The most bytes that these operators take at once, what stays included."""
+        last: dict[int, int] = {}
+        for number in order:
+            for read in self._reads[number]:
+                last[self._storage[read]] = number
+            for made in self._makes[number]:
+                last[self._storage[made]] = number
+        staying = {self._storage[value] for value in stay}
+        ends: dict[int, list[int]] = {}
+        sizes = self.problem.sizes
+        mine: set[int] = set()
+        for number in order:
+            for made in self._makes[number]:
+                storage = self._storage[made]
+                if storage not in mine:
+                    mine.add(storage)
+                    if storage not in staying:
+                        ends.setdefault(last[storage], []).append(sizes[made])
+        level = most = 0
+        for number in order:
+            level += self._takes[number]
+            most = max(most, level)
+            level -= sum(ends.get(number, ()))
+        return most

@@ -1,0 +1,169 @@
+"""Which module is running, and which of them own a tensor that stays from step to step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class FromParameter:
+    """A parameter; the autograd graph tells whether it is still the one in use."""
+
+    tensor: weakref.ref[Any]
+
+    def find(self, inputs: Any) -> Tensor | None:
+        """The tensor, or None if it is gone."""
+        found: Tensor | None = self.tensor()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FromModule:
+    """A buffer or a frozen parameter of a module, by its name there."""
+
+    module: weakref.ref[Any]
+    name: str
+    tensor: weakref.ref[Any]
+
+    def find(self, inputs: Any) -> Tensor | None:
+        """The tensor, or None if the module has another one by now."""
+        module, tensor = self.module(), self.tensor()
+        if module is None or tensor is None:
+            return None
+        there = module._buffers.get(self.name)
+        if there is None:
+            there = module._parameters.get(self.name)
+        return tensor if there is tensor else None
+
+
+@dataclass(frozen=True, slots=True)
+class FromInputs:
+    """A tensor that was handed over with the step."""
+
+    position: int
+
+    def find(self, inputs: Any) -> Tensor | None:
+        """The tensor at the same place, or None if there is none."""
+        found: Tensor | None = inputs[self.position] if self.position < len(inputs) else None
+        return found
+
+
+Flag = tuple["weakref.ref[nn.Module] | type[nn.Module]", bool]
+"""A module, or the type of one that does not stay, and whether it is training."""
+
+Source = FromParameter | FromModule | FromInputs
+
+
+class ModuleTracker:
+    """Follows calls of modules by global hooks, while a step is recorded."""
+
+    def __init__(self, running: Sequence[nn.Module] = ()) -> None:
+        self.seen: dict[int, nn.Module] = {}
+        self._names: dict[int, str] = {}
+        self._stack: list[nn.Module] = []
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        """Buffers as they were when their module was first called."""
+        # The hooks below then run twice for a compiled module, which does no harm.
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+        )
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        self._handles: list[Any] = [before, after]
+        for module in running:
+            self._enter(module, ())
+
+    def close(self) -> None:
+        """Stop following."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def running(self) -> tuple[nn.Module, ...]:
+        """The modules that were called and have not returned, the outermost first."""
+        return tuple(self._stack)
+
+    @property
+    def current(self) -> str:
+        """The name of the innermost module, from the outermost one downwards."""
+        if not self._stack:
+            return ""
+        module = self._stack[-1]
+        if id(module) not in self._names:
+            for name, part in self._stack[0].named_modules():
+                self._names[id(part)] = name
+        return self._names.get(id(module), type(module).__name__)
+
+    def flags(self) -> tuple[Flag, ...]:
+        """Every module that ran, and whether it was training.
+
+        Modules without a tensor of their own, which belong to none that has one, are often made
+        anew in each step, as losses are: of these only the type counts.
+        """
+        staying = {
+            id(part)
+            for module in self.seen.values()
+            if next(module.parameters(), None) is not None
+            or next(module.buffers(), None) is not None
+            for part in module.modules()
+        }
+        return tuple(
+            (weakref.ref(module) if id(module) in staying else type(module), module.training)
+            for module in self.seen.values()
+        )
+
+    def parameters(self) -> tuple[weakref.ref[Parameter], ...]:
+        """The parameters of all modules that were called so far, and of the modules inside them."""
+        found = {id(p): p for module in self.seen.values() for p in module.parameters()}
+        return tuple(weakref.ref(parameter) for parameter in found.values())
+
+    def changed(self) -> tuple[weakref.ref[Tensor], ...]:
+        """The buffers that the step changed."""
+        with torch._C._DisableTorchDispatch():
+            return tuple(
+                weakref.ref(buffer)
+                for buffer, before in self._buffers.values()
+                if buffer.shape != before.shape or not torch.equal(buffer, before)
+            )
+
+    def source_of(self, tensor: Tensor, inputs: dict[int, int]) -> Source | None:
+        """How to find this tensor in a later step, if it will be there."""
+        if id(tensor) in inputs:
+            return FromInputs(inputs[id(tensor)])
+        if isinstance(tensor, Parameter) and tensor.requires_grad:
+            return FromParameter(weakref.ref(tensor))
+        for module in self.seen.values():
+            for held in (module._buffers, module._parameters):
+                for name, owned in held.items():
+                    if owned is tensor:
+                        return FromModule(weakref.ref(module), name, weakref.ref(tensor))
+        return None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self.seen:
+            self.seen[id(module)] = module
+            for buffer in module._buffers.values():
+                if buffer is not None and id(buffer) not in self._buffers:
+                    with torch._C._DisableTorchDispatch(), torch.no_grad():
+                        self._buffers[id(buffer)] = (buffer, buffer.detach().clone())
+        self._stack.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._stack and self._stack.pop() is not module:
+            pass

@@ -1,0 +1,207 @@
+"""Plans that were made: which of them fits a step that begins, and plans on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.errors import RematError
+from gradkeep.remat.planned._step_recorder import has_gradients
+from gradkeep.remat.planned._trace import TraceLengths, agreed_trace, cheaper_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from gradkeep.remat.planned._modules import Flag
+    from gradkeep.remat.planned._programs import CompiledPlan
+    from gradkeep.remat.planned._step_recorder import StepRecorder
+    from gradkeep.remat.planned._trace import StepTrace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSignature:
+    """What can be known of a step when its first tensor is saved; steps of one kind share a plan."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    flags: tuple[Flag, ...]
+    """Every module that runs, and whether it is training."""
+    parameters: tuple[weakref.ref[Any], ...]
+    gradients: bool
+    """Whether there were gradients already, which take bytes."""
+    inputs: tuple[tuple[int, ...], ...]
+    """Shapes of what was handed over."""
+
+    def begins(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether a step whose first saved tensor this is may be of this kind."""
+        return (
+            tensor.shape == self.size
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+            and self.inputs == tuple(tuple(given.shape) for given in inputs)
+            and all(
+                (module := reference()) is not None and module.training == flag
+                for reference, flag in self.flags
+                if isinstance(reference, weakref.ref)
+            )
+            and self.gradients == has_gradients(self.parameters)
+        )
+
+    def like(self, other: StepSignature) -> bool:
+        """Whether it is the same kind."""
+        return (
+            self.size == other.size
+            and self.stride == other.stride
+            and self.dtype is other.dtype
+            and self.flags == other.flags
+            and self.gradients == other.gradients
+            and self.inputs == other.inputs
+        )
+
+
+@dataclass(slots=True, eq=False)
+class StepRecordings:
+    """The recordings of one kind of step, until there are enough for a plan."""
+
+    kind: StepSignature
+    kept: list[StepTrace] = field(default_factory=list)
+    cloned: list[StepTrace] = field(default_factory=list)
+    changing: tuple[weakref.ref[Tensor], ...] = ()
+    """Buffers that the step changes."""
+    parameters: tuple[weakref.ref[Any], ...] = ()
+    """All parameters of the modules that ran."""
+
+    @property
+    def count(self) -> int:
+        """How many recordings there are."""
+        return len(self.kept) + len(self.cloned)
+
+    def add(self, recording: StepRecorder, trace: StepTrace) -> None:
+        """One more."""
+        (self.cloned if recording.cloning else self.kept).append(trace)
+
+    def trace(self) -> StepTrace | None:
+        """What the latest recordings agree on, with the least costs of all."""
+        for kept in reversed(self.kept):
+            for cloned in reversed(self.cloned):
+                found = agreed_trace(kept, cloned)
+                if found is not None:
+                    for other in (*self.kept, *self.cloned):
+                        found = cheaper_trace(found, other)
+                    return found
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """A plan in use."""
+
+    kind: StepSignature
+    compiled: CompiledPlan
+    budget: int
+    reserve: int
+    """Bytes of the copies that undoing a step needs, if it drops something."""
+    changing: tuple[weakref.ref[Tensor], ...]
+    parameters: tuple[weakref.ref[Any], ...]
+    """All parameters that the step may give gradients to."""
+    seconds: float
+    """What planning took."""
+    runs: int = 0
+    misses: int = 0
+    """Steps that began like this one and then did something else."""
+    doubtful: bool = False
+    """A step was undone: whether it was the last of its kind, the next recording tells."""
+    measured_peak: int | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped at all."""
+        return any(self.compiled.states)
+
+    @property
+    def predicted_peak(self) -> int:
+        """Bytes of the step inside the budget."""
+        return self.compiled.evaluation.peak + (self.reserve if self.drops else 0)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the step without a budget."""
+        return self.compiled.problem.peak
+
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """The decisions for one step."""
+
+    digest: str
+    budget: int
+    peak: int
+    states: tuple[int, ...]
+
+
+def digest_of(trace: StepTrace, *, whole: bool = False) -> str:
+    """The same for steps that save and compute the same things in the same order.
+
+    Counted is what happens until the last saved tensor is asked for: the optimizer does something
+    else in the first step than later. `whole` counts that too, as plans were saved at first.
+    """
+    ends = TraceLengths(*[None] * 5) if whole else trace.lengths  # type: ignore[arg-type]
+    content: list[Any] = [
+        [operation.name, sorted(operation.reads), [list(map(str, m)) for m in operation.makes]]
+        for operation in trace.operations[: ends.operations]
+    ]
+    content += [[slot.value, list(map(str, slot.geometry))] for slot in trace.slots[: ends.slots]]
+    content += [list(trace.order), [stored.size for stored in trace.storages[: ends.storages]]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None:
+    """Write plans; a reader sees all of them or nothing."""
+    target = Path(path)
+    entries = [
+        {
+            "digest": digest_of(plan.compiled.trace),
+            "budget": plan.budget,
+            "peak": plan.compiled.evaluation.peak,
+            "states": list(map(int, plan.compiled.states)),
+        }
+        for plan in plans
+    ]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
+    temporary.replace(target)
+
+
+def read_plans(path: str | os.PathLike[str]) -> list[SavedPlan]:
+    """Read plans; a file that holds none is refused by name."""
+    try:
+        held = json.loads(Path(path).read_text())
+        if held["format"] != FORMAT:
+            raise RematError("written by another version", path=path, found=held["format"])
+        return [
+            SavedPlan(
+                str(entry["digest"]),
+                int(entry["budget"]),
+                int(entry["peak"]),
+                tuple(int(state) for state in entry["states"]),
+            )
+            for entry in held["plans"]
+        ]
+    except OSError as error:
+        raise RematError("the plans cannot be read", path=path, found=error.strerror) from error
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, RematError):
+            raise
+        raise RematError("these are not saved plans", path=path, found=repr(error)[:100]) from error

@@ -1,0 +1,471 @@
+"""One training step under a plan: hooks only, every drop checked before it happens.
+
+At each saved tensor the plan is compared with what is there: shape, type, order, and the autograd
+graph below it with its scalars. Only then may the tensor go. If something differs, everything from
+there on is kept, and what was already dropped is still made again, for up to there the step was the
+recorded one. What the graph cannot show is seen when a value is back: it must match its fingerprint.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+
+from gradkeep.errors import StepChanged
+from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._fingerprint import same_sample
+from gradkeep.remat.planned._programs import generator, instruction, replay
+from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from gradkeep.remat.planned._programs import CompiledPlan, QuickCheck, SlotPlan
+
+
+_task = torch._C._current_graph_task_id
+
+
+class KeptTensor:
+    """What autograd holds in place of a saved tensor that stays."""
+
+    __slots__ = ("slot", "step", "tensor", "version")
+
+    def __init__(
+        self, step: PlannedStep | PlainStep | None, slot: int, tensor: Tensor, version: int
+    ) -> None:
+        self.step, self.slot, self.tensor, self.version = step, slot, tensor, version
+
+    def unpack(self) -> Tensor:
+        """The tensor itself, if nobody changed it."""
+        step, tensor = self.step, self.tensor
+        if step is not None:
+            if tensor._version != self.version:
+                check_version(tensor, self.version)
+            if _task() != -1:
+                step.asked_for(self.slot)
+            return tensor
+        check_version(tensor, self.version)
+        return tensor
+
+
+def unpack(handle: Any) -> Tensor:
+    """What autograd gets for what it holds; the way of most tensors is one frame long.
+
+    A tensor that stays and needs nothing else is held as a bare tuple: on the whole way that saves a
+    microsecond over an object.
+    """
+    if type(handle) is not tuple:
+        found: Tensor = handle.unpack()
+        return found
+    tensor: Tensor
+    tensor, version, number, step = handle
+    if tensor._version != version:
+        check_version(tensor, version)
+    if _task() != -1:
+        at = step.asks
+        if step.quiet.get(at) == number:
+            step.asks = at + 1
+        else:
+            step.asked_for(number)
+    return tensor
+
+
+class DroppedTensor:
+    """What autograd holds in place of a saved tensor that is made again."""
+
+    __slots__ = ("slot", "step")
+
+    def __init__(self, step: PlannedStep, slot: int) -> None:
+        self.step, self.slot = step, slot
+
+    def unpack(self) -> Tensor:
+        """The tensor, made again."""
+        step = self.step
+        if _task() == -1:
+            return step.made_again(self.slot)
+        return step.back(self.slot)
+
+
+class PlainStep:
+    """One step that keeps everything, as torch does."""
+
+    __slots__ = ("asked",)
+
+    at = 0
+    quick: ClassVar[dict[int, QuickCheck]] = {}
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def pack(self, tensor: Tensor) -> KeptTensor:
+        """Keep a saved tensor."""
+        return KeptTensor(None if _task() != -1 else self, 0, tensor.detach(), tensor._version)
+
+    def asked_for(self, slot: int) -> None:
+        """Note that a backward pass has begun."""
+        self.asked = True
+
+
+class UndecidedStep:
+    """The beginning of a step that several plans fit: nothing is dropped until they differ."""
+
+    __slots__ = ("_adopt", "_handles", "_plans", "_tensors")
+
+    asked = False
+    at = 0
+    quick: ClassVar[dict[int, QuickCheck]] = {}
+
+    def __init__(self, plans: list[Any], adopt: Callable[[Any], PlannedStep]) -> None:
+        self._plans = plans
+        self._adopt = adopt
+        self._tensors: list[Tensor] = []
+        self._handles: list[KeptTensor] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Keep a saved tensor, or go on with the plan that is left."""
+        if _task() != -1:
+            return KeptTensor(None, -1, tensor.detach(), tensor._version)
+        number = len(self._tensors)
+        fitting = [
+            plan
+            for plan in self._plans
+            if number < len(plan.compiled.slots) and _fits(plan.compiled.slots[number], tensor)
+        ]
+        self._plans = fitting or self._plans[:1]
+        if len(self._plans) == 1 or self._plans[0].compiled.slots[number].drop:
+            return self.decide(tensor)
+        handle = KeptTensor(None, number, tensor.detach(), tensor._version)
+        self._tensors.append(tensor)
+        self._handles.append(handle)
+        return handle
+
+    def decide(self, tensor: Tensor) -> Any:
+        """Let one plan see what was saved so far, and then this tensor."""
+        run = self._adopt(self._plans[0])
+        for before, handle in zip(self._tensors, self._handles, strict=True):
+            run.pack(before)
+            handle.step = run
+        return run.pack(tensor)
+
+
+def _fits(slot: SlotPlan, tensor: Tensor) -> bool:
+    return (
+        tensor.shape == slot.size
+        and tensor.dtype is slot.dtype
+        and tensor.stride() == slot.stride
+        and (slot.leaf is None or slot.leaf == leaf_of(tensor))
+    )
+
+
+class PlannedStep:
+    """One step that follows a plan as long as it can."""
+
+    __slots__ = (
+        "_following",
+        "_plan",
+        "_random_states",
+        "_samples",
+        "_snapshot",
+        "_values",
+        "_versions",
+        "_walk",
+        "asks",
+        "at",
+        "began",
+        "changed",
+        "ended",
+        "quick",
+        "quiet",
+        "recomputed",
+        "undone",
+    )
+
+    def __init__(
+        self,
+        plan: CompiledPlan,
+        inputs: Sequence[Tensor] = (),
+        *,
+        snapshot: StepSnapshot | None = None,
+    ) -> None:
+        self._plan = plan
+        self._snapshot = snapshot
+        self._values: list[Tensor | None] = [None] * len(plan.trace.values)
+        self._versions: dict[int, int] = {}
+        self._random_states: dict[tuple[int, str], Tensor] = {}
+        self._samples: dict[int, Any] = {}
+        self.asks = 0
+        self._following = True
+        self.at = 0
+        self.quick = plan.quick
+        """Saved tensors that only have to look right, as long as the plan is followed."""
+        self.quiet = plan.quiet
+        """Requests that only have to come in order, as long as the plan is followed."""
+        self.changed: str | None = None
+        """What differed from the plan, if something did."""
+        self.undone = False
+        """A value that was made again was not what it had been: what the step changed was put back."""
+        self.recomputed = 0
+        """Nanoseconds spent on making values again."""
+        self.began = self.ended = perf_counter_ns()
+        """When the first tensor was saved, and when the last one was asked for."""
+        self._walk = GraphWalk()
+        for value, source in plan.constants:
+            tensor = source.find(inputs)
+            if tensor is None:
+                self.leave("a tensor that the plan reads is gone or was replaced")
+                break
+            self._values[value] = tensor
+            self._versions[value] = tensor._version
+
+    # Saving
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Keep a saved tensor or let it go; `unpack` understands what is given back."""
+        if _task() != -1:
+            return KeptTensor(None, -1, tensor.detach(), tensor._version)
+        number = self.at
+        self.at = number + 1
+        if not self._following:
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
+        slots = self._plan.slots
+        if number >= len(slots):
+            self.leave("more tensors were saved than in the recorded step")
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
+        slot = slots[number]
+        if (
+            tensor.shape != slot.size
+            or tensor.dtype is not slot.dtype
+            or tensor.stride() != slot.stride
+            or (slot.expected is not None and not self._walk.matches(tensor, slot.expected))
+        ):
+            self.leave(f"saved tensor {number} is not the recorded one")
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
+        if slot.plain:
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
+        if slot.mark:
+            self._walk.mark(tensor)
+        if slot.random_state:
+            for device in self._plan.devices:
+                self._random_states[number, device] = generator(device).get_state()
+        if slot.sample is not None:
+            sample = slot.sample.of(tensor)
+            if slot.marks and not slot.marks.issuperset(_flat(sample)):
+                self.leave(f"saved tensor {number} is another mask than the recorded one")
+                return KeptTensor(self, number, tensor.detach(), tensor._version)
+            self._samples[slot.value] = sample
+        held = None if slot.drop and not slot.hold else tensor.detach()
+        if slot.hold:
+            self._values[slot.value] = held
+            self._versions[slot.value] = tensor._version
+        for value in slot.releases:
+            self._values[value] = None
+            # What is made in its place later has a version of its own.
+            self._versions.pop(value, None)
+        if slot.drop:
+            return DroppedTensor(self, number)
+        return held, tensor._version, number, self
+
+    @property
+    def asked(self) -> bool:
+        """Whether a backward pass has begun."""
+        return self.asks > 0
+
+    def leave(self, why: str) -> None:
+        """Stop following the plan: keep all from here on, release nothing any more."""
+        self._following = False
+        self.quick, self.quiet = {}, {}
+        if self.changed is None:
+            self.changed = why
+
+    # Asking
+
+    def asked_for(self, number: int) -> int:
+        """Note a request; does the work that the plan has for it."""
+        at = self.asks
+        self.asks = at + 1
+        plan = self._plan
+        if not self._following:
+            return -1
+        if at == 0 and keeps_graph() != plan.trace.keeps_graph:
+            self.leave("the backward pass keeps the graph, unlike the recorded one")
+            return -1
+        if at >= len(plan.order) or plan.order[at] != number:
+            self.leave("the backward pass asks in another order than the recorded one")
+            return -1
+        if at + 1 == len(plan.order):
+            self.ended = perf_counter_ns()
+        work = plan.work[at]
+        if work is not None:
+            self._run(work.instructions, work.sources, work.checks)
+        elif not plan.slots[number].drop:
+            for value in plan.releases[at]:
+                self._values[value] = None
+        return at
+
+    def back(self, number: int) -> Tensor:
+        """A dropped tensor for the backward pass."""
+        at = self.asked_for(number)
+        if at < 0:
+            return self.made_again(number)
+        slot = self._plan.slots[number]
+        base = self._values[slot.value]
+        assert base is not None
+        for value in self._plan.releases[at]:
+            self._values[value] = None
+        return base if slot.view is None else slot.view.of(base)
+
+    def made_again(self, number: int) -> Tensor:
+        """A dropped tensor out of order: from whatever is still there."""
+        slot = self._plan.slots[number]
+        if self._values[slot.value] is None:
+            self._make(slot.value)
+        base = self._values[slot.value]
+        assert base is not None
+        return slot.exact.of(base)
+
+    def _make(self, wanted: int) -> None:
+        trace, values = self._plan.trace, self._values
+        operations: set[int] = set()
+        sources: set[int] = set()
+        fresh: set[int] = set()
+        stack = [(wanted, False)]
+        while stack:
+            value, forced = stack.pop()
+            if not forced and values[value] is not None:
+                sources.add(value)
+                continue
+            maker = trace.values[value].maker
+            operation = None if maker is None else trace.operations[maker]
+            if maker is None or operation is None or operation.run is None:
+                self._undo(
+                    "a dropped tensor cannot be made again: what it is made from was let go already",
+                    self.changed,
+                )
+            fresh.update(made.value for made in operation.makes)
+            if maker not in operations:
+                operations.add(maker)
+                stack += [(read, read in operation.overwrites) for read in operation.reads]
+        held = {value: values[value] for value in fresh}
+        for value, before in held.items():
+            if before is None:
+                self._versions.pop(value, None)
+        random_slots = self._plan.problem.random_state
+        instructions = [
+            instruction(trace, number, {}, random_slot=random_slots.get(number, -1))
+            for number in sorted(operations)
+        ]
+        dropped = [
+            (slot.value, slot.sample)
+            for slot in self._plan.slots
+            if slot.sample is not None and slot.value in fresh and slot.value in self._samples
+        ]
+        self._run(instructions, sorted(sources), dropped)
+        for value, before in held.items():
+            if before is not None:
+                values[value] = before
+
+    def _run(self, instructions: Any, sources: Any, checks: Any) -> None:
+        start = perf_counter_ns()
+        values, versions = self._values, self._versions
+        for value in sources:
+            source = values[value]
+            assert source is not None
+            if source._version != versions.get(value, source._version):
+                check_version(source, versions[value])
+        replay(instructions, values, self._random_states)
+        for value, sample in checks:
+            base = values[value]
+            if base is not None and not same_sample(sample.of(base), self._samples[value]):
+                self.changed = "a value that was made again differs"
+                self._undo(
+                    "a tensor made again is not what it was when it was let go: this step computed "
+                    "something else than the recorded one, in a way the autograd graph does not show",
+                    _describe(self._plan, value),
+                )
+        self.recomputed += perf_counter_ns() - start
+
+    def _undo(self, what: str, found: str | None) -> NoReturn:
+        """No gradient of this step is right: put back what it changed, and say so."""
+        self.undone = True
+        whole = self._snapshot is not None and self._snapshot.whole
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        fix = (
+            "random state, statistics and gradients are as before the step: run it again, it will "
+            "be recorded anew; a step function decorated with the budget is run again by itself"
+            if whole
+            else "clear the gradients and run the step again: it will be recorded anew"
+        )
+        raise StepChanged(what, found=found, fix=fix)
+
+
+def _flat(sample: Any) -> Any:
+    """The numbers of a sample, which is nested as the tensor was."""
+    if not sample or not isinstance(sample[0], list):
+        return sample
+    return [number for part in sample for number in _flat(part)]
+
+
+def _describe(plan: CompiledPlan, value: int) -> str:
+    maker = plan.trace.values[value].maker
+    if maker is None:
+        return f"value {value}"
+    operation = plan.trace.operations[maker]
+    return f"{operation.name} in {operation.layer or 'the step'}"
+
+
+class StepSnapshot:
+    """Random states and buffers at the beginning of a step, gradients when its first tensor is saved.
+
+    The gradients come later, because most steps begin by clearing them.
+    """
+
+    def __init__(self) -> None:
+        self._random = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[tuple[Any, Tensor | None]] = []
+        self.whole = True
+        """Whether everything can be put back: gradients that were there before need a copy."""
+
+    def look(
+        self,
+        buffers: Sequence[weakref.ref[Tensor]],
+        parameters: Sequence[weakref.ref[Any]],
+        *,
+        copies: bool,
+    ) -> None:
+        """Remember these; gradients that are there already only if `copies` may be made."""
+        found = [buffer for reference in buffers if (buffer := reference()) is not None]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in found]
+        for reference in parameters:
+            parameter = reference()
+            if parameter is None:
+                continue
+            before = parameter.grad
+            if before is None:
+                self._gradients.append((parameter, None))
+            elif copies:
+                self._gradients.append((parameter, before.detach().clone()))
+            else:
+                self.whole = False
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        torch.set_rng_state(self._random)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        for buffer, copy in self._buffers:
+            buffer.copy_(copy)
+        for parameter, gradient in self._gradients:
+            if gradient is None or parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)

@@ -1,0 +1,340 @@
+"""Recordings become plans: the planner of a budget, and when it leaves steps to the online runtime."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradkeep._budgets import format_bytes
+from gradkeep.errors import BudgetError
+from gradkeep.remat.planned._evaluate import PlanEvaluator
+from gradkeep.remat.planned._plan_cache import StepPlan, StepRecordings, StepSignature, digest_of
+from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._programs import compile_plan
+from gradkeep.remat.planned._search import FoundPlan, search_plan
+from gradkeep.remat.planned._trace import same_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.remat.online import OnlineReport, OnlineRuntime
+    from gradkeep.remat.planned._plan_cache import SavedPlan
+    from gradkeep.remat.planned._planned_step import PlannedStep
+    from gradkeep.remat.planned._problem import PlanningProblem
+    from gradkeep.remat.planned._step_recorder import StepRecorder
+    from gradkeep.remat.planned._trace import StepTrace
+
+Mode = Literal["auto", "planned", "online"]
+
+_MOST_RECORDINGS = 9
+"""Of one kind of step that never does the same twice."""
+_MOST_MISSES = 2
+"""After so many steps in a row that left a plan, it is made anew."""
+_PATIENCE = 40
+"""After so many recordings most steps should follow plans, however many kinds there are."""
+_MOST_FORGOTTEN = 4
+"""After so many plans that did not last, the steps are taken to change for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSettings:
+    """What the user asked for."""
+
+    budget: int | float
+    """Bytes, or a fraction of the recorded peak."""
+    seed: int = 0
+    min_size: int | None = None
+    """Smaller storages are never dropped; None: a two-thousandth of the peak."""
+    recordings: int = 3
+    effort: float = 1.0
+    """How long to search for plans."""
+    mode: Mode = "auto"
+    heuristic: str = "dtr-eq"
+    """What the online runtime evicts."""
+
+    def bytes_of(self, peak: int) -> int:
+        """The budget in bytes, given the peak."""
+        return int(self.budget * peak) if isinstance(self.budget, float) else self.budget
+
+    def smallest(self, peak: int) -> int:
+        """The least size that is worth dropping."""
+        return max(1, peak // 2000) if self.min_size is None else self.min_size
+
+
+@dataclass(slots=True, eq=False)
+class StepCounts:
+    """Steps so far, by what happened to them."""
+
+    recorded: int = 0
+    planned: int = 0
+    kept: int = 0
+    """Kept everything, because no plan fitted or one was left on the way."""
+    undone: int = 0
+    online: int = 0
+    """Left to the online runtime."""
+    recomputed: float = 0.0
+    """Seconds spent on making values again, in steps that followed a plan."""
+    busy: float = 0.0
+    """Seconds from the first saved tensor to the last request in these."""
+    reasons: list[str] = field(default_factory=list)
+
+
+class StepPlanner:
+    """Recordings become plans here."""
+
+    def __init__(self, settings: BudgetSettings) -> None:
+        self.settings = settings
+        self.plans: list[StepPlan] = []
+        self.recorded: list[StepRecordings] = []
+        self.counts = StepCounts()
+        self.saved: dict[str, SavedPlan] = {}
+        self.last: StepPlan | None = None
+        self.repeatable = False
+        """Steps can be run again by us, so gradients that are there before may be copied."""
+        self.online_fallback = OnlineFallback(settings)
+        self._forgotten = 0
+        self._hopeless: list[StepSignature] = []
+        self._begun: dict[Any, int] = {}
+        """Recordings of each kind, as far as it can be told when the first tensor is saved."""
+
+    @property
+    def wants_recording(self) -> bool:
+        """Whether the next step should be recorded from its very beginning."""
+        unknown = not self.plans and not self._hopeless
+        return unknown or any(plan.doubtful for plan in self.plans)
+
+    def plans_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> list[StepPlan]:
+        """The plans for a step whose first saved tensor this is, the latest first."""
+        return [
+            plan
+            for plan in reversed(self.plans)
+            if not plan.doubtful and plan.kind.begins(tensor, inputs)
+        ]
+
+    def worth_recording(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether another recording of such a step may lead to a plan."""
+        return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
+
+    def cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
+        """Whether a recording that has come to its first saved tensor should clone: every second."""
+        modules = recording.modules.seen.values()
+        key = (
+            tuple(tensor.shape),
+            recording.gradients,
+            tuple((id(module), module.training) for module in modules),
+        )
+        self._begun[key] = count = self._begun.get(key, 0) + 1
+        return count % 2 == 0
+
+    def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...]) -> None:
+        """File a finished recording."""
+        if self.counts.recorded >= _PATIENCE and self.counts.planned < self.counts.recorded // 2:
+            self._turn_online()
+        trace = recording.finish()
+        self.online_fallback.peak = max(self.online_fallback.peak, trace.peak)
+        if not trace.slots:
+            return
+        self.counts.recorded += 1
+        kind = _kind_of(recording, inputs)
+        for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
+            if same_step(plan.compiled.trace, trace):
+                plan.doubtful = False
+                return
+            if plan.doubtful:
+                self.forget(plan)
+        group = next((known for known in self.recorded if known.kind.like(kind)), None)
+        if group is None:
+            group = StepRecordings(kind)
+            self.recorded.append(group)
+        group.add(recording, trace)
+        changed = (*group.changing, *recording.modules.changed())
+        group.changing = tuple({id(buffer()): buffer for buffer in changed}.values())
+        group.parameters = recording.modules.parameters()
+
+    def make_plans(self) -> None:
+        """Plan what has been recorded often enough; raises `BudgetError` below the floor."""
+        for group in list(self.recorded):
+            trace = group.trace()
+            if trace is None:
+                if group.count >= _MOST_RECORDINGS:
+                    self.recorded.remove(group)
+                    self._hopeless.append(group.kind)
+                    self.counts.reasons.append("the step does something else each time")
+                    self._turn_online()
+                continue
+            known = self._saved_for(trace)
+            if group.count < self.settings.recordings and known is None:
+                continue
+            self.recorded.remove(group)
+            self._adopt(group, trace, known)
+
+    def _saved_for(self, trace: StepTrace) -> SavedPlan | None:
+        """The plan on disk that was made for this step."""
+        if not self.saved:
+            return None
+        return self.saved.get(digest_of(trace)) or self.saved.get(digest_of(trace, whole=True))
+
+    def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
+        problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))
+        self._plan(group, problem, known)
+
+    def planned_anew(self, settings: BudgetSettings) -> StepPlanner:
+        """The same recordings with another budget."""
+        planner = StepPlanner(settings)
+        planner.saved, planner.repeatable = self.saved, self.repeatable
+        for plan in self.plans:
+            group = StepRecordings(plan.kind, changing=plan.changing, parameters=plan.parameters)
+            planner._plan(group, plan.compiled.problem, None)
+        return planner
+
+    def _plan(
+        self, group: StepRecordings, problem: PlanningProblem, known: SavedPlan | None
+    ) -> None:
+        settings, trace = self.settings, problem.trace
+        start = time.perf_counter()
+        budget = settings.bytes_of(trace.peak)
+        # Undoing a step needs copies, which count too; one that drops nothing is never undone.
+        reserve = self._reserve(group)
+        target = budget if trace.peak <= budget else max(1, budget - reserve)
+        found = _from_saved(problem, known, target) or search_plan(
+            problem, target, seed=settings.seed, effort=settings.effort
+        )
+        if not found.fits:
+            least = floor_of(problem, seed=settings.seed, effort=settings.effort)
+            found = replace(least, fits=least.evaluation.peak <= target)
+        if not found.fits:
+            floor = found.evaluation.peak + reserve
+            raise BudgetError(
+                "this training step cannot be done inside the budget",
+                found=f"{budget} bytes ({format_bytes(budget)})",
+                expected=f"at least the floor of {floor} bytes ({format_bytes(floor)}); "
+                f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
+                fix="raise the budget, or make the batch smaller",
+            )
+        ready = compile_plan(problem, found.states, found.evaluation)
+        seconds = time.perf_counter() - start
+        self.last = StepPlan(
+            group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
+        )
+        self.plans.append(self.last)
+
+    def _reserve(self, group: StepRecordings) -> int:
+        """Bytes of the copies of statistics, and of gradients that are there before the step."""
+        found = [tensor for reference in group.changing if (tensor := reference()) is not None]
+        if self.repeatable and group.kind.gradients:
+            found += [
+                tensor for reference in group.parameters if (tensor := reference()) is not None
+            ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+    def finished(self, plan: StepPlan, run: PlannedStep) -> None:
+        """Note how a step with a plan went."""
+        if run.changed is None:
+            plan.runs += 1
+            plan.misses = 0
+            self.last = plan
+            self.counts.planned += 1
+            self.counts.recomputed += run.recomputed / 1e9
+            self.counts.busy += (run.ended - run.began) / 1e9
+            return
+        self.counts.reasons.append(run.changed)
+        if run.undone:
+            self.counts.undone += 1
+            plan.doubtful = True
+            return
+        self.counts.kept += 1
+        plan.misses += 1
+        if plan.misses >= _MOST_MISSES:
+            self.forget(plan)
+
+    def _turn_online(self) -> None:
+        if self.settings.mode == "auto" and not self.online_fallback.chosen:
+            self.online_fallback.chosen = True
+            self.recorded.clear()
+            self.counts.reasons.append(
+                "plans did not last: from here on storages are evicted online, which is experimental"
+            )
+
+    def forget(self, plan: StepPlan) -> None:
+        """The step has changed: record it anew, if that has not happened too often."""
+        self._forgotten += 1
+        if self._forgotten >= _MOST_FORGOTTEN:
+            self._turn_online()
+        if plan in self.plans:
+            self.plans.remove(plan)
+
+
+def floor_of(problem: PlanningProblem, *, seed: int = 0, effort: float = 1.0) -> FoundPlan:
+    """The plan with the least peak."""
+    return search_plan(problem, 1, seed=seed, effort=effort)
+
+
+def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) -> FoundPlan | None:
+    if known is None or len(known.states) != len(problem.candidates):
+        return None
+    evaluation = PlanEvaluator(problem)(known.states)
+    if evaluation.peak > budget:
+        return None
+    return FoundPlan(known.states, evaluation, fits=True, evaluations=1)
+
+
+def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...]) -> StepSignature:
+    first = recording.first
+    return StepSignature(
+        size=first.geometry.size,
+        stride=first.geometry.stride,
+        dtype=first.geometry.dtype,
+        flags=recording.modules.flags(),
+        parameters=recording.parameters,
+        gradients=recording.gradients,
+        inputs=tuple(tuple(given.shape) for given in inputs),
+    )
+
+
+class OnlineFallback:
+    """Steps that no plan is made for."""
+
+    def __init__(self, settings: BudgetSettings) -> None:
+        self._settings = settings
+        self.chosen = settings.mode == "online"
+        """Whether steps are left to the online runtime."""
+        self.peak = 0
+        """The most bytes that a step took without a budget, as far as it is known."""
+        self.latest: OnlineReport | None = None
+        """What happened in the latest block."""
+        self._online: OnlineRuntime | None = None
+
+    def enter(self) -> OnlineRuntime:
+        """The runtime, switched on."""
+        from gradkeep.remat.online import OnlineRuntime
+
+        if self._online is None:
+            self._online = OnlineRuntime(heuristic=self._settings.heuristic)
+        self._online.budget = self._bytes()
+        self._online.__enter__()
+        return self._online
+
+    def step_is_over(self) -> None:
+        """A fraction is of what the first step took, which ran without a budget."""
+        online = self._online
+        if online is None:
+            return
+        if self.peak == 0:
+            self.peak = online.live.peak
+            online.limit_to(self._bytes())
+        self.latest = online.report()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Switch it off; everything is brought back."""
+        if self._online is not None:
+            kind = None if error is None else type(error)
+            self._online.__exit__(kind, error, None)
+            self.latest = self._online.report()
+
+    def _bytes(self) -> float:
+        budget = self._settings.budget
+        if isinstance(budget, float):
+            return int(budget * self.peak) if self.peak else math.inf
+        return budget

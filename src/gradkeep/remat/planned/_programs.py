@@ -1,0 +1,472 @@
+"""A plan made ready to run: what to do at each saved tensor, and the work at each request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradkeep.remat.planned._autograd_graph import GraphExpectations
+from gradkeep.remat.planned._fingerprint import TensorSample, sample_of
+from gradkeep.remat.tracing._rerun import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.remat.planned._autograd_graph import ExpectedGraph
+    from gradkeep.remat.planned._evaluate import PlanEvaluation, Rebuild
+    from gradkeep.remat.planned._modules import Source
+    from gradkeep.remat.planned._problem import PlanningProblem
+    from gradkeep.remat.planned._search import States
+    from gradkeep.remat.planned._trace import StepTrace, TracedOperation
+    from gradkeep.remat.tracing._tensors import Geometry
+
+
+class TensorView(NamedTuple):
+    """How to look at a storage, given any tensor on it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def of(self, base: Tensor) -> Tensor:
+        """The view."""
+        if base.dtype == self.dtype:
+            return base.as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class TensorArgument(NamedTuple):
+    """A tensor argument: where it goes, and what it shows; no view if the whole is meant."""
+
+    position: int
+    value: int
+    view: TensorView | None
+
+
+class TensorListArgument(NamedTuple):
+    """A list of tensors as one argument."""
+
+    position: int
+    items: tuple[TensorArgument, ...]
+
+
+class ReplayInstruction(NamedTuple):
+    """One operator to run again."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    tensors: tuple[TensorArgument, ...]
+    lists: tuple[TensorListArgument, ...]
+    kwargs: dict[str, Any]
+    named: tuple[tuple[str, TensorArgument], ...]
+    alone: int
+    """The value that the only result shows; -1 if there are several, or none."""
+    makes: tuple[tuple[int, int], ...]
+    """Position among the results, and value."""
+    renames: tuple[tuple[int, int], ...]
+    """A value that was overwritten goes on as another one."""
+    frees: tuple[int, ...]
+    grad_mode: bool
+    random_slot: int
+    """The slot with whose random state it ran; -1 for none."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildProgram:
+    """The work at one request."""
+
+    instructions: tuple[ReplayInstruction, ...]
+    checks: tuple[tuple[int, TensorSample], ...]
+    """Values to compare with what they were when they were let go."""
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """What to do with one saved tensor, and what it must look like."""
+
+    value: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    expected: ExpectedGraph | None
+    """What must lie below it in the autograd graph, if it is dropped."""
+    drop: bool
+    hold: bool
+    """Its value is a source, and this is the first time it is seen."""
+    mark: bool
+    """The values that are made again may come from it."""
+    plain: bool
+    """Nothing is to be done but to keep it."""
+    sample: TensorSample | None
+    """Of a value that is dropped here."""
+    leaf: int | None
+    marks: frozenset[float]
+    random_state: bool
+    """Take the generator's state here."""
+    releases: tuple[int, ...]
+    """Values that are let go after this one."""
+    view: TensorView | None
+    """How to show this slot, given the value as it is made again."""
+    exact: TensorView
+    """How to show this slot, given any tensor on its storage."""
+
+
+class QuickCheck(NamedTuple):
+    """All that is looked at in a saved tensor that stays and that nothing is made from."""
+
+    nbytes: int
+    size: tuple[int, ...] | None
+    """None in a plan that drops nothing: no gradient hangs on it, only the bytes count."""
+    leaf: bool
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """Everything that a run needs, by slot and by request."""
+
+    trace: StepTrace
+    problem: PlanningProblem
+    states: States
+    evaluation: PlanEvaluation
+    slots: tuple[SlotPlan, ...]
+    order: tuple[int, ...]
+    work: tuple[RebuildProgram | None, ...]
+    releases: tuple[tuple[int, ...], ...]
+    constants: tuple[tuple[int, Source], ...]
+    first_slots: dict[int, int]
+    """For saved values: the slot that shows them first."""
+    devices: tuple[str, ...]
+    quick: dict[int, QuickCheck]
+    """Slots that are kept and need nothing else."""
+    quiet: dict[int, int]
+    """Requests at which nothing happens but that a kept slot is handed out, and which."""
+
+
+def compile_plan(
+    problem: PlanningProblem, states: States, evaluation: PlanEvaluation
+) -> CompiledPlan:
+    """Turn a plan into programs."""
+    return _PlanCompiler(problem, states, evaluation).run()
+
+
+def view_of(geometry: Geometry) -> TensorView:
+    """The view that a geometry describes."""
+    return TensorView(geometry.size, geometry.stride, geometry.offset, geometry.dtype)
+
+
+class _PlanCompiler:
+    def __init__(
+        self, problem: PlanningProblem, states: States, evaluation: PlanEvaluation
+    ) -> None:
+        self.problem, self.states, self.evaluation = problem, states, evaluation
+        self.trace = problem.trace
+        self.dropped = {
+            c.value: c for c, state in zip(problem.candidates, states, strict=True) if state
+        }
+        self.first_slots: dict[int, int] = {}
+        for number, slot in enumerate(self.trace.slots):
+            self.first_slots.setdefault(slot.value, number)
+        self.geometry: dict[int, Geometry] = {}
+        """How the tensor looks that stands for a value now."""
+
+    def run(self) -> CompiledPlan:
+        trace, evaluation = self.trace, self.evaluation
+        sources = set(evaluation.last_use)
+        constants = sorted(
+            value for value in sources if value in trace.sources and value not in self.first_slots
+        )
+        for value in sources:
+            if value in self.first_slots and value not in self.dropped:
+                self.geometry[value] = trace.slots[self.first_slots[value]].geometry
+        work: list[RebuildProgram | None] = [None] * len(trace.order)
+        releases: list[list[int]] = [[] for _ in trace.order]
+        for rebuild in evaluation.rebuilds:
+            work[rebuild.at] = self._work(rebuild)
+        for value, at in evaluation.last_use.items():
+            if value not in self.dropped:
+                releases[at].append(value)
+        for value, candidate in self.dropped.items():
+            for at in candidate.asks:
+                again = self.states[self.problem.candidates.index(candidate)] == 2
+                if again or at == candidate.asks[-1]:
+                    releases[at].append(value)
+        slots = self._slots(sources)
+        return CompiledPlan(
+            trace=trace,
+            problem=self.problem,
+            states=self.states,
+            evaluation=evaluation,
+            slots=slots,
+            order=trace.order,
+            work=tuple(work),
+            releases=tuple(map(tuple, releases)),
+            constants=tuple((value, trace.sources[value]) for value in constants),
+            first_slots=self.first_slots,
+            devices=tuple(sorted({o.device for o in trace.operations if o.random})),
+            quick=self._quick(slots),
+            quiet={
+                at: number
+                for at, number in enumerate(trace.order)
+                # The first and the last request are where a run looks at more.
+                if 0 < at < len(trace.order) - 1
+                and work[at] is None
+                and not releases[at]
+                and not slots[number].drop
+            },
+        )
+
+    def _quick(self, slots: tuple[SlotPlan, ...]) -> dict[int, QuickCheck]:
+        return {
+            number: QuickCheck(
+                math.prod(slot.size) * slot.dtype.itemsize,
+                slot.size if self.dropped else None,
+                leaf=seen.seen.node < 0,
+            )
+            for number, (slot, seen) in enumerate(zip(slots, self.trace.slots, strict=True))
+            if slot.plain
+        }
+
+    def _slots(self, sources: set[int]) -> tuple[SlotPlan, ...]:
+        trace = self.trace
+        states_at = {
+            self.problem.random_state[number]
+            for rebuild in self.evaluation.rebuilds
+            for number in rebuild.operations
+            if number in self.problem.random_state
+        }
+        # A value whose sources are saved only later is held until they are.
+        pack_events = [slot.event for slot in trace.slots]
+        late: dict[int, list[int]] = {}
+        holding: set[int] = set()
+        for value, candidate in self.dropped.items():
+            known = self.problem.known[value]
+            if known > candidate.first_pack:
+                late.setdefault(pack_events.index(known), []).append(value)
+                holding.add(value)
+        found = []
+        expectations = GraphExpectations(slot.seen for slot in trace.slots)
+        for number, slot in enumerate(trace.slots):
+            first = self.first_slots[slot.value] == number
+            drop = slot.value in self.dropped
+            base = self._made_geometry(slot.value) if drop else slot.geometry
+            mark = not drop and slot.value in sources
+            if mark:
+                expectations.mark(slot.seen)
+            random_state = number in states_at
+            found.append(
+                SlotPlan(
+                    value=slot.value,
+                    size=slot.geometry.size,
+                    stride=slot.geometry.stride,
+                    dtype=slot.geometry.dtype,
+                    expected=expectations.below(slot.seen) if drop else None,
+                    mark=mark,
+                    plain=not (drop or mark or random_state or number in late),
+                    drop=drop,
+                    hold=first and (slot.value in holding if drop else slot.value in sources),
+                    sample=sample_of(slot.geometry)
+                    if drop and first and self._exact(slot.value)
+                    else None,
+                    leaf=slot.leaf,
+                    marks=slot.marks if drop and first else frozenset(),
+                    random_state=random_state,
+                    releases=tuple(late.get(number, ())),
+                    view=None if base == slot.geometry else view_of(slot.geometry),
+                    exact=view_of(slot.geometry),
+                )
+            )
+        return tuple(found)
+
+    def _made_geometry(self, value: int) -> Geometry:
+        """How a value's tensor looks when it is made again: as its storage was first made."""
+        while True:
+            maker = self.trace.values[value].maker
+            assert maker is not None
+            operation = self.trace.operations[maker]
+            made = next(made for made in operation.makes if made.value == value)
+            if made.position >= 0:
+                return made.geometry
+            storage = self.trace.values[value].storage
+            value = next(
+                old for old in operation.overwrites if self.trace.values[old].storage == storage
+            )
+
+    def _exact(self, value: int) -> bool:
+        maker = self.trace.values[value].maker
+        assert maker is not None
+        makes = self.trace.operations[maker].makes
+        return all(made.exact for made in makes if made.value == value)
+
+    def _work(self, rebuild: Rebuild) -> RebuildProgram:
+        trace = self.trace
+        stay = {*rebuild.kept, rebuild.value}
+        last: dict[int, int] = {}
+        made_here: list[int] = []
+        for number in rebuild.operations:
+            operation = trace.operations[number]
+            for value in (*operation.reads, *(made.value for made in operation.makes)):
+                last[value] = number
+            made_here += [made.value for made in operation.makes]
+        frees: dict[int, list[int]] = {}
+        for value in made_here:
+            if value not in stay:
+                frees.setdefault(last[value], []).append(value)
+        instructions = []
+        for number in rebuild.operations:
+            operation = trace.operations[number]
+            for made in operation.makes:
+                self.geometry[made.value] = self._made_geometry(made.value)
+            instructions.append(
+                instruction(
+                    trace,
+                    number,
+                    self.geometry,
+                    frees=tuple(frees.get(number, ())),
+                    random_slot=self.problem.random_state.get(number, -1),
+                )
+            )
+        checks = tuple(
+            (value, sample_of(trace.slots[self.first_slots[value]].geometry))
+            for value in sorted(stay & set(self.dropped))
+            if self._exact(value)
+        )
+        return RebuildProgram(tuple(instructions), checks, tuple(sorted(rebuild.sources)))
+
+
+def instruction(
+    trace: StepTrace,
+    number: int,
+    geometry: dict[int, Geometry],
+    *,
+    frees: tuple[int, ...] = (),
+    random_slot: int = -1,
+) -> ReplayInstruction:
+    """An operator ready to be run; `geometry` says how the tensors of values look."""
+    operation = trace.operations[number]
+    assert operation.run is not None
+
+    def given(position: int, ref: TensorRef) -> TensorArgument:
+        same = geometry.get(ref.value) == ref.geometry
+        return TensorArgument(position, ref.value, None if same else view_of(ref.geometry))
+
+    tensors, lists = [], []
+    for position, arg in enumerate(operation.args):
+        if isinstance(arg, TensorRef):
+            tensors.append(given(position, arg))
+        elif isinstance(arg, tuple) and any(isinstance(item, TensorRef) for item in arg):
+            items = tuple(
+                given(at, item) for at, item in enumerate(arg) if isinstance(item, TensorRef)
+            )
+            lists.append(TensorListArgument(position, items))
+    named = tuple(
+        (name, given(-1, value)) for name, value in operation.kwargs if isinstance(value, TensorRef)
+    )
+    makes = tuple((made.position, made.value) for made in operation.makes if made.position >= 0)
+    return ReplayInstruction(
+        run=operation.run,
+        args=operation.args,
+        tensors=tuple(tensors),
+        lists=tuple(lists),
+        kwargs=dict(operation.kwargs),
+        named=named,
+        alone=makes[0][1] if len(makes) == 1 and _single(operation) else -1,
+        makes=makes,
+        renames=_renames(trace, operation),
+        frees=frees,
+        grad_mode=operation.grad_mode,
+        random_slot=random_slot,
+        device=operation.device,
+    )
+
+
+def _single(operation: TracedOperation) -> bool:
+    return operation.single
+
+
+def _renames(trace: StepTrace, operation: TracedOperation) -> tuple[tuple[int, int], ...]:
+    new = {trace.values[m.value].storage: m.value for m in operation.makes if m.position < 0}
+    return tuple(
+        (old, new[trace.values[old].storage])
+        for old in operation.overwrites
+        if trace.values[old].storage in new
+    )
+
+
+def replay(
+    instructions: Sequence[ReplayInstruction],
+    values: list[Tensor | None],
+    random_states: dict[tuple[int, str], Tensor],
+) -> None:
+    """Run instructions on `values`, which they read, fill and free."""
+    before = torch.is_grad_enabled()
+    grad_mode = before
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        try:
+            for (
+                run, args, tensors, lists, kwargs, named, alone, makes, renames, frees, mode, slot, device,
+            ) in instructions:  # fmt: skip
+                if mode is not grad_mode:
+                    # Some kernels return a workspace only if gradients are wanted.
+                    torch._C._set_grad_enabled(mode)
+                    grad_mode = mode
+                given: Any = list(args)
+                for position, value, view in tensors:
+                    base: Any = values[value]
+                    given[position] = base if view is None else view.of(base)
+                for position, items in lists:
+                    several: Any = list(given[position])
+                    for at, value, view in items:
+                        base = values[value]
+                        several[at] = base if view is None else view.of(base)
+                    given[position] = several
+                if named:
+                    kwargs = dict(kwargs)
+                    for name, (_, value, view) in named:
+                        base = values[value]
+                        kwargs[name] = base if view is None else view.of(base)
+                if slot < 0:
+                    out: Any = run(*given, **kwargs)
+                else:
+                    out = _as_then(run, given, kwargs, device, random_states[slot, device])
+                if alone >= 0:
+                    values[alone] = out
+                elif makes:
+                    results: Any = out if isinstance(out, tuple | list) else (out,)
+                    shown: Any = [item for item in results if isinstance(item, Tensor)]
+                    for position, value in makes:
+                        values[value] = shown[position]
+                    results = shown = None
+                for old, new in renames:
+                    values[new], values[old] = values[old], None
+                # Nothing may be held by a name here while the next operator asks for memory.
+                given = several = base = out = None
+                for value in frees:
+                    values[value] = None
+        finally:
+            torch._C._set_grad_enabled(before)
+
+
+def generator(device: str) -> torch.Generator:
+    """The generator that random operators on a device draw from."""
+    if device == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator
+
+
+def _as_then(run: Any, args: Any, kwargs: Any, device: str, state: Tensor) -> Any:
+    """Run with an earlier random state; the present one is put back."""
+    source = generator(device)
+    now = source.get_state()
+    source.set_state(state)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        source.set_state(now)

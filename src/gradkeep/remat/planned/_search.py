@@ -1,0 +1,338 @@
+"""Which values to drop: the least recomputation that fits the budget.
+
+Greedy by seconds per byte of excess, starts from evenly spaced segments as checkpointing has them,
+then annealing; small problems are searched through. Everything is seeded and counted in evaluations,
+not in seconds, so the same trace gives the same plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradkeep.remat.planned._evaluate import PlanEvaluation, PlanEvaluator, Treatment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradkeep.remat.planned._problem import PlanningProblem
+
+
+States = tuple[int, ...]
+Score = tuple[float, float, float]
+
+_EXHAUSTIVE = 6
+"""So many candidates are searched through instead of guessed at."""
+_FEWEST, _MOST = 4000, 12_000
+"""Evaluations while annealing; small problems are evaluated faster and may have more."""
+_EFFORT = 500_000
+_WORK = 300_000
+"""Operators in rebuilds that were worked out: it bounds the time to a few seconds."""
+
+
+_STARTS = 4
+_ANNEALED = 3
+_GROUP_MOVES = 0.25
+_SWAPS = 0.35
+_LARGEST_GROUP = 12
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan:
+    """The best plan, and the least peak that any plan reached on the way."""
+
+    states: States
+    evaluation: PlanEvaluation
+    fits: bool
+    evaluations: int
+
+
+def search_plan(
+    problem: PlanningProblem, budget: int, *, seed: int = 0, effort: float = 1.0
+) -> FoundPlan:
+    """The cheapest plan with a peak of at most `budget` bytes, or the one with the least peak."""
+    return _PlanSearch(problem, budget, seed, effort).run()
+
+
+def groups_of(problem: PlanningProblem) -> list[tuple[int, ...]]:
+    """Every candidate, and candidates that share an operator on the way: dropped together, it is
+    run once for all of them.
+    """
+    sharing: dict[int, list[int]] = {}
+    for index, candidate in enumerate(problem.candidates):
+        for number in candidate.recipe:
+            sharing.setdefault(number, []).append(index)
+    shared = {tuple(group) for group in sharing.values() if 1 < len(group) <= _LARGEST_GROUP}
+    return [*((index,) for index in range(len(problem.candidates))), *sorted(shared)]
+
+
+class _PlanSearch:
+    def __init__(self, problem: PlanningProblem, budget: int, seed: int, effort: float) -> None:
+        self._effort = effort
+        self._problem = problem
+        self._candidates = problem.candidates
+        self._evaluate = PlanEvaluator(problem)
+        self._budget = budget
+        self._random = random.Random(seed)
+        self._known: dict[States, tuple[Score, PlanEvaluation]] = {}
+        self._peak = max(problem.peak, 1)
+        self._costs = problem.costs
+        self._groups = groups_of(problem)
+        self._together = [group for group in self._groups if len(group) > 1]
+        self._unit = max(problem.trace.seconds, 1e-9)
+        self._best: tuple[Score, States] = ((math.inf, math.inf, math.inf), ())
+
+    def run(self) -> FoundPlan:
+        count = len(self._candidates)
+        nothing: States = (0,) * count
+        if self._score(nothing)[0] > 0:
+            if count <= _EXHAUSTIVE:
+                for chosen in itertools.product(Treatment, repeat=count):
+                    self._score(tuple(map(int, chosen)))
+            else:
+                self._look()
+        states = self._best[1]
+        _, evaluation = self._known[states]
+        return FoundPlan(states, evaluation, evaluation.peak <= self._budget, len(self._known))
+
+    def _look(self) -> None:
+        nothing: States = (0,) * len(self._candidates)
+        starts = {nothing, *self._segments(), *self._spaced()}
+        # By what they cost for the bytes they free, for those that fit at once are seldom the best
+        # to begin with; near the floor they are.
+        count = max(1, round(_STARTS * min(self._effort, 1.0)))
+        promising = sorted(starts, key=lambda start: (self._energy(start), start))[:count]
+        fitting = sorted(starts, key=lambda start: (self._score(start), start))[: count // 2]
+        ready = {self._greedy(start) for start in (nothing, *promising, *fitting)}
+        polished = sorted(
+            {self._polished(self._regrouped(start)) for start in ready},
+            key=lambda start: (self._score(start), start),
+        )
+        steps = max(_FEWEST, min(_MOST, _EFFORT // len(self._candidates)))
+        for start in polished[:_ANNEALED]:
+            self._anneal(start, int(self._effort * steps) // _ANNEALED)
+        self._polished(self._regrouped(self._best[1]))
+
+    def _score(self, states: States) -> Score:
+        """Bytes over the budget first, at the peak and then at all events; then seconds."""
+        found = self._known.get(states)
+        if found is not None:
+            return found[0]
+        evaluation = self._evaluate(states)
+        over = max(0, evaluation.peak - self._budget)
+        score = (over, evaluation.excess(self._budget) if over else 0, evaluation.seconds)
+        self._known[states] = (score, evaluation)
+        if score < self._best[0]:
+            self._best = (score, states)
+        return score
+
+    def _energy(self, states: States) -> float:
+        """What annealing lowers: recomputation, and bytes over the budget as a share of the peak."""
+        over, excess, seconds = self._score(states)
+        if not over:
+            return seconds / self._unit
+        spread = excess / (self._peak * len(self._problem.levels))
+        return seconds / self._unit + 0.02 + 4 * over / self._peak + spread
+
+    def _greedy(self, start: States) -> States:
+        """Always the move that frees the most excess per second; rates are renewed when on top."""
+        states = list(start)
+        _, *before = self._score(start)
+        left = [group for group in self._groups if not all(states[index] for index in group)]
+        heap = [(self._rate(group), group) for group in left]
+        heapq.heapify(heap)
+        while heap and before[0] > 0:
+            _, group = heapq.heappop(heap)
+            own = [states[index] for index in group]
+            best = None
+            for choice in (Treatment.TOGETHER, Treatment.AGAIN):
+                for index in group:
+                    states[index] = int(choice)
+                _, *after = self._score(tuple(states))
+                gain = before[0] - after[0]
+                rate = (after[1] - before[1]) / gain if gain > 0 else math.inf
+                if best is None or rate < best[0]:
+                    best = (rate, int(choice), after)
+            assert best is not None
+            rate, state, after = best
+            taken = math.isfinite(rate) and (not heap or rate * 0.8 <= heap[0][0])
+            for index, old in zip(group, own, strict=True):
+                states[index] = state if taken else old
+            if taken:
+                before = after
+            elif math.isfinite(rate):
+                heapq.heappush(heap, (rate, group))
+        return tuple(states)
+
+    def _rate(self, group: tuple[int, ...]) -> float:
+        """Seconds per byte, if these are made again together."""
+        operations = frozenset().union(*(self._candidates[index].recipe for index in group))
+        seconds = sum(self._costs[number] for number in operations)
+        return seconds / sum(self._candidates[index].size for index in group)
+
+    def _segments(self) -> Iterator[States]:
+        """Keep what crosses a few cuts, drop the rest: what a checkpoint per segment does.
+
+        Values that cost much for their bytes may be kept inside of segments too.
+        """
+        crossing = crossings(self._problem)
+        index = {candidate.value: at for at, candidate in enumerate(self._candidates)}
+        rates = sorted(c.cost / c.size for c in self._candidates)
+        dear = [math.inf, *sorted({rates[len(rates) * part // 10] for part in range(2, 10)})]
+        counts = sorted({*range(1, 9), 11, 15, 20, 28})
+        cuts = [evenly(crossing, count) for count in counts if count <= len(crossing)]
+        for places, limit in itertools.product(cuts, dear):
+            kept = {value for place in places for value in crossing[place].values}
+            states = [
+                int(Treatment.KEEP) if c.cost / c.size > limit else int(Treatment.TOGETHER)
+                for c in self._candidates
+            ]
+            for value in kept:
+                if value in index:
+                    states[index[value]] = int(Treatment.KEEP)
+            yield tuple(states)
+
+    def _spaced(self) -> Iterator[States]:
+        """Keep every k-th of the dear values; the cheap ones are dropped, or made at every request."""
+        order = sorted(range(len(self._candidates)), key=lambda i: self._candidates[i].first_pack)
+        rates = sorted(c.cost / c.size for c in self._candidates)
+        limits = sorted({rates[int(len(rates) * part)] for part in (0.0, 0.25, 0.5, 0.75)})
+        lengths = sorted({1, 2, 3, *(round(len(order) ** power) for power in (0.4, 0.5, 0.6))})
+        for limit, length, cheap in itertools.product(
+            (-1.0, *limits), lengths, (Treatment.DROP, Treatment.AGAIN)
+        ):
+            states = [int(Treatment.DROP)] * len(order)
+            place = 0
+            for index in order:
+                candidate = self._candidates[index]
+                if candidate.cost / candidate.size <= limit:
+                    states[index] = int(cheap)
+                    continue
+                if place % length == 0:
+                    states[index] = int(Treatment.KEEP)
+                place += 1
+            yield tuple(states)
+
+    def _polished(self, states: States) -> States:
+        """Take back every drop that is not needed, the dearest first; then try other states."""
+        current = self._score(states)
+        dear = sorted(range(len(states)), key=lambda i: self._candidates[i].cost, reverse=True)
+        for _ in range(2):
+            changed = False
+            for index in dear:
+                for state in Treatment:
+                    if states[index] == state or self._tired():
+                        continue
+                    trial = (*states[:index], int(state), *states[index + 1 :])
+                    score = self._score(trial)
+                    if score < current:
+                        states, current, changed = trial, score, True
+            if not changed:
+                break
+        return states
+
+    def _anneal(self, states: States, steps: int) -> None:
+        """Change one or two states at a time; worse plans are taken ever more seldom."""
+        draw = self._random
+        energy = self._energy(states)
+        hot, cold = 0.01, 0.0003
+        for step in range(steps):
+            if self._tired():
+                break
+            trial = list(states)
+            index = draw.randrange(len(trial))
+            trial[index] = self._other(trial[index])
+            if self._together and draw.random() < _GROUP_MOVES:
+                for member in draw.choice(self._together):
+                    trial[member] = trial[index]
+            elif draw.random() < _SWAPS:
+                # Anything the other way: a plan near its budget has no room for single changes.
+                other = draw.randrange(len(trial))
+                trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.TOGETHER)
+            elif draw.random() < 0.5:
+                # A neighbour in time the other way: segments move by that.
+                near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
+                trial[near] = self._other(trial[near])
+            after = self._energy(tuple(trial))
+            heat = hot * (cold / hot) ** (step / max(steps, 1))
+            if after <= energy or draw.random() < math.exp((energy - after) / heat):
+                states, energy = tuple(trial), after
+
+    def _regrouped(self, states: States) -> States:
+        """The same with groups of values that are made together."""
+        current = self._score(states)
+        for group in sorted(self._together, key=self._rate, reverse=True):
+            for state in (Treatment.KEEP, Treatment.TOGETHER):
+                if self._tired():
+                    return states
+                trial = list(states)
+                for index in group:
+                    trial[index] = int(state)
+                score = self._score(tuple(trial))
+                if score < current:
+                    states, current = tuple(trial), score
+        return states
+
+    def _tired(self) -> bool:
+        return self._evaluate.work > self._effort * _WORK
+
+    def _other(self, state: int) -> int:
+        return self._random.choice([int(s) for s in Treatment if s != state])
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCut:
+    """A place between two operators, and the saved values that cross it."""
+
+    values: frozenset[int]
+    size: int
+    """Bytes of those that could be dropped."""
+    before: int
+    """Bytes of candidates that are made before it."""
+
+
+def crossings(problem: PlanningProblem) -> list[ForwardCut]:
+    """A cut before every operator of the forward pass that makes a candidate.
+
+    A value that autograd does not save cannot be kept; those from which it is made are, instead.
+    """
+    trace = problem.trace
+    sizes = {candidate.value: candidate.size for candidate in problem.candidates}
+    last: dict[int, int] = {}
+    for number, operation in enumerate(trace.operations):
+        for value in operation.reads:
+            last[value] = number
+    starts: dict[int, frozenset[int]] = {}
+    alive: set[int] = set()
+    found = []
+    before = 0
+    for number, operation in enumerate(trace.operations):
+        made = [item.value for item in operation.makes]
+        if any(value in sizes for value in made):
+            saved = frozenset().union(*(starts[value] for value in alive))
+            found.append(ForwardCut(saved, sum(sizes.get(value, 0) for value in saved), before))
+        below: frozenset[int] = frozenset().union(
+            *(starts.get(value, frozenset()) for value in operation.reads)
+        )
+        for value in made:
+            starts[value] = frozenset({value}) if value in problem.saved else below
+            before += sizes.get(value, 0)
+        alive = {value for value in (*alive, *made) if last.get(value, -1) > number}
+    return found
+
+
+def evenly(cuts: Sequence[ForwardCut], count: int) -> list[int]:
+    """Numbers of cuts that part the bytes evenly; each the thinnest near its place."""
+    total = cuts[-1].before if cuts else 0
+    reach = total / (count + 1) / 3
+    found = []
+    for part in range(1, count + 1):
+        place = total * part / (count + 1)
+        near = [at for at, cut in enumerate(cuts) if abs(cut.before - place) <= reach]
+        if near:
+            found.append(min(near, key=lambda at: (cuts[at].size, abs(cuts[at].before - place))))
+    return sorted(set(found))

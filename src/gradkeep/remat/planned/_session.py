@@ -1,0 +1,272 @@
+"""One `with`: the hooks are on, steps begin and end, and each is recorded, planned or kept whole."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat.planned._planned_step import (
+    KeptTensor,
+    PlainStep,
+    PlannedStep,
+    StepSnapshot,
+    UndecidedStep,
+    unpack,
+)
+from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.tracing._tensors import beside_compiler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.remat.online import OnlineRuntime
+    from gradkeep.remat.planned._plan_cache import StepPlan
+    from gradkeep.remat.planned._planner import StepPlanner
+
+_task = torch._C._current_graph_task_id
+_active = threading.local()
+
+
+class BudgetSession:
+    """Hooks of one thread, from entering to leaving a block.
+
+    With `automatic`, a step ends when an optimizer has stepped, or when something is saved again
+    after a backward pass. Otherwise the block is one step.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        *,
+        automatic: bool,
+        inputs: tuple[Tensor, ...] = (),
+        keep_all: bool = False,
+        repeatable: bool = False,
+    ) -> None:
+        self._planner = planner
+        self._automatic = automatic
+        self._inputs = inputs
+        self._keep_all = keep_all
+        self._repeatable = repeatable
+        self._mode = beside_compiler(RecordingMode)()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self._optimizer_hook: Any = None
+        self._recording: StepRecorder | None = None
+        self._run: PlannedStep | PlainStep | UndecidedStep | None = None
+        self._plan: StepPlan | None = None
+        self._meter: StepRecorder | None = None
+        self._snapshot: StepSnapshot | None = None
+        self._running: tuple[torch.nn.Module, ...] = ()
+        self._online: OnlineRuntime | None = None
+
+    # The block
+
+    def open(self) -> None:
+        """Switch the hooks on."""
+        if getattr(_active, "session", None) is not None:
+            raise BudgetError(
+                "a memory budget is already in force here",
+                fix="leave the outer block first: budgets cannot be nested",
+            )
+        self._begin()
+        _active.session = self
+        self._hooks.__enter__()
+        if self._automatic:
+            self._optimizer_hook = register_optimizer_step_post_hook(self._stepped)
+
+    def close(self, error: BaseException | None) -> None:
+        """Switch the hooks off, whatever happened."""
+        if getattr(_active, "session", None) is not self:
+            raise BudgetError(
+                "a memory budget was left in another thread than it was entered",
+                fix="enter and leave it in the thread that trains",
+            )
+        _active.session = None
+        self._hooks.__exit__(None, None, None)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        if error is None:
+            self._end()
+            self._stop_evicting(None)
+            return
+        self._stop_evicting(error)
+        for recording in (self._recording, self._meter):
+            if recording is not None:
+                recording.abandon()
+        self._recording = self._meter = None
+        self._mode.rest()
+        if isinstance(self._run, PlannedStep) and self._plan is not None and self._run.undone:
+            self._planner.finished(self._plan, self._run)
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            raise RematError(
+                "torch.func transforms cannot run inside a memory budget: torch forbids saved-tensor "
+                "hooks there",
+                fix="move them out of the block, or use gradkeep's capture for per-sample gradients",
+            ) from error
+
+    # Steps
+
+    def _begin(self) -> None:
+        self._run = self._plan = None
+        if self._keep_all:
+            return
+        self._planner.make_plans()
+        if self._planner.online_fallback.chosen:
+            if self._online is None:
+                self._online = self._planner.online_fallback.enter()
+            return
+        self._snapshot = StepSnapshot()
+        if self._planner.wants_recording:
+            self._record()
+        elif any(plan.measured_peak is None for plan in self._planner.plans):
+            self._measure()
+
+    def _record(self) -> None:
+        self._recording = StepRecorder(
+            cloning=self._planner.cloning, inputs=self._inputs, running=self._running
+        )
+        self._mode.show(self._recording)
+
+    def _end(self) -> None:
+        recording, run, meter = self._recording, self._run, self._meter
+        # A step may be found to be over when the next one is already inside of a module.
+        watched = recording or meter
+        self._running = () if watched is None else watched.modules.running
+        self._recording = self._run = self._meter = None
+        self._mode.rest()
+        if recording is not None:
+            self._planner.add(recording, self._inputs)
+        if meter is not None:
+            peak = meter.finish().peak
+            if self._plan is not None and isinstance(run, PlannedStep) and run.changed is None:
+                self._plan.measured_peak = peak
+        if isinstance(run, PlannedStep) and self._plan is not None:
+            self._planner.finished(self._plan, run)
+        elif isinstance(run, PlainStep) and self._online is not None:
+            self._planner.counts.online += 1
+            self._planner.online_fallback.step_is_over()
+        elif isinstance(run, PlainStep):
+            self._planner.counts.kept += 1
+
+    def _stepped(self, *_: Any) -> None:
+        """An optimizer has stepped: if there was a backward pass, the step is over."""
+        if getattr(_active, "session", None) is self and self._asked():
+            self._end()
+            self._begin()
+
+    def _asked(self) -> bool:
+        current = self._recording or self._run
+        return current is not None and current.asked
+
+    def _first(self, tensor: Tensor) -> PlannedStep | PlainStep | UndecidedStep | StepRecorder:
+        """A step's first tensor is saved: now it can be told what kind of step it is."""
+        planner = self._planner
+        if self._keep_all or self._online is not None:
+            self._run = PlainStep()
+            return self._run
+        plans = planner.plans_for(tensor, self._inputs)
+        if self._meter is not None and all(plan.measured_peak is not None for plan in plans):
+            self._meter.abandon()
+            self._meter = None
+            self._mode.rest()
+        if not plans:
+            if planner.worth_recording(tensor, self._inputs):
+                self._record()
+                assert self._recording is not None
+                return self._recording
+            self._run = PlainStep()
+            return self._run
+        if len(plans) > 1:
+            self._run = UndecidedStep(plans, self._follow)
+            return self._run
+        return self._follow(plans[0])
+
+    def _follow(self, plan: StepPlan) -> PlannedStep:
+        snapshot = self._snapshot if plan.drops else None
+        if snapshot is not None:
+            snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
+        self._plan = plan
+        run = self._run = PlannedStep(plan.compiled, self._inputs, snapshot=snapshot)
+        if plan.measured_peak is None and self._meter is None:
+            self._measure()
+        return run
+
+    def _measure(self) -> None:
+        """The first step of a plan shows whether it keeps what it promises."""
+        self._meter = StepRecorder(cloning=False, inputs=self._inputs)
+        self._mode.show(self._meter)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        # Most tensors just stay: everything that they need is here, in one frame.
+        run: Any = self._run
+        if run is not None and _task() == -1:
+            number = run.at
+            expected = run.quick.get(number)
+            if expected is not None and not (self._automatic and run.asks):
+                nbytes, size, leaf = expected
+                if tensor.nbytes == nbytes and (size is None or tensor.shape == size):
+                    run.at = number + 1
+                    # A leaf can be held as it is; anything else may hold its node, and that us.
+                    held = tensor if leaf and tensor.grad_fn is None else tensor.detach()
+                    return held, tensor._version, number, run
+        return self._pack_slowly(tensor)
+
+    def _pack_slowly(self, tensor: Tensor) -> Any:
+        recording = self._recording
+        current: Any = self._run if recording is None else recording
+        if current is None:
+            current = self._first(tensor)
+        elif self._automatic and current.asked and _task() == -1:
+            self._end()
+            self._begin()
+            current = self._recording or self._first(tensor)
+        return current.pack(tensor)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Never drop this tensor; counts in steps that are recorded."""
+        if self._recording is not None:
+            self._recording.pin(tensor)
+        if self._online is not None:
+            self._online.pin(tensor)
+
+    def _stop_evicting(self, error: BaseException | None) -> None:
+        if self._online is not None:
+            self._online = None
+            self._planner.online_fallback.leave(error)
+
+
+class StashedTensor:
+    """A tensor that somebody wants back in the backward pass."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def get(self) -> Tensor:
+        """The tensor, once; made again if it was dropped."""
+        # Hooks live as long as the graph: the bytes must not.
+        handle, self._handle = self._handle, None
+        if handle is None:
+            raise RematError("a stashed tensor can be had once", fix="stash it twice")
+        return unpack(handle)
+
+
+def stash(tensor: Tensor) -> StashedTensor:
+    """Save a tensor for the backward pass as autograd does, so that a budget may drop it.
+
+    A hook that holds a tensor itself keeps its bytes; one that stashes it does not.
+    """
+    session = session_here()
+    handle = KeptTensor(None, -1, tensor.detach(), tensor._version)
+    return StashedTensor(handle if session is None else session._pack(tensor))
+
+
+def session_here() -> BudgetSession | None:
+    """The session of this thread."""
+    found: BudgetSession | None = getattr(_active, "session", None)
+    return found

@@ -1,0 +1,531 @@
+"""Record one training step: every operator, what autograd saves and asks for, who dies when.
+
+A dispatch mode shows the operators, saved-tensor hooks the rest. In a cloning recording autograd
+gets copies, so that the originals die when Python lets go of them: what dropping them would free.
+Every operator runs twice and is compared, which is how it is known that running it again gives the
+same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._fingerprint import mask_numbers
+from gradkeep.remat.planned._modules import ModuleTracker
+from gradkeep.remat.planned._trace import (
+    NOTHING,
+    MadeValue,
+    SavedSlot,
+    StepTrace,
+    TracedOperation,
+    TracedStorage,
+    TracedValue,
+    TraceEvent,
+    TraceLengths,
+)
+from gradkeep.remat.tracing._rerun import (
+    FirstResultRerun,
+    OperatorRerun,
+    TensorRef,
+    compared,
+    rerun_of,
+    tried,
+    tried_apart,
+)
+from gradkeep.remat.tracing._tensors import (
+    SEQUENCES,
+    Geometry,
+    OperatorSignature,
+    QuickDispatchMode,
+    StorageRef,
+    collect_tensors,
+    signature_of,
+    written_storages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+_task = torch._C._current_graph_task_id
+_node = torch._C._current_autograd_node
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
+    """Whether any of them has a gradient."""
+    return any((p := reference()) is not None and p.grad is not None for reference in parameters)
+
+
+class _AliveStorage:
+    """A storage while it is alive."""
+
+    __slots__ = ("number", "ref", "value")
+
+    def __init__(self, number: int, value: int, ref: StorageRef) -> None:
+        self.number, self.value, self.ref = number, value, ref
+
+
+class RecordedTensor:
+    """What autograd holds in place of a saved tensor while a step is recorded."""
+
+    __slots__ = ("__weakref__", "recording", "slot", "tensor", "version")
+
+    def __init__(self, recording: StepRecorder, slot: int, tensor: Tensor, version: int) -> None:
+        self.recording, self.slot, self.tensor, self.version = recording, slot, tensor, version
+
+    def unpack(self) -> Tensor:
+        """The tensor; says so if it was changed meanwhile, as torch itself would."""
+        check_version(self.tensor, self.version)
+        if self.slot >= 0:
+            self.recording.asked_for(self.slot)
+        return self.tensor
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Hooks switch off torch's own check of saved tensors; this is it."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {tensor.type()} of shape {list(tensor.shape)} is at version "
+            f"{tensor._version}; expected version {version} instead."
+        )
+
+
+class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows operators to the recorder it was given last; it can come and go between two operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording: StepRecorder | None = None
+        self._on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recording = self.recording
+        if recording is None or recording.quiet:
+            return func(*args, **kwargs)
+        start = perf_counter_ns()
+        out = func(*args, **kwargs)
+        recording.saw(func, args, kwargs, out, start)
+        return out
+
+    def show(self, recording: StepRecorder) -> None:
+        """Watch for this recording from now on."""
+        self.recording = recording
+        if not self._on:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._on = True
+
+    def rest(self) -> None:
+        """Watch no more; the mode itself goes as soon as no other mode lies upon it."""
+        self.recording = None
+        if self._on and _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._on = False
+
+
+class StepRecorder:
+    """One step while it runs; `finish` gives its trace."""
+
+    def __init__(
+        self,
+        *,
+        cloning: bool | Callable[[StepRecorder, Tensor], bool],
+        inputs: Sequence[Tensor] = (),
+        running: Sequence[nn.Module] = (),
+    ) -> None:
+        self.cloning = cloning is True
+        self._choose = cloning if callable(cloning) else None
+        self.walk = GraphWalk()
+        self.modules = ModuleTracker(running)
+        self.quiet = False
+        self._inputs = inputs
+        self._signatures: dict[Any, OperatorSignature] = {}
+        self._alive: dict[int, _AliveStorage] = {}
+        self._events: list[TraceEvent] = []
+        self._operations: list[TracedOperation] = []
+        self._slots: list[SavedSlot] = []
+        self._order: list[int] = []
+        self._asked: list[int] = []
+        self._nodes: list[Any] = []
+        self._storages: list[TracedStorage] = []
+        self._values: list[TracedValue] = []
+        self._constants: dict[int, weakref.ref[Tensor]] = {}
+        self._clones: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._unreleased: dict[int, weakref.ref[RecordedTensor]] = {}
+        self._pinned: set[int] = set()
+        self._keeps_graph = False
+        self._lengths = NOTHING
+        self.parameters: tuple[weakref.ref[Parameter], ...] = ()
+        """Known when the first tensor was saved."""
+        self.gradients = False
+        """Whether they had gradients then."""
+        for tensor in inputs:
+            self._value_of(tensor)
+
+    # What runs
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, start: int) -> None:
+        """Note an operator that ran; `start` is when, in nanoseconds."""
+        spent = perf_counter_ns() - start
+        if isinstance(out, Tensor):
+            made = [out]
+        elif type(out) in SEQUENCES:
+            made = [item for item in out if isinstance(item, Tensor)]
+        else:
+            made = []
+        self.quiet = True
+        try:
+            if made and made[0].is_cuda:
+                torch.cuda.synchronize(made[0].device)
+                spent = perf_counter_ns() - start
+            self._saw(func, args, kwargs, made, spent, single=isinstance(out, Tensor))
+        finally:
+            self.quiet = False
+
+    def _saw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        made: list[Tensor],
+        spent: int,
+        *,
+        single: bool,
+    ) -> None:
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = signature_of(func)
+        given: list[Tensor] = []
+        collect_tensors(args, given)
+        collect_tensors(kwargs.values(), given)
+        for tensor in given:
+            self._value_of(tensor)
+        changed = written_storages(signature, args, kwargs) if signature.writes else {}
+        fresh: list[tuple[int, Tensor]] = []
+        for at, tensor in enumerate(made):
+            if id(tensor.untyped_storage()) not in self._alive:
+                fresh.append((at, tensor))
+        if not fresh and not changed:
+            return  # a view
+        event = len(self._events)
+        number = len(self._operations)
+        backward = _task() != -1
+        reads = [self._alive[id(t.untyped_storage())].value for t in given]
+        trusted = compared(func, len(made))
+        makes = [
+            MadeValue(at, self._new(tensor, number), Geometry.of(tensor), exact=at < trusted)
+            for at, tensor in fresh
+        ]
+        overwrites = []
+        for storage in changed.values():
+            alive = self._alive[id(storage)]
+            overwrites.append(alive.value)
+            whole = next(t for t in given if t.untyped_storage() is storage)
+            before, alive.value = alive.value, len(self._values)
+            self._values.append(TracedValue(alive.number, number))
+            makes.append(MadeValue(-1, alive.value, Geometry.of(whole)))
+            size = storage.nbytes()
+            if size != self._storages[alive.number].size:
+                self._resized(alive, size, before)
+        self._happened("op", number)
+        recipe = OperatorRerun(None, (), ())
+        if not backward:
+            encode = dict(zip(map(id, given), reads, strict=True))
+            recipe = rerun_of(
+                func,
+                _encoded(args, encode),
+                tuple((key, _encoded(value, encode)) for key, value in kwargs.items()),
+                made,
+                in_place=bool(changed),
+            )
+            if recipe.run is not None and not changed and not recipe.random:
+                recipe = tried(recipe, func, args, kwargs, made)
+            if recipe.apart is not None:
+                known = tried_apart(recipe.apart, func, args, kwargs, made)
+                recipe = replace(recipe, apart=known)
+        apart = recipe.apart
+        self._operations.append(
+            TracedOperation(
+                name=signature.name,
+                run=None if apart is not None else recipe.run,
+                args=() if apart is not None else recipe.args,
+                kwargs=() if apart is not None else recipe.kwargs,
+                makes=tuple(makes) if apart is None else tuple(makes[1:]),
+                overwrites=tuple(overwrites),
+                reads=frozenset() if recipe.run is None else recipe.reads(),
+                cost=spent / 1e9,
+                event=event,
+                grad_mode=torch.is_grad_enabled(),
+                random=recipe.random,
+                device=made[0].device.type if made else "cpu",
+                layer=self.modules.current,
+                single=single,
+            )
+        )
+        if apart is not None and makes:
+            self._split(apart, makes)
+
+    def _split(self, apart: FirstResultRerun, makes: list[MadeValue]) -> None:
+        """The first result has a way of its own to be made again, from the other results."""
+        first = makes[0]
+        others = tuple(TensorRef(made.value, made.geometry) for made in makes[1:])
+        own = len(self._operations)
+        self._values[first.value] = TracedValue(self._values[first.value].storage, own)
+        args = (*apart.args, *others)
+        self._operations.append(
+            replace(
+                self._operations[-1],
+                name=f"{self._operations[-1].name} (apply)",
+                run=apart.run,
+                args=args,
+                kwargs=(),
+                makes=(first._replace(position=0),),
+                overwrites=(),
+                reads=frozenset(arg.value for arg in args if isinstance(arg, TensorRef)),
+                cost=apart.cost or self._operations[-1].cost,
+                apart=True,
+                single=True,
+            )
+        )
+
+    def _happened(self, kind: Literal["op", "pack", "unpack"], index: int) -> None:
+        node = _node()
+        # By number: holding nodes would hold what they saved.
+        name = None if node is None else (node.name(), node._sequence_nr())
+        self._nodes.append((_task(), name))
+        self._events.append(TraceEvent(kind, index))
+
+    # Storages
+
+    def _value_of(self, tensor: Tensor) -> int:
+        """The value that a tensor shows now; storages not seen before were there before the step."""
+        storage = tensor.untyped_storage()
+        alive = self._alive.get(id(storage))
+        if alive is not None:
+            if isinstance(tensor, Parameter) and alive.value in self._constants:
+                self._constants[alive.value] = weakref.ref(tensor)
+            return alive.value
+        value = self._follow(storage, birth=0, constant=True)
+        self._constants[value] = weakref.ref(tensor)
+        return value
+
+    def _new(self, tensor: Tensor, maker: int) -> int:
+        storage = tensor.untyped_storage()
+        if id(storage) in self._alive:
+            return self._alive[id(storage)].value
+        value = self._follow(storage, birth=len(self._events), constant=False)
+        self._values[value] = TracedValue(self._values[value].storage, maker)
+        return value
+
+    def _follow(self, storage: torch.UntypedStorage, *, birth: int, constant: bool) -> int:
+        number, value, key = len(self._storages), len(self._values), id(storage)
+        ref = StorageRef(storage, self._gone)
+        ref.key = key
+        self._alive[key] = _AliveStorage(number, value, ref)
+        self._storages.append(TracedStorage(storage.nbytes(), birth, -1, -1, constant))
+        self._values.append(TracedValue(number, None))
+        return value
+
+    def _resized(self, alive: _AliveStorage, size: int, before: int) -> None:
+        """Other memory under the same storage: the old one ends, a new one begins."""
+        event = len(self._events)
+        old = self._storages[alive.number]
+        self._storages[alive.number] = replace(old, death=event + 1, natural=event + 1)
+        alive.number = len(self._storages)
+        self._storages.append(TracedStorage(size, event, -1, -1, constant=False))
+        maker = self._values[alive.value].maker
+        self._values[alive.value] = TracedValue(alive.number, maker)
+
+    def _gone(self, ref: StorageRef) -> None:
+        alive = self._alive.pop(ref.key, None)
+        if alive is not None:
+            at = len(self._events)
+            old = self._storages[alive.number]
+            self._storages[alive.number] = replace(old, death=at, natural=at)
+
+    def _copy_gone(self, ref: StorageRef) -> None:
+        self._alive.pop(ref.key, None)
+
+    # What autograd saves and asks for
+
+    def pack(self, tensor: Tensor) -> RecordedTensor:
+        """Note a saved tensor; in a cloning recording autograd gets a copy."""
+        self.quiet = True
+        try:
+            if _task() != -1:
+                # Saved during a backward pass, for a second one or by a checkpoint: always kept.
+                return RecordedTensor(self, -1, tensor.detach(), tensor._version)
+            slot, event = len(self._slots), len(self._events)
+            if slot == 0:
+                self.parameters = self.modules.parameters()
+                self.gradients = has_gradients(self.parameters)
+                if self._choose is not None:
+                    self.cloning = self._choose(self, tensor)
+            value = self._value_of(tensor)
+            self._slots.append(
+                SavedSlot(
+                    value=value,
+                    geometry=Geometry.of(tensor),
+                    device=tensor.device,
+                    seen=self.walk.below(tensor),
+                    event=event,
+                    leaf=leaf_of(tensor),
+                    marks=mask_numbers(tensor),
+                )
+            )
+            self._happened("pack", slot)
+            held = self._copied(tensor) if self.cloning else tensor.detach()
+            packed = RecordedTensor(self, slot, held, held._version)
+            self._unreleased[slot] = weakref.ref(packed)
+            return packed
+        finally:
+            self.quiet = False
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        alive = self._alive[id(storage)]
+        if self._storages[alive.number].constant:
+            return tensor.detach()
+        copy = self._clones.get(alive.value)
+        if copy is None:
+            copy = self._clones[alive.value] = storage.clone()  # type: ignore[no-untyped-call]
+            # The backward pass meets the copy: it stands for the same value, and takes no bytes.
+            ref = StorageRef(copy, self._copy_gone)
+            ref.key = id(copy)
+            self._alive[ref.key] = _AliveStorage(alive.number, alive.value, ref)
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    @property
+    def saved(self) -> int:
+        """How many tensors were saved so far."""
+        return len(self._slots)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a backward pass has begun."""
+        return bool(self._order)
+
+    def asked_for(self, slot: int) -> None:
+        """The backward pass wants a saved tensor."""
+        if _task() == -1:
+            return  # somebody looks at a node's attributes
+        self._keeps_graph |= keeps_graph()
+        self._order.append(slot)
+        self._lengths = TraceLengths(
+            events=len(self._events),
+            operations=len(self._operations),
+            slots=len(self._slots),
+            storages=len(self._storages),
+            values=len(self._values),
+        )
+        self._asked.append(len(self._events))
+        self._happened("unpack", slot)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Never drop this tensor's storage."""
+        self._value_of(tensor)
+        self._pinned.add(self._alive[id(tensor.untyped_storage())].number)
+
+    # The end
+
+    def abandon(self) -> None:
+        """Forget the step, which did not end well."""
+        self.modules.close()
+        self._alive.clear()
+
+    def finish(self) -> StepTrace:
+        """The trace of what ran; whoever dies from here on does so after the step."""
+        self.modules.close()
+        end = len(self._events)
+        for alive in self._alive.values():
+            old = self._storages[alive.number]
+            if old.death < 0:
+                self._storages[alive.number] = replace(old, death=end, natural=end)
+        self._alive.clear()
+        asked = set(self._order)
+        still = frozenset(
+            slot
+            for slot, packed in self._unreleased.items()
+            if slot not in asked and packed() is not None
+        )
+        storages = [
+            replace(stored, pinned=number in self._pinned)
+            for number, stored in enumerate(self._storages)
+        ]
+        return StepTrace(
+            events=tuple(self._events),
+            operations=tuple(self._operations),
+            slots=tuple(self._slots),
+            order=tuple(self._order),
+            asked=tuple(self._asked),
+            freed=_freed(self._asked, self._nodes),
+            storages=tuple(storages),
+            values=tuple(self._values),
+            open_slots=still,
+            sources=self._sources(),
+            lengths=self._lengths,
+            keeps_graph=self._keeps_graph,
+        )
+
+    def _sources(self) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        positions = {id(tensor): at for at, tensor in enumerate(self._inputs)}
+        for value, reference in self._constants.items():
+            tensor = reference()
+            if tensor is None or not self._storages[self._values[value].storage].constant:
+                continue
+            source = self.modules.source_of(tensor, positions)
+            if source is not None:
+                found[value] = source
+        return found
+
+    @property
+    def first(self) -> SavedSlot:
+        """The first tensor that was saved."""
+        return self._slots[0]
+
+
+def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
+    """A node lets go of what it asked for when it is done: when another one of its pass runs.
+
+    A backward pass inside of a node, as of a checkpoint, is a pass of its own.
+    """
+    end = len(nodes)
+    found = dict.fromkeys(asked, end)
+    waiting: dict[int, list[int]] = {}
+    for event, (task, node) in enumerate(nodes):
+        done = waiting if task == -1 else {task: waiting.get(task, [])}
+        for known, asks in list(done.items()):
+            for ask in asks:
+                if task == -1 or nodes[ask][1] != node:
+                    found[ask] = min(found[ask], event)
+            waiting[known] = [ask for ask in asks if found[ask] == end]
+        if event in found:
+            waiting.setdefault(task, []).append(event)
+    return tuple(found[event] for event in asked)
+
+
+def _encoded(value: Any, numbers: dict[int, int]) -> Any:
+    """Arguments without their tensors, which become references."""
+    if isinstance(value, Tensor):
+        return TensorRef(numbers[id(value)], Geometry.of(value))
+    if type(value) in SEQUENCES:
+        return tuple(_encoded(item, numbers) for item in value)
+    return value

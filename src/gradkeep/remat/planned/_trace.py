@@ -1,0 +1,268 @@
+"""A recorded training step as data: values, the operators that made them, what autograd saved.
+
+A *value* is a storage at one version: an in-place operator makes the next value of the same storage.
+Tensors are references to values with a geometry, so views need no records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from gradkeep.remat.planned._autograd_graph import GraphBelow
+    from gradkeep.remat.tracing._tensors import Geometry
+
+
+class MadeValue(NamedTuple):
+    """A value that an operator makes: which of its results shows it, and how."""
+
+    position: int
+    """Among the tensors of the result; -1 when the value is an argument written in place."""
+    value: int
+    geometry: Geometry
+    exact: bool = True
+    """False for a workspace, of which not every byte means something."""
+
+
+class TraceEvent(NamedTuple):
+    """One thing that happened, in order."""
+
+    kind: Literal["op", "pack", "unpack"]
+    number: int
+    """Of the operator, or of the slot."""
+
+
+class TraceLengths(NamedTuple):
+    """Lengths. What comes after belongs to the optimizer, or to the next batch, and may vary."""
+
+    events: int
+    operations: int
+    slots: int
+    storages: int
+    values: int
+
+
+NOTHING = TraceLengths(0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOperation:
+    """An operator that made or changed values."""
+
+    name: str
+    run: Callable[..., Any] | None
+    """None: it is not known how to run it again."""
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    makes: tuple[MadeValue, ...]
+    overwrites: tuple[int, ...]
+    """Values that it changes in place: the new ones use their memory."""
+    reads: frozenset[int]
+    """Values among the arguments, if it can be run again."""
+    cost: float
+    """Seconds, the least that was seen."""
+    event: int
+    grad_mode: bool = True
+    random: bool = False
+    device: str = "cpu"
+    """Whose random numbers it draws."""
+    layer: str = ""
+    """The module that was running."""
+    single: bool = True
+    """It gives one tensor, not several."""
+    apart: bool = False
+    """It stands for another way to a result, with a cost of its own."""
+
+    def same(self, other: TracedOperation) -> bool:
+        """Whether it is the same work, whatever it cost and whatever numbers it was given."""
+        return (self.name, self.makes, self.overwrites, self.reads, self.grad_mode) == (
+            (other.name, other.makes, other.overwrites, other.reads, other.grad_mode)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlot:
+    """A tensor that autograd saved."""
+
+    value: int
+    geometry: Geometry
+    device: torch.device
+    seen: GraphBelow
+    """The autograd graph below it."""
+    event: int
+    leaf: int | None = None
+    """The parameter that it shows, if it does."""
+    marks: frozenset[float] = frozenset()
+    """If it holds only two or three different numbers, as a mask does: these."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStorage:
+    """A storage: how large it is and when it is alive (from event `birth`, before event `death`)."""
+
+    size: int
+    birth: int
+    death: int
+    natural: int
+    """When it would die if autograd had not saved it."""
+    constant: bool
+    """It was there before the step."""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TracedValue:
+    """A storage at a version."""
+
+    storage: int
+    maker: int | None
+    """The operator that makes it; None for constants and for what nobody can make again."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step. Event `e` sees every storage with `birth <= e < death`."""
+
+    events: tuple[TraceEvent, ...]
+    operations: tuple[TracedOperation, ...]
+    slots: tuple[SavedSlot, ...]
+    order: tuple[int, ...]
+    """Slots in the order in which the backward pass asked for them."""
+    asked: tuple[int, ...]
+    """The event of each of those."""
+    freed: tuple[int, ...]
+    """For each of those, the first event at which the asking node is done."""
+    storages: tuple[TracedStorage, ...]
+    values: tuple[TracedValue, ...]
+    open_slots: frozenset[int]
+    """Slots that were neither asked for nor dead when the recording ended."""
+    sources: dict[int, Any] = field(default_factory=dict)
+    """For constants that stay from step to step: how to find each of them again."""
+    lengths: TraceLengths = NOTHING
+    """How much there was of everything when the last saved tensor was asked for."""
+    keeps_graph: bool = False
+    """The backward pass was asked to keep the graph."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """The cost of all operators together."""
+        return sum(operation.cost for operation in self.operations if not operation.apart)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive at once."""
+        return max(self.levels(), default=0)
+
+    def levels(self) -> list[int]:
+        """Bytes alive at each event."""
+        change = [0] * (len(self.events) + 2)
+        for stored in self.storages:
+            change[stored.birth] += stored.size
+            change[min(stored.death, len(self.events)) if stored.death >= 0 else -1] -= stored.size
+        total, found = 0, []
+        for step in change[: len(self.events)]:
+            total += step
+            found.append(total)
+        return found
+
+
+T = TypeVar("T")
+
+
+def agreed_trace(kept: StepTrace, cloned: StepTrace) -> StepTrace | None:
+    """The trace of a step recorded twice, or None if it did different things.
+
+    From the cloning recording come the natural deaths and which operators can be run again; from
+    both the least cost. An operator that was given another number each time is not run again.
+    """
+    if not _same(kept, cloned):
+        return None
+    lengths = kept.lengths
+    operations = tuple(
+        replace(
+            theirs,
+            cost=min(ours.cost, theirs.cost),
+            run=theirs.run if _same_numbers(ours, theirs) else None,
+        )
+        for ours, theirs in _pairs(kept.operations, cloned.operations, lengths.operations)
+    )
+    storages = tuple(
+        replace(
+            ours,
+            natural=min(theirs.death, ours.death),
+            pinned=ours.pinned or theirs.pinned,
+        )
+        for ours, theirs in _pairs(kept.storages, cloned.storages, lengths.storages)
+    )
+    slots = tuple(
+        replace(ours, marks=ours.marks if ours.marks == theirs.marks else frozenset())
+        for ours, theirs in _pairs(kept.slots, cloned.slots, lengths.slots)
+    )
+    sources = {
+        value: source
+        for value, source in kept.sources.items()
+        if cloned.sources.get(value) == source
+    }
+    return replace(
+        kept,
+        operations=operations + kept.operations[lengths.operations :],
+        storages=storages + kept.storages[lengths.storages :],
+        slots=slots + kept.slots[lengths.slots :],
+        sources=sources,
+        open_slots=kept.open_slots | cloned.open_slots,
+    )
+
+
+def cheaper_trace(trace: StepTrace, other: StepTrace) -> StepTrace:
+    """The trace with the smaller costs of one more recording, if that was the same step."""
+    if not _same(trace, other):
+        return trace
+    count = trace.lengths.operations
+    pairs = _pairs(trace.operations, other.operations, count)
+    operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
+    return replace(trace, operations=operations + trace.operations[count:])
+
+
+def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:
+    """Whether an operator can be run again, and was given the same both times."""
+    both = left.run is not None and right.run is not None
+    return both and (left.args, left.kwargs) == (right.args, right.kwargs)
+
+
+def _same(left: StepTrace, right: StepTrace) -> bool:
+    """Whether two steps did the same until the last saved tensor was asked for."""
+    lengths = left.lengths
+    return (
+        lengths == right.lengths
+        and left.keeps_graph == right.keeps_graph
+        and left.order == right.order
+        and left.events[: lengths.events] == right.events[: lengths.events]
+        and left.values[: lengths.values] == right.values[: lengths.values]
+        and all(
+            a == replace(b, marks=a.marks)
+            for a, b in _pairs(left.slots, right.slots, lengths.slots)
+        )
+        and all(
+            a.size == b.size for a, b in _pairs(left.storages, right.storages, lengths.storages)
+        )
+        and all(a.same(b) for a, b in _pairs(left.operations, right.operations, lengths.operations))
+    )
+
+
+def same_step(left: StepTrace, right: StepTrace) -> bool:
+    """Whether two steps did the same with the same numbers."""
+    count = left.lengths.operations
+    return _same(left, right) and all(
+        (a.args, a.kwargs) == (b.args, b.kwargs)
+        for a, b in _pairs(left.operations, right.operations, count)
+    )
+
+
+def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
+    return zip(left[:count], right[:count], strict=True)

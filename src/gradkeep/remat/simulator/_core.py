@@ -1,0 +1,406 @@
+"""The eviction core: what is in memory, what goes when room is needed, how it comes back.
+
+One implementation for every driver. A driver tells it what the program does (`compute`, `get`,
+`release`, `pin`); the core keeps memory within the budget by evicting storages that a heuristic
+chooses, and brings them back by running their operators again. In a simulation running means
+advancing a clock.
+
+The order of the pool decides ties, so it is part of the algorithm: locking a storage takes it out,
+the last unlock appends it, a storage that just came into memory is appended, siblings first.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradkeep.errors import RematError
+from gradkeep.remat.simulator._program import StepKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.remat.simulator._heuristics import Heuristic
+    from gradkeep.remat.simulator._program import Op, Program
+    from gradkeep.remat.simulator._simulate import Timeline
+
+Policy = Literal["ignore", "eager", "banish"]
+"""What happens when nothing outside refers to a storage any more.
+
+`ignore`: nothing. `eager`: it is evicted at once and can still be recomputed. `banish`: once nothing
+evicted depends on it, it goes for ever and its dependents are kept for ever.
+"""
+
+
+class OutOfMemory(Exception):
+    """Nothing is left that could be evicted."""
+
+
+class Thrashing(Exception):
+    """More was recomputed than the limit allows."""
+
+
+class Storage:
+    """Bytes that come and go as one: a tensor and its aliases."""
+
+    __slots__ = (
+        "above",
+        "below",
+        "cached",
+        "compute",
+        "evicted_dependents",
+        "group",
+        "last_access",
+        "locks",
+        "material",
+        "number",
+        "pinned",
+        "references",
+        "size",
+        "tensors",
+    )
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.compute = 0
+        """The cost of the distinct operators behind all its tensors."""
+        self.material = False
+        self.locks = 0
+        self.references = 0
+        self.pinned = False
+        self.last_access: float = -math.inf
+        self.tensors: list[TensorNode] = []
+        self.above: dict[Storage, int] = {}
+        """Storages it was computed from, with the number of edges."""
+        self.below: dict[Storage, int] = {}
+        """Storages computed from it, with the number of edges."""
+        self.evicted_dependents: set[TensorNode] = set()
+        """Only kept under the policy `banish`."""
+        self.group: object = None
+        """A place for the heuristic's own bookkeeping."""
+        self.cached: float | None = None
+        """The heuristic's numerator, while it is known."""
+
+
+class TensorNode:
+    """One result of an operator: a view of its storage."""
+
+    __slots__ = ("children", "defined", "index", "is_alias", "op", "parents", "siblings", "storage")
+
+    def __init__(self, op: Op, index: int, storage: Storage, parents: list[TensorNode]) -> None:
+        self.op = op
+        self.index = index
+        self.storage = storage
+        self.parents = parents
+        self.siblings: list[TensorNode] = []
+        self.children: list[TensorNode] = []
+        self.defined = False
+        self.is_alias = bool(storage.tensors)
+
+
+class EvictionCore:
+    """Memory under a budget; all times are in the unit of the operators' costs."""
+
+    def __init__(
+        self,
+        heuristic: Heuristic,
+        *,
+        budget: float = math.inf,
+        policy: Policy = "eager",
+        remat_limit: float = math.inf,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.heuristic = heuristic
+        self.budget = budget
+        self.policy: Policy = policy
+        self.remat_limit = remat_limit
+        self.clock = 1
+        self.memory = 0
+        self.peak = 0
+        self.base_compute = 0
+        self.remat_compute = 0
+        self.evictions = 0
+        self.rematerializations = 0
+        self.ops_run = 0
+        self.pool: dict[Storage, None] = {}
+        self._storages = 0
+        self._timeline = timeline
+        self._banishing = policy == "banish"
+
+    def compute(self, op: Op, args: Sequence[TensorNode]) -> list[TensorNode]:
+        """Run an operator of the program for the first time; each result has one reference."""
+        tensors = self._declare(op, args)
+        self._materialize(tensors[0], again=False)
+        clock = self.clock
+        for tensor in tensors:
+            # Not to be evicted at once.
+            tensor.storage.last_access = clock
+        return tensors
+
+    def get(self, tensor: TensorNode) -> None:
+        """One more reference from outside."""
+        tensor.storage.references += 1
+
+    def release(self, tensor: TensorNode) -> None:
+        """One reference from outside less; what follows is the policy's."""
+        storage = tensor.storage
+        storage.references -= 1
+        if storage.references == 0:
+            if self._banishing:
+                self._try_banish(storage)
+            elif self.policy == "eager" and storage.material and not storage.pinned:
+                self._evict(storage)
+
+    def pin(self, tensor: TensorNode) -> None:
+        """Bring the tensor back if need be, and never evict it again."""
+        if not tensor.defined:
+            self._materialize(tensor, again=True)
+        self._pin(tensor.storage)
+
+    def _pin(self, storage: Storage) -> None:
+        if not storage.pinned:
+            self._lock(storage)
+            storage.pinned = True
+
+    def _declare(self, op: Op, args: Sequence[TensorNode]) -> list[TensorNode]:
+        tensors = []
+        for index, alias in enumerate(op.aliases):
+            if alias >= 0:
+                storage = args[alias].storage
+                # A storage's cost counts each operator once, however many of its tensors it made.
+                if all(other.op is not op for other in storage.tensors):
+                    storage.compute += op.cost
+                    storage.cached = None
+            else:
+                storage = Storage(self._storages, op.sizes[index])
+                storage.compute = op.cost
+                self._storages += 1
+            tensor = TensorNode(op, index, storage, list(args))
+            storage.tensors.append(tensor)
+            storage.references += 1
+            tensors.append(tensor)
+        if len(tensors) > 1:
+            for index, tensor in enumerate(tensors):
+                tensor.siblings = tensors[:index] + tensors[index + 1 :]
+        banishing = self._banishing
+        for parent in args:
+            origin = parent.storage
+            if banishing:
+                parent.children.extend(tensors)  # only banishing walks from tensor to tensor
+            for tensor in tensors:
+                made = tensor.storage
+                if made is not origin:
+                    origin.below[made] = made.above[origin] = origin.below.get(made, 0) + 1
+                    if banishing:
+                        origin.evicted_dependents.add(tensor)
+        return tensors
+
+    def _materialize(self, wanted: TensorNode, *, again: bool) -> None:
+        """Bring a tensor into memory, and first, one after the other, whatever it needs.
+
+        An explicit stack instead of recursion: chains can be longer than Python's.
+        """
+        missing = self._begin(wanted)
+        if not missing:
+            self._finish(wanted, again=again)
+            return
+        stack = [(wanted, again, iter(missing))]
+        waiting: list[TensorNode | None] = [None]
+        while stack:
+            tensor, tensor_again, parents = stack[-1]
+            if waiting[-1] is not None:
+                self._lock(waiting[-1].storage)
+                waiting[-1] = None
+            for parent in parents:
+                if parent.defined:
+                    # A sibling's run has brought it back meanwhile.
+                    self._lock(parent.storage)
+                    continue
+                waiting[-1] = parent
+                stack.append((parent, True, iter(self._begin(parent))))
+                waiting.append(None)
+                break
+            else:
+                self._finish(tensor, again=tensor_again)
+                stack.pop()
+                waiting.pop()
+
+    def _begin(self, tensor: TensorNode) -> list[TensorNode]:
+        """Touch and lock the parents that are there; returns those that are not."""
+        clock, missing = self.clock, []
+        for parent in tensor.parents:
+            storage = parent.storage
+            if not self._banishing or storage.references > 0:
+                storage.last_access = clock
+        for parent in tensor.parents:
+            if parent.defined:
+                self._lock(parent.storage)
+            else:
+                missing.append(parent)
+        return missing
+
+    def _finish(self, tensor: TensorNode, *, again: bool) -> None:
+        """All parents are locked in memory: make room, run, unlock."""
+        sizes = tensor.op.sizes
+        need = sizes[0] if len(sizes) == 1 else sum(sizes)
+        if self.memory + need > self.budget:
+            self._free(need)
+        self._run(tensor, need, again=again)
+        if self._banishing:
+            self._unlock_and_banish(tensor)
+        else:
+            for parent in tensor.parents:
+                self._unlock(parent.storage)
+        if self.remat_compute > self.remat_limit:
+            raise Thrashing
+
+    def _run(self, tensor: TensorNode, need: int, *, again: bool) -> None:
+        op = tensor.op
+        self.clock += op.cost
+        self.memory += need
+        self.ops_run += 1
+        if self.memory > self.peak:
+            self.peak = self.memory
+        if again:
+            self.remat_compute += op.cost
+            self.rematerializations += 1
+        else:
+            self.base_compute += op.cost
+        arrived = [tensor.storage] if not tensor.storage.material else []
+        if tensor.siblings:
+            arrived = self._run_siblings(tensor) + arrived
+        tensor.storage.material = True
+        tensor.defined = True
+        for storage in arrived:
+            self.pool[storage] = None
+            self.heuristic.arrived(storage, again=again)
+        if self._timeline is not None:
+            self._timeline.ran(self, op, again=again)
+
+    def _run_siblings(self, tensor: TensorNode) -> list[Storage]:
+        """The other results of the operator: those already there are computed for nothing."""
+        arrived = []
+        for sibling in tensor.siblings:
+            storage = sibling.storage
+            if sibling.defined:
+                self.memory -= sibling.op.sizes[sibling.index]
+                continue
+            if not storage.material:
+                arrived.append(storage)
+                storage.material = True
+            sibling.defined = True
+        return arrived
+
+    def _free(self, need: int) -> None:
+        while self.memory + need > self.budget:
+            if not self.pool:
+                raise OutOfMemory
+            self._evict(self._victim())
+
+    def _victim(self) -> Storage:
+        """What the heuristic wants to go; it may be anybody's, so it is checked."""
+        chosen = self.heuristic.choose(self.pool, self.clock)
+        if chosen not in self.pool:
+            raise RematError(
+                f"the heuristic {self.heuristic.name!r} chose what may not go",
+                found=repr(chosen),
+                expected="a storage of the pool that choose() was given",
+            )
+        return chosen
+
+    def _evict(self, storage: Storage) -> None:
+        storage.material = False
+        self.memory -= storage.size
+        self.evictions += 1
+        self.pool.pop(storage, None)
+        for tensor in storage.tensors:
+            tensor.defined = False
+            if self._banishing:
+                for parent in tensor.parents:
+                    if parent.storage is not storage:
+                        parent.storage.evicted_dependents.add(tensor)
+        self.heuristic.evicted(storage)
+        if self._timeline is not None:
+            self._timeline.evicted(self, storage)
+
+    def _lock(self, storage: Storage) -> None:
+        if storage.locks == 0:
+            del self.pool[storage]
+        storage.locks += 1
+
+    def _unlock(self, storage: Storage) -> None:
+        storage.locks -= 1
+        if storage.locks == 0:
+            self.pool[storage] = None
+
+    def _unlock_and_banish(self, tensor: TensorNode) -> None:
+        # Banishing removes parents from this very list while we walk it, and what comes after a
+        # removed one is passed over. The original does so, and its results depend on it.
+        for parent in tensor.parents:
+            self._unlock(parent.storage)
+            for result in (*tensor.siblings, tensor):
+                if result.storage is not parent.storage and result.defined:
+                    parent.storage.evicted_dependents.discard(result)
+            self._try_banish(parent.storage)
+
+    def _try_banish(self, storage: Storage) -> None:
+        if storage.references > 0 or storage.evicted_dependents:
+            return
+        if storage.material:
+            storage.locks = 0
+            self._evict(storage)
+        for tensor in storage.tensors:
+            for parent in tensor.parents:
+                if parent.storage is not storage:
+                    parent.storage.evicted_dependents.discard(tensor)
+                    parent.children.remove(tensor)
+                    _cut(parent.storage, storage)
+            for child in tensor.children:
+                if child.storage is not storage:
+                    child.parents.remove(tensor)
+                    _cut(storage, child.storage)
+                    self._pin(child.storage)
+
+
+def _cut(above: Storage, below: Storage) -> None:
+    """One edge between two storages less."""
+    if above.below.get(below, 0) > 1:
+        above.below[below] -= 1
+        below.above[above] -= 1
+    else:
+        above.below.pop(below, None)
+        below.above.pop(above, None)
+
+
+def run_program(core: EvictionCore, program: Program) -> None:
+    """Drive the core through a program; raises `OutOfMemory` or `Thrashing` where it ends early."""
+    # A run makes many objects that refer to each other and all live until its end: looking for
+    # garbage among them again and again would take a third of the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        _drive(core, program)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _drive(core: EvictionCore, program: Program) -> None:
+    # Filled as operators run: a step never names a tensor that no earlier one made.
+    tensors: list[Any] = [None] * len(program.tensors)
+    ops, run, release = program.ops, StepKind.RUN, StepKind.RELEASE
+    for step in program.steps:
+        kind, index = step.kind, step.index
+        if kind is run:
+            op = ops[index]
+            made = core.compute(op, [tensors[number] for number in op.args])
+            for number, tensor in zip(op.results, made, strict=True):
+                tensors[number] = tensor
+        elif kind is release:
+            core.release(tensors[index])
+        elif kind is StepKind.GET:
+            core.get(tensors[index])
+        else:
+            core.pin(tensors[index])

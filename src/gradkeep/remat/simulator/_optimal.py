@@ -1,0 +1,299 @@
+"""The cheapest schedule within a budget, by integer programming, with a proven bound.
+
+Stage t ends with the first run of node t; before that any earlier node may run again, in the order
+of numbers; with more `rounds` it may do so several times over. One more stage at the end brings back
+outputs that were dropped. R[t, i]: node i runs in stage t. S[t, i]: its result is in memory when stage t begins.
+F[t, i, k]: node i is dropped after node k ran in stage t. After Jain et al., Checkmate (2020).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gradkeep.errors import MissingExtra, RematError
+from gradkeep.remat.simulator._baselines import keep_all
+from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked
+
+if TYPE_CHECKING:
+    from gradkeep.remat.simulator._program import Program
+
+_LARGEST = 200
+_MORE_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best schedule that was found, and how good any could be."""
+
+    status: Literal["optimal", "time limit", "infeasible"]
+    schedule: Schedule | None
+    bound: float
+    """No schedule of this form costs less."""
+    gap: float
+    """(cost - bound) / cost; 0 when the schedule is proven to be the best."""
+
+
+def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int = 1) -> Optimum:
+    """The least recomputation within `budget` bytes (constants not counted).
+
+    Exact among schedules that run a node at most `rounds` times between two first runs, which is
+    seldom a limit; where nothing fits, one more round is tried. The search stops after `time_limit`
+    seconds with the best schedule so far and a proven gap. Cost: grows steeply; 25 nodes take
+    seconds.
+    """
+    if len(graph) > _LARGEST:
+        raise RematError(
+            "this graph is too large for the integer program",
+            found=f"{len(graph)} operators",
+            expected=f"at most {_LARGEST}",
+            fix="use a heuristic, or a smaller model of the same shape",
+        )
+    if budget < graph.bottleneck:
+        raise RematError(
+            "no schedule fits this budget",
+            found=f"{budget} bytes",
+            expected=f"at least {graph.bottleneck} bytes (plus {graph.constant_bytes} of constants)",
+        )
+    plain = keep_all(graph)
+    if plain.peak <= budget:
+        return Optimum("optimal", plain, plain.compute, 0.0)
+    end = time.monotonic() + time_limit
+    found = _IntegerProgram(graph, budget, rounds).solve(time_limit)
+    for more in range(rounds + 1, rounds + _MORE_ROUNDS + 1):
+        if found.status != "infeasible":
+            break
+        found = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
+    return found
+
+
+@dataclass
+class _IntegerProgram:
+    graph: Graph
+    budget: int
+    rounds: int
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    names: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def solve(self, time_limit: float) -> Optimum:
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import coo_array
+        except ImportError as error:
+            raise MissingExtra(
+                "the integer program needs scipy", fix='pip install "gradkeep[remat]"'
+            ) from error
+        self._declare()
+        self._dependencies()
+        self._memory()
+        count = len(self.names)
+        costs = np.zeros(count)
+        integral = np.ones(count)
+        top = np.ones(count)
+        for name, column in self.names.items():
+            if name[0] == "R":
+                costs[column] = self.graph.costs[name[2]]
+            elif name[0] == "U":
+                integral[column] = 0
+                top[column] = 1.0
+        shape = (len(self.lower), count)
+        matrix = coo_array((self.values, (self.rows, self.columns)), shape=shape).tocsr()
+        result = milp(
+            costs,
+            integrality=integral,
+            bounds=Bounds(np.zeros(count), top),
+            constraints=LinearConstraint(matrix, self.lower, self.upper),
+            options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+        )
+        if result.x is None:
+            ended: Literal["infeasible", "time limit"] = (
+                "infeasible" if result.status == 2 else "time limit"
+            )
+            bound = getattr(result, "mip_dual_bound", None)
+            return Optimum(ended, None, self.graph.compute if bound is None else bound, 1.0)
+        schedule = self._schedule(np.round(result.x).astype(int))
+        bound = min(schedule.compute, float(result.mip_dual_bound))
+        # Costs are whole numbers: a bound within one of the cost proves it.
+        proven = schedule.compute - bound < 1 - 1e-6 or result.status == 0
+        gap = 0.0 if proven else (schedule.compute - bound) / schedule.compute
+        return Optimum(
+            "optimal" if proven else "time limit",
+            schedule,
+            schedule.compute if proven else bound,
+            gap,
+        )
+
+    def _variable(self, *name: Any) -> int:
+        return self.names.setdefault(name, len(self.names))
+
+    def _constraint(
+        self, terms: list[tuple[int, float]], low: float = -np.inf, high: float = np.inf
+    ) -> None:
+        row = len(self.lower)
+        for column, value in terms:
+            self.rows.append(row)
+            self.columns.append(column)
+            self.values.append(value)
+        self.lower.append(low)
+        self.upper.append(high)
+
+    def _declare(self) -> None:
+        for stage in self._stages():
+            new = self._new(stage)
+            for node in self._nodes(stage):
+                self._variable("R", stage, node)
+            for node in range(new):
+                self._variable("S", stage, node)
+            if self._ends(stage) and new < len(self.graph):
+                self._constraint([(self._variable("R", stage, new), 1)], 1, 1)
+
+    def _stages(self) -> range:
+        return range((len(self.graph) + 1) * self.rounds)
+
+    def _new(self, stage: int) -> int:
+        """The node whose first run a stage leads to."""
+        return stage // self.rounds
+
+    def _ends(self, stage: int) -> bool:
+        """Whether it is the round in which the new node runs."""
+        return stage % self.rounds == self.rounds - 1
+
+    def _nodes(self, stage: int) -> range:
+        """The nodes that may run in a stage."""
+        return range(min(self._new(stage) + self._ends(stage), len(self.graph)))
+
+    def _dependencies(self) -> None:
+        graph, last = self.graph, self._stages()[-1]
+        for stage in self._stages():
+            for node in self._nodes(stage):
+                runs = self._variable("R", stage, node)
+                for parent in graph.parents[node]:
+                    self._constraint([(runs, 1.0), *self._have(stage, parent, -1.0)], high=0)
+                if node < self._new(stage):
+                    # Running what is already there is never needed, and would count twice.
+                    stays = self._variable("S", stage, node)
+                    self._constraint([(runs, 1.0), (stays, 1.0)], high=1)
+            for node in range(self._new(stage)):
+                stays = self._variable("S", stage, node)
+                self._constraint([(stays, 1.0), *self._have(stage - 1, node, -1.0)], high=0)
+        for node in graph.outputs:
+            self._constraint(self._have(last, node, 1.0), low=1)
+
+    def _have(self, stage: int, node: int, factor: float) -> list[tuple[int, float]]:
+        """The variables of which one must be 1 for the node to be there in or after a stage."""
+        names = (("R", stage, node), ("S", stage, node))
+        return [(self.names[name], factor) for name in names if name in self.names]
+
+    def _memory(self) -> None:
+        """Bytes after each run of each stage, in units of the budget."""
+        graph = self.graph
+        children = graph.children
+        for stage in self._stages():
+            before: list[tuple[int, float]] = [
+                (self._variable("S", stage, node), graph.sizes[node] / self.budget)
+                for node in range(self._new(stage))
+            ]
+            for node in self._nodes(stage):
+                runs = self._variable("R", stage, node)
+                used = self._variable("U", stage, node)
+                before = [*before, (runs, graph.sizes[node] / self.budget)]
+                self._constraint([(used, -1.0), *before], 0, 0)
+                before = [(used, 1.0)]
+                for dropped in (*graph.parents[node], node):
+                    drop = self._drop(stage, dropped, node, children[dropped])
+                    if drop is not None:
+                        before.append((drop, -graph.sizes[dropped] / self.budget))
+
+    def _drop(self, stage: int, node: int, after: int, children: tuple[int, ...]) -> int | None:
+        """F: may be 1 only if `after` ran, nobody later in the stage reads it, and it is not kept."""
+        last = self._stages()[-1]
+        if stage == last and node in self.graph.outputs:
+            return None
+        drop = self._variable("F", stage, node, after)
+        self._constraint([(drop, 1.0), (self._variable("R", stage, after), -1.0)], high=0)
+        if stage < last:
+            self._constraint([(drop, 1.0), (self._variable("S", stage + 1, node), 1.0)], high=1)
+        for child in children:
+            if after < child and child in self._nodes(stage):
+                self._constraint([(drop, 1.0), (self._variable("R", stage, child), 1.0)], high=1)
+        # It cannot be dropped twice, nor be dropped if it is not there.
+        if after > node:
+            self._constraint([(drop, 1.0), *self._have(stage, node, -1.0)], high=0)
+        return drop
+
+    def _schedule(self, solution: Any) -> Schedule:
+        graph = self.graph
+        there: set[int] = set()
+        actions: list[Action] = []
+
+        def chosen(*name: Any) -> bool:
+            return name in self.names and bool(solution[self.names[name]])
+
+        for stage in self._stages():
+            for node in self._nodes(stage):
+                if chosen("R", stage, node) and node not in there:
+                    actions.append(Action("run", node))
+                    there.add(node)
+                    for old in sorted({*graph.parents[node], node} & there):
+                        if chosen("F", stage, old, node):
+                            actions.append(Action("drop", old))
+                            there.remove(old)
+            if stage + 1 in self._stages():
+                for old in sorted(there):
+                    if not chosen("S", stage + 1, old):
+                        actions.append(Action("drop", old))
+                        there.remove(old)
+        return checked(graph, actions)
+
+
+SMALL_ENOUGH = 36
+"""Operators, aliases collapsed: with more the integer program seldom ends within a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimumPoint:
+    """What the integer program says about a budget."""
+
+    status: Literal["ok", "oom", "unproven", "too large"]
+    operators: int
+    """Of the graph, aliases collapsed."""
+    overhead: float | None = None
+    """Time by the time of running everything once; of the best schedule found."""
+    peak: int = 0
+    """Bytes, constants included."""
+    message: str = ""
+
+
+def optimum_point(program: Program, budget: int, *, time_limit: float) -> OptimumPoint:
+    """The optimum within a budget that counts constants too.
+
+    >>> from gradkeep.remat import chain
+    >>> optimum_point(chain(6, size=1, cost=1), 9, time_limit=10).status
+    'ok'
+    """
+    graph = Graph.of(program)
+    count = len(graph)
+    if count > SMALL_ENOUGH:
+        told = f"{count} operators are too many for the integer program, at most {SMALL_ENOUGH}"
+        return OptimumPoint("too large", count, message=told)
+    room = budget - graph.constant_bytes
+    if room < graph.bottleneck:
+        least = graph.bottleneck + graph.constant_bytes
+        return OptimumPoint("oom", count, message=f"no schedule takes fewer than {least} bytes")
+    found = optimal(graph, budget=room, time_limit=time_limit)
+    if found.schedule is None:
+        unknown = found.status == "time limit"
+        return OptimumPoint("unproven" if unknown else "oom", count, message=found.status)
+    overhead = found.schedule.compute / graph.compute if graph.compute else 1.0
+    peak = found.schedule.peak + graph.constant_bytes
+    if found.gap > 0:
+        told = f"stopped after {time_limit:g} s, at most {found.gap:.1%} above the optimum"
+        return OptimumPoint("unproven", count, overhead, peak, told)
+    return OptimumPoint("ok", count, overhead, peak)

@@ -1,0 +1,242 @@
+"""One picture of a sweep that a person understands at a glance.
+
+Simulated lines are thin, measured ones thick: dashes where a heuristic decides as the model runs,
+solid where it follows a plan. Checkpoints are points without a line, for each placement has one peak;
+the optimum is dotted, with stars.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.errors import MissingExtra
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from gradkeep.remat.simulator._sweep import RowSource, SweepRow
+
+_COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"),
+    *("#8c510a", "#5e3c99", "#1b7837", "#b2182b", "#2166ac", "#bf812d", "#762a83", "#35978f"),
+)
+MARKERS = "o^svPX<>hd8p1"  # the diamond is for plans
+_STYLES: dict[RowSource, dict[str, Any]] = {
+    "simulated": {"linewidth": 1.2, "markersize": 4},
+    "online": {"linewidth": 2.4, "linestyle": "--", "markersize": 8, "markerfacecolor": "white"},
+    "planned": {
+        "linewidth": 3.0,
+        "marker": "D",
+        "markersize": 8,
+        "color": "#b2182b",
+        "markerfacecolor": "white",
+    },
+    "checkpoint": {
+        "linestyle": "none",
+        "marker": "$C$",
+        "markersize": 8,
+        "color": "#444444",
+    },
+    "optimum": {
+        "linewidth": 1.6,
+        "linestyle": ":",
+        "marker": "*",
+        "markersize": 10,
+        "color": "#000000",
+    },
+}
+_LABELS: dict[RowSource, str] = {
+    "simulated": "{}, simulated",
+    "online": "{}, online, measured",
+    "planned": "planned, measured",
+    "checkpoint": "torch.utils.checkpoint, measured",
+    "optimum": "optimum, integer program",
+}
+_ENDED = {"$T$": ("thrash", "gave up"), "$M$": ("oom", "over budget", "infeasible")}
+_STEEP = 4.0
+"""Beyond so many times the plain time the axis is logarithmic: small differences stay visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureStyle:
+    """What a picture of a sweep shows."""
+
+    title: str
+    measure: str = "overhead"
+    """The column on the vertical axis."""
+    label: str = "time, as a multiple of training with enough memory"
+    logarithmic: bool = False
+    by_policy: bool = False
+    """Tell lines apart by heuristic and policy instead of by heuristic alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PictureLine:
+    """What is drawn as one."""
+
+    label: str
+    source: RowSource
+
+
+def draw_sweep(
+    rows: Sequence[SweepRow], folder: str | os.PathLike[str], name: str, look: PictureStyle
+) -> list[Path]:
+    """Write `name.png`, `name.svg` and a self-contained `name.html` into the folder."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    figure = _figure(rows, look)
+    paths = [target / f"{name}.{ending}" for ending in ("png", "svg", "html")]
+    figure.savefig(paths[0], dpi=110)
+    # A fixed salt and no date: the same rows give the same file.
+    figure.savefig(paths[1], metadata={"Date": None})
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    paths[2].write_text(_page(rows, look, buffer.getvalue()))
+    return paths
+
+
+def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra(
+            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
+        ) from error
+    mpl.rcParams["svg.hashsalt"] = "gradkeep"
+    logs = list(dict.fromkeys(row.log for row in rows))
+    lines = _lines(rows, look)
+    across = min(3, len(logs))
+    down = -(-len(logs) // across)
+    figure = Figure(figsize=(4.6 * across + 2.9, 3.6 * down + 0.9), layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for axis, log in zip(axes, logs, strict=False):
+        _panel(axis, [row for row in rows if row.log == log], lines, look)
+        axis.set_title(Path(log).name.split("-")[0], fontsize=11)
+    for axis in axes[len(logs) :]:
+        axis.set_visible(False)
+    first = figure.axes[0]
+    handles, labels = first.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    # So that nobody wonders at a heuristic that does better: it may keep one result of several.
+    merged = "\n(the optimum takes all results of an operator for one)"
+    if not any(line.source == "optimum" for line in lines):
+        merged = ""
+    figure.suptitle(look.title, fontsize=12)
+    figure.supxlabel(
+        "memory budget, as a share of the peak without one\n"
+        "(T: from here on it thrashes; M: from here on it does not fit)" + merged,
+        fontsize=10,
+    )
+    figure.supylabel(look.label, fontsize=10)
+    return figure
+
+
+def _panel(
+    axis: Any, rows: Sequence[SweepRow], lines: Sequence[_PictureLine], look: PictureStyle
+) -> None:
+    good = [getattr(row, look.measure) for row in rows if row.status == "ok"]
+    top = max(good, default=1.0)
+    steep = look.logarithmic or (look.measure == "overhead" and top > _STEEP)
+    failed_at = top * (1.6 if steep else 1.06)
+    for number, line in enumerate(lines):
+        style = {
+            "color": _COLOURS[number % len(_COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            **_STYLES[line.source],
+        }
+        mine = sorted((r for r in rows if _line_of(r, look) == line), key=lambda row: row.ratio)
+        points = [(row.ratio, getattr(row, look.measure)) for row in mine if row.status == "ok"]
+        axis.plot([x for x, _ in points], [y for _, y in points], label=line.label, **style)
+        # Where it gives up: its own mark, in its own colour, just below where it still ran.
+        for sign, statuses in _ENDED.items():
+            ended = [row.ratio for row in mine if row.status in statuses]
+            if ended:
+                height = failed_at + (top - min(good, default=1.0)) * 0.045 * number
+                colour = style["color"]
+                axis.plot([max(ended)], [height], marker=sign, color=colour, linestyle="none")
+    if steep:
+        axis.set_yscale("log")
+        if not look.logarithmic:
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+    axis.set_xlim(1.03, 0.05)
+    axis.grid(alpha=0.25)
+
+
+def _lines(rows: Sequence[SweepRow], look: PictureStyle) -> list[_PictureLine]:
+    """Each once; the simulated ones first, so that what was measured lies upon them."""
+    found = dict.fromkeys(_line_of(row, look) for row in rows)
+    order = list(_STYLES)
+    return sorted(found, key=lambda line: order.index(line.source))
+
+
+def _line_of(row: SweepRow, look: PictureStyle) -> _PictureLine:
+    name = f"{row.heuristic}, {row.policy}" if look.by_policy else row.heuristic
+    return _PictureLine(_LABELS[row.source].format(name), row.source)
+
+
+def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:
+    """What the table says, in words: per log the cheapest at half of the memory, and the least."""
+    found = []
+    for log, source in dict.fromkeys((row.log, row.source) for row in rows):
+        mine = [row for row in rows if (row.log, row.source) == (log, source)]
+        # A budget above the peak says nothing.
+        good = [row for row in mine if row.status == "ok" and row.ratio <= 1]
+        name = Path(log).name.split("-")[0]
+        at_half = [row for row in good if row.ratio == 0.5]
+        if at_half:
+            best = min(at_half, key=lambda row: row.overhead)
+            found.append(
+                f"At 50% of its memory {name} takes {best.overhead:.2f}x the time ({_by(best)})."
+            )
+        if good:
+            least = min(good, key=lambda row: (row.ratio, row.overhead))
+            found.append(
+                f"{name} still runs at {least.ratio:.0%}: {least.overhead:.2f}x ({_by(least)})."
+            )
+    return found
+
+
+def _by(row: SweepRow) -> str:
+    if row.source == "checkpoint":
+        return f"{_LABELS[row.source]}, {row.heuristic}"
+    return _LABELS[row.source].format(row.heuristic)
+
+
+def _page(rows: Sequence[SweepRow], look: PictureStyle, svg: str) -> str:
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in sweep_sentences(rows))
+    head = (
+        *("log", "source", "heuristic", "policy", "ratio", "budget", "peak", "status", "overhead"),
+        *("evictions", "accesses"),
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(_cell(getattr(row, name)))}</td>" for name in head)
+        + "</tr>"
+        for row in rows
+    )
+    titles = "".join(f"<th>{name}</th>" for name in head)
+    drawing = svg[svg.index("<svg") :]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        f"<title>{html.escape(look.title)}</title><link rel=icon href='data:,'>"
+        "<style>body{font:15px system-ui;margin:2rem;max-width:80rem}svg{max-width:100%;height:auto}"
+        "table{border-collapse:collapse;font-size:13px}td,th{padding:.15rem .6rem;text-align:left;"
+        "border-bottom:1px solid #ddd}</style>"
+        f"<h1>{html.escape(look.title)}</h1><ul>{said}</ul>{drawing}"
+        f"<details><summary>All {len(rows)} points</summary><table><tr>{titles}</tr>{body}"
+        "</table></details></html>\n"
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return Path(value).name.split("-")[0] if isinstance(value, str) and "/" in value else str(value)

@@ -1,0 +1,240 @@
+"""Many simulations: every heuristic at every budget, in parallel, resumable."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gradkeep.errors import RematError
+from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
+from gradkeep.remat.simulator._log import read_log
+from gradkeep.remat.simulator._optimal import SMALL_ENOUGH, optimum_point
+from gradkeep.remat.simulator._schedule import Graph
+from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from gradkeep.remat.simulator._core import Policy
+    from gradkeep.remat.simulator._program import Program
+
+MAIN_HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest", "random")
+RowSource = Literal["simulated", "optimum", "online", "planned", "checkpoint"]
+"""How a row came about; the last three are measured on a live model."""
+OPTIMUM = "optimum"
+"""In the place of a heuristic: the integer program decides."""
+_OPTIMUM_SECONDS = 20.0
+RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCase:
+    """One simulation to be done."""
+
+    log: str
+    heuristic: str
+    ratio: float
+    """Budget by the peak without one."""
+    policy: Policy = "eager"
+    limit: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One simulation or measurement done: a line of the table."""
+
+    log: str
+    heuristic: str
+    ratio: float
+    policy: str
+    limit: float
+    status: str
+    overhead: float
+    budget: int
+    peak: int
+    evictions: int
+    rematerializations: int
+    heuristic_evaluations: int
+    accesses: int
+    source: RowSource = "simulated"
+
+    @property
+    def case(self) -> SweepCase:
+        """What was simulated."""
+        policy: Policy = self.policy  # type: ignore[assignment]
+        return SweepCase(self.log, self.heuristic, self.ratio, policy, self.limit)
+
+
+def sweep_cases(
+    logs: Sequence[str | os.PathLike[str]],
+    *,
+    heuristics: Sequence[str] = MAIN_HEURISTICS,
+    ratios: Sequence[float] = RATIOS,
+    policies: Sequence[Policy] = ("eager",),
+    limit: float = 2.0,
+) -> list[SweepCase]:
+    """Every combination; unknown heuristics and ratios that make no sense are refused here."""
+    for name in heuristics:
+        heuristic(name)
+    for ratio in ratios:
+        if not ratio > 0:
+            raise RematError("a ratio is a share of the peak above 0", found=ratio)
+    return [
+        SweepCase(os.fspath(log), name, float(ratio), policy, limit)
+        for log in logs
+        for policy in policies
+        for name in heuristics
+        for ratio in ratios
+    ]
+
+
+def optimum_cases(
+    logs: Sequence[str | os.PathLike[str]], *, ratios: Sequence[float] = RATIOS
+) -> list[SweepCase]:
+    """The optimum at every ratio, of the logs that are small enough to find it."""
+    small = [log for log in logs if len(Graph.of(read_log(log))) <= SMALL_ENOUGH]
+    return [SweepCase(os.fspath(log), OPTIMUM, float(ratio)) for log in small for ratio in ratios]
+
+
+def sweep(
+    wanted: Iterable[SweepCase],
+    table: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[SweepRow]:
+    """Run the cases that the CSV `table` does not hold yet, adding each row as it is done.
+
+    Interrupt it at any moment and run it again: what is in the table is not done twice. Cases of a
+    heuristic that was registered here run in this process, all others on `workers` processes.
+    """
+    path = Path(table)
+    every = list(dict.fromkeys(wanted))
+    there = read_table(path) if path.exists() else []
+    done = {row.case: row for row in there if row.source in ("simulated", "optimum")}
+    left = [case for case in every if case not in done]
+    write_table(path, done.values())
+    finished = len(every) - len(left)
+    if progress is not None:
+        progress(finished, len(every))
+    for log in dict.fromkeys(case.log for case in left):
+        _program(log)  # a log that cannot be read is told at once, not by a worker
+
+    def add(row: SweepRow) -> None:
+        nonlocal finished
+        done[row.case] = row
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerow(dataclasses.astuple(row))
+        finished += 1
+        if progress is not None:
+            progress(finished, len(every))
+
+    # Other processes do not know a heuristic that was registered in this one.
+    own = own_heuristics()
+    here = [case for case in left if case.heuristic in own]
+    elsewhere = [case for case in left if case.heuristic not in own]
+    count = max(1, min(len(elsewhere), workers or os.cpu_count() or 1))
+    if elsewhere:
+        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = [pool.submit(run_case, case) for case in elsewhere]
+            for future in as_completed(futures):
+                add(future.result())
+    for case in here:
+        add(run_case(case))
+    rows = [done[case] for case in every]
+    write_table(path, rows)
+    return rows
+
+
+def run_case(case: SweepCase) -> SweepRow:
+    """Simulate one case."""
+    program, peak = _program(case.log)
+    budget = int(peak * case.ratio)
+    if case.heuristic == OPTIMUM:
+        return _optimum(case, program, budget)
+    outcome = simulate(
+        program,
+        heuristic=case.heuristic,
+        budget=budget,
+        policy=case.policy,
+        limit=case.limit,
+    )
+    return SweepRow(
+        log=case.log,
+        heuristic=case.heuristic,
+        ratio=case.ratio,
+        policy=case.policy,
+        limit=case.limit,
+        status=outcome.status,
+        overhead=outcome.overhead,
+        budget=budget,
+        peak=outcome.peak,
+        evictions=outcome.evictions,
+        rematerializations=outcome.rematerializations,
+        heuristic_evaluations=outcome.heuristic_evaluations,
+        accesses=outcome.accesses,
+    )
+
+
+def _optimum(case: SweepCase, program: Program, budget: int) -> SweepRow:
+    best = optimum_point(program, budget, time_limit=_OPTIMUM_SECONDS)
+    return SweepRow(
+        log=case.log,
+        heuristic=OPTIMUM,
+        ratio=case.ratio,
+        policy=case.policy,
+        limit=case.limit,
+        status=best.status,
+        overhead=math.nan if best.overhead is None else best.overhead,
+        budget=budget,
+        peak=best.peak,
+        evictions=0,
+        rematerializations=0,
+        heuristic_evaluations=0,
+        accesses=0,
+        source="optimum",
+    )
+
+
+@lru_cache(maxsize=4)
+def _program(log: str) -> tuple[Program, int]:
+    program = read_log(log)
+    return program, unlimited_peak(program)
+
+
+def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
+    """The rows of a table; a last line that was cut off by a kill is left out."""
+    rows = []
+    fields = dataclasses.fields(SweepRow)
+    kinds = {"float": float, "int": int, "str": str, "RowSource": str}
+    with Path(path).open(newline="") as file:
+        for line in list(csv.reader(file))[1:]:
+            if len(line) != len(fields):
+                continue
+            try:
+                values = [
+                    kinds[str(part.type)](text) for part, text in zip(fields, line, strict=True)
+                ]
+            except ValueError:
+                continue
+            rows.append(SweepRow(*values))
+    return rows
+
+
+def write_table(path: Path, rows: Iterable[SweepRow]) -> None:
+    """Write a table: a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([part.name for part in dataclasses.fields(SweepRow)])
+        writer.writerows(dataclasses.astuple(row) for row in rows)
+    temporary.replace(path)

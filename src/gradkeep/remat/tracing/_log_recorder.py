@@ -1,0 +1,375 @@
+"""Record a training step on unmodified PyTorch as a log.
+
+A dispatch mode sees every operator, forward and backward. Storages are followed by weak references,
+which fire when the last owner lets go, autograd's saved tensors included: so the log knows exactly
+when bytes are free. Views are aliases. An in-place operator takes no new bytes, so it too is
+recorded as one that makes an alias; the original's own logs have MUTATE lines instead, which stand
+for a copy.
+
+Noting must be cheap, for it happens at every operator: tensors are numbers until the log is written,
+and a release is nothing but the number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from gradkeep.errors import RematError
+from gradkeep.remat.tracing._tensors import (
+    SEQUENCES,
+    FollowedStorage,
+    OperatorSignature,
+    QuickDispatchMode,
+    StorageRef,
+    beside_compiler,
+    collect_tensors,
+    signature_of,
+    view_key,
+    written_storages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+
+class LoggedCall(NamedTuple):
+    """An operator that ran."""
+
+    name: str
+    args: tuple[int, ...]
+    results: tuple[tuple[int, int, int], ...]
+    """Number, bytes and alias index of each result."""
+
+
+class LoggedMutation(NamedTuple):
+    """An operator that changed whole storages in place; they keep their numbers."""
+
+    name: str
+    args: tuple[int, ...]
+    changed: tuple[int, ...]
+    """Positions among the arguments."""
+
+
+class LoggedConstant(NamedTuple):
+    """A storage that was there before."""
+
+    number: int
+    size: int
+
+
+BACKWARD = "BACKWARD"
+
+Event = LoggedCall | LoggedMutation | LoggedConstant | int | str
+"""What happened; a number is a release, the string is the begin of the backward pass."""
+
+
+@dataclass(slots=True)
+class LoggedStep:
+    """One run of a step."""
+
+    events: list[Event] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)
+    """Nanoseconds, one for every `Call` and `Mutation`."""
+
+    def least(self, other: LoggedStep) -> LoggedStep:
+        """These notes with the smaller of both times, or the other's if it did something else."""
+        if self.events != other.events:
+            return other
+        pairs = zip(self.times, other.times, strict=True)
+        return LoggedStep(self.events, [min(pair) for pair in pairs])
+
+    def write(self, path: Path) -> None:
+        """Write the log; a reader sees all of it or nothing."""
+        lines = [_line("ANNOTATE", ANNOTATION="START"), *self._lines()]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_text("\n".join(lines) + "\n")
+            temporary.replace(path)
+        except OSError as error:
+            raise RematError("the log cannot be written", path=path, found=str(error)) from error
+
+    def _lines(self) -> Iterator[str]:
+        times = iter(self.times)
+        for event in self.events:
+            if isinstance(event, int):
+                yield _line("RELEASE", NAME=f"x{event}")
+            elif isinstance(event, LoggedCall):
+                yield from _call(event, next(times))
+            elif isinstance(event, LoggedMutation):
+                args = [f"x{number}" for number in event.args]
+                # The one list of numbers in the format: the original uses them as they are.
+                changed = list(event.changed)
+                spent = str(next(times))
+                yield _line("MUTATE", NAME=event.name, ARGS=args, MUTATE=changed, TIME=spent)
+            elif isinstance(event, LoggedConstant):
+                yield _line("CONSTANT", NAME=f"x{event.number}")
+                yield _line("MEMORY", NAME=f"x{event.number}", MEMORY=str(event.size))
+            else:
+                yield _line("ANNOTATE", ANNOTATION=event)
+
+
+def _call(event: LoggedCall, spent: int) -> Iterator[str]:
+    names = [f"x{number}" for number, _, _ in event.results]
+    args = [f"x{number}" for number in event.args]
+    yield _line("CALL", NAME=event.name, RESULT=names, ARGS=args, TIME=str(spent))
+    for number, size, alias in event.results:
+        yield _line("MEMORY", NAME=f"x{number}", MEMORY=str(size))
+        yield _line("ALIAS", NAME=f"x{number}", ALIAS=str(alias))
+
+
+def _line(instruction: str, **values: Any) -> str:
+    return json.dumps({"INSTRUCTION": instruction, **values})
+
+
+class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what runs inside `with`; the log is written when it ends.
+
+    Entered again for the same step, it keeps for every operator the least time that was seen;
+    `repeats` says of how many runs. `live_peak` is the largest number of bytes alive at once.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
+    ) -> None:
+        if in_place not in ("alias", "mutate"):
+            raise RematError(
+                "unknown way to record in-place operators",
+                found=repr(in_place),
+                expected="'alias' or 'mutate'",
+            )
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.path = Path(path)
+        self.in_place = in_place
+        self.live_peak = 0
+        self.repeats = 0
+        self._signatures: dict[Any, OperatorSignature] = {}
+        self._best: LoggedStep | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._notes = LoggedStep()
+        self._alive: dict[int, FollowedStorage] = {}
+        self._count = 0
+        self._live = 0
+        self._backward = False
+        self.live_peak = 0
+
+    def __enter__(self) -> Self:
+        self._begin()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        # Whoever dies from here on does so outside the step: the watches go first.
+        self._alive.clear()
+        if error is None:
+            best = self._notes if self._best is None else self._best.least(self._notes)
+            # Another step than before: earlier times mean nothing here.
+            self.repeats = 1 if best is self._notes else self.repeats + 1
+            self._best = best
+            best.write(self.path)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        start = perf_counter_ns()
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        spent = perf_counter_ns() - start
+        if isinstance(out, Tensor):
+            made = [out]
+        elif type(out) in SEQUENCES:
+            made = [item for item in out if isinstance(item, Tensor)]
+        elif out is None:
+            made = []
+        else:
+            return out
+        if made and made[0].is_cuda:
+            torch.cuda.synchronize(made[0].device)
+            spent = perf_counter_ns() - start
+        try:
+            self._saw(func, args, kwargs, made, spent)
+        except NotImplementedError as error:
+            raise RematError(
+                "a tensor without a storage cannot be recorded",
+                found=f"{func} ({error})",
+                expected="strided tensors",
+                fix="switch sparse gradients off for the recorded step",
+            ) from error
+        return out
+
+    def _saw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        made: list[Tensor],
+        spent: int,
+    ) -> None:
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = signature_of(func)
+        if not self._backward and torch._C._current_autograd_node() is not None:
+            self._backward = True
+            self._notes.events.append(BACKWARD)
+        given: list[Tensor] = []
+        collect_tensors(args, given)
+        if kwargs:
+            collect_tensors(kwargs.values(), given)
+        # Everything below is per argument of every operator: hence the plain loop.
+        alive, names, keys = self._alive, [], []
+        for tensor in given:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            followed = alive.get(key)
+            if followed is None:
+                name = self._follow(storage, key)
+                self._notes.events.append(LoggedConstant(name, alive[key].size))
+            elif followed.views:
+                name = followed.views.get(view_key(tensor), followed.root)
+            else:
+                name = followed.root
+            keys.append(key)
+            names.append(name)
+        if signature.writes:
+            changed = written_storages(signature, args, kwargs or {})
+            if changed:
+                made = [t for t in made if id(t.untyped_storage()) not in changed]
+                if self.in_place == "alias":
+                    self._changed(signature.name, names, keys, changed, made, spent)
+                    return
+                self._mutated(signature.name, names, keys, changed, spent)
+                spent = 0  # it is told once
+        if made:
+            self._called(signature.name, names, keys, made, spent)
+
+    def _called(
+        self,
+        name: str,
+        names: list[int],
+        keys: list[int],
+        made: list[Tensor],
+        spent: int,
+        aliases: Iterable[tuple[int, int, int]] = (),
+    ) -> None:
+        alive, results, replaced = self._alive, list(aliases), []
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            followed = alive.get(key)
+            if followed is None:
+                result = self._follow(storage, key)
+                results.append((result, alive[key].size, -1))
+            elif key in keys:
+                self._count = result = self._count + 1
+                shape = view_key(tensor)
+                if followed.views is None:
+                    followed.views = {}
+                elif shape in followed.views:
+                    # The same view once more: the newer name stands for both.
+                    replaced.append(followed.views[shape])
+                followed.views[shape] = result
+                results.append((result, followed.size, keys.index(key)))
+        if results:
+            self._notes.events.append(LoggedCall(name, tuple(names), tuple(results)))
+            self._notes.times.append(spent)
+            self._notes.events.extend(replaced)
+
+    def _changed(
+        self,
+        name: str,
+        names: list[int],
+        keys: list[int],
+        changed: dict[int, torch.UntypedStorage],
+        made: list[Tensor],
+        spent: int,
+    ) -> None:
+        """The storage stays and goes on under a new number; the old ones end here."""
+        results, ended = [], []
+        for key, storage in changed.items():
+            followed = self._alive[key]
+            self._count = new = self._count + 1
+            ended += [followed.root, *(followed.views or {}).values()]
+            size = storage.nbytes()
+            if size == followed.size:
+                results.append((new, size, keys.index(key)))
+            else:
+                # It was resized: other memory, which was taken before the old was given back.
+                results.append((new, size, -1))
+                self._live += size
+                self.live_peak = max(self.live_peak, self._live)
+                self._live -= followed.size
+                followed.size = size
+            followed.root, followed.views = new, None
+        self._called(name, names, keys, made, spent, results)
+        self._notes.events.extend(ended)
+
+    def _mutated(
+        self,
+        name: str,
+        names: list[int],
+        keys: list[int],
+        changed: dict[int, torch.UntypedStorage],
+        spent: int,
+    ) -> None:
+        """The whole storage changes: its other names mean what it was before, and end here."""
+        args = list(names)
+        positions = [keys.index(key) for key in changed]
+        for key, at in zip(changed, positions, strict=True):
+            args[at] = self._alive[key].root
+        self._notes.events.append(LoggedMutation(name, tuple(args), tuple(sorted(positions))))
+        self._notes.times.append(spent)
+        for key in changed:
+            followed = self._alive[key]
+            self._notes.events.extend((followed.views or {}).values())
+            followed.views = None
+
+    def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
+        self._count = number = self._count + 1
+        size = storage.nbytes()
+        ref = StorageRef(storage, self._gone)
+        ref.key = key
+        self._alive[key] = FollowedStorage(number, size, ref)
+        self._live += size
+        if self._live > self.live_peak:
+            self.live_peak = self._live
+        return number
+
+    def _gone(self, ref: StorageRef) -> None:
+        followed = self._alive.pop(ref.key, None)
+        if followed is not None:
+            self._live -= followed.size
+            self._notes.events.append(followed.root)
+            if followed.views:
+                self._notes.events.extend(followed.views.values())
+
+
+def record(
+    path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
+) -> Recorder:
+    """Record what runs inside `with record("step.log"):` as a log.
+
+    Enter the same recorder several times for the same step to get the least time of every operator:
+
+        recorder = record("step.log")
+        for _ in range(3):
+            with recorder:
+                loss = model(x).sum()
+                loss.backward()
+    """
+    return beside_compiler(Recorder)(path, in_place=in_place)

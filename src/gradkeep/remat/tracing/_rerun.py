@@ -1,0 +1,216 @@
+"""How an operator is run again so that it gives the same bits and changes nothing else.
+
+Most operators are simply called. Batch normalization has a way of its own: from the saved mean and
+inverse deviation, without touching the running statistics. Random operators need the generator's
+state. What is not known to be safe is not run again: its results are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gradkeep.remat.tracing._tensors import Geometry
+
+aten = torch.ops.aten
+
+_NORMALIZERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
+"""Their schemas hide that they change running statistics."""
+_SECRETIVE = frozenset(
+    {
+        "aten::miopen_batch_norm",
+        "aten::_batch_norm_with_update",
+        "aten::_native_batch_norm_legit",
+        "aten::batch_norm_update_stats",
+        "aten::_fused_moving_avg_obs_fq_helper",
+        "aten::set_",
+        "aten::resize_",
+        "aten::resize_as_",
+    }
+)
+"""Never run again."""
+_UNWRITTEN = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")
+)
+"""What they give is meant to be overwritten: there is nothing to compare."""
+_COMPARED = {"aten::mkldnn_rnn_layer": 3}
+"""How many results are compared; after these comes a workspace with unused bytes between."""
+
+
+class TensorRef(NamedTuple):
+    """A tensor among an operator's arguments."""
+
+    value: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class FirstResultRerun:
+    """Another way to the first result only, given the other results after `args`."""
+
+    run: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorRerun:
+    """How to run an operator again; `run` is None if that is not known."""
+
+    run: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    random: bool = False
+    apart: FirstResultRerun | None = None
+
+    def reads(self) -> frozenset[int]:
+        """The values that are needed to run it."""
+        found: set[int] = set()
+        _gather((self.args, tuple(value for _, value in self.kwargs)), found)
+        return frozenset(found)
+
+
+def rerun_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    made: Sequence[Tensor],
+    *,
+    in_place: bool,
+) -> OperatorRerun:
+    """The recipe of an operator that ran with these arguments."""
+    name = func._schema.name
+    unknown = OperatorRerun(None, (), ())
+    given = dict(kwargs)
+    if name in _NORMALIZERS:
+        return _normalizer(func, args, kwargs)
+    if name in _SECRETIVE or not made or given.get("generator") is not None:
+        return unknown
+    if any(not isinstance(tensor, Tensor) or tensor.layout != torch.strided for tensor in made):
+        return unknown
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if not name.startswith("aten::") and (in_place or random):
+        return unknown  # its own promises cannot be tried without changing something
+    if name == "aten::empty_like":
+        # It reads nothing of its argument but the shape: a dropped argument is not brought back.
+        like = made[0]
+        run = _EmptyTensor(tuple(like.shape), tuple(like.stride()), like.dtype, like.device)
+        return OperatorRerun(run, (), ())
+    # The packet behind an overload is one Python call less.
+    return OperatorRerun(func._op, args, kwargs, random=random)
+
+
+@dataclass(frozen=True, slots=True)
+class _EmptyTensor:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _normalizer(
+    func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> OperatorRerun:
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **dict(kwargs)}
+    if not given.get("training", True):
+        return OperatorRerun(func._op, args, kwargs)
+    apart = FirstResultRerun(
+        apply_statistics, (given["input"], given.get("weight"), given.get("bias"))
+    )
+    return OperatorRerun(None, (), (), apart=apart)
+
+
+def apply_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, *_: Tensor
+) -> Tensor:
+    """Normalize by known statistics, with the arithmetic of the training kernel.
+
+    That kernel multiplies by invstd * weight and adds bias - mean * invstd * weight; the one for
+    inference computes weight / sqrt(var + eps) first, which with var = 1 and eps = 0 is the same.
+    """
+    scale = invstd if weight is None else weight * invstd
+    out: Tensor = aten.native_batch_norm(
+        x, scale, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0
+    )[0]
+    return out
+
+
+def tried(
+    recipe: OperatorRerun,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sequence[Tensor],
+) -> OperatorRerun:
+    """Run an operator once more, right away: a recipe that does not give the same bits is none."""
+    if func._schema.name in _UNWRITTEN:
+        return recipe
+    unknown = OperatorRerun(None, recipe.args, recipe.kwargs)
+    state = torch.get_rng_state()
+    try:
+        again = func(*args, **kwargs)
+    except Exception:
+        return unknown
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        return unknown
+    results = [again] if isinstance(again, Tensor) else [t for t in again if isinstance(t, Tensor)]
+    count = compared(func, len(made))
+    same = len(results) == len(made) and all(map(same_bits, results[:count], made[:count]))
+    return recipe if same else unknown
+
+
+def tried_apart(
+    apart: FirstResultRerun,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sequence[Tensor],
+) -> FirstResultRerun:
+    """The same for a way of its own; it also learns what that way costs."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    own = (given["input"], given.get("weight"), given.get("bias"), *made[1:])
+    best = float("inf")
+    for _ in range(2):
+        start = perf_counter_ns()
+        out = apply_statistics(*own)
+        best = min(best, (perf_counter_ns() - start) / 1e9)
+        if not same_bits(out, made[0]):
+            return replace(apart, run=None)
+    return replace(apart, cost=best)
+
+
+def compared(func: Any, count: int) -> int:
+    """How many of an operator's results must be equal to the bit."""
+    return _COMPARED.get(func._schema.name, count)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same numbers in the same places; not-a-number equals itself."""
+    if left.shape != right.shape or left.dtype != right.dtype or left.stride() != right.stride():
+        return False
+    if torch.equal(left, right):
+        return True
+    if not left.dtype.is_floating_point and not left.dtype.is_complex:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _gather(value: Any, found: set[int]) -> None:
+    if isinstance(value, TensorRef):
+        found.add(value.value)
+    elif isinstance(value, tuple):
+        for item in value:
+            _gather(item, found)

@@ -1,0 +1,134 @@
+"""What torch shows of a step: storages that live and die, views of them, operators and what they change."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+M = TypeVar("M", bound="QuickDispatchMode")
+
+
+class StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Calls back when the storage is gone, and still knows which one it was."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+@dataclass(slots=True, eq=False)
+class FollowedStorage:
+    """A storage that is alive, and the numbers that its tensors have in the log."""
+
+    root: int
+    size: int
+    ref: StorageRef
+    views: dict[tuple[Any, ...], int] | None = None
+
+
+class Geometry(NamedTuple):
+    """Dtype, size, strides and offset: a tensor is these and a storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """The geometry of a tensor."""
+        offset = int(tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this geometry that shows a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+SEQUENCES = frozenset((list, tuple))
+"""In what operators take and give several tensors; looking up a type is the fastest test."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSignature:
+    """What the log needs to know of an operator."""
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    """Position and name of the arguments that it changes in place."""
+
+
+def signature_of(func: Any) -> OperatorSignature:
+    """Read the schema once: this is kept per operator."""
+    arguments = func._schema.arguments
+    writes = tuple(
+        (at, argument.name)
+        for at, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return OperatorSignature(func._schema.name.partition("::")[2], writes)
+
+
+def written_storages(
+    signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, torch.UntypedStorage]:
+    """The storages that the operator changed, in the order of its arguments."""
+    tensors: list[Tensor] = []
+    for position, name in signature.writes:
+        collect_tensors((args[position] if position < len(args) else kwargs.get(name),), tensors)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {id(storage): storage for storage in storages}
+
+
+def collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
+    """Add the tensors among the values, and in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in SEQUENCES:
+            found += [item for item in value if isinstance(item, Tensor)]
+
+
+def view_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Which part of its storage a tensor shows, and how."""
+    return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+
+
+class QuickDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that torch does not wrap for its compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps every call and loads its compiler at the first: seconds, for nothing.
+        return False
+
+
+@functools.cache
+def _skipped_by_compiler(mode: Any) -> Any:
+    def dispatch(
+        self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return mode.__torch_dispatch__(self, func, types, args, kwargs)
+
+    # Torch wraps what a class itself defines, hence a method of its own.
+    skipped = {"_should_skip_dynamo": classmethod(lambda _: True), "__torch_dispatch__": dispatch}
+    return type(mode.__name__, (mode,), skipped)
+
+
+def beside_compiler(mode: type[M]) -> type[M]:
+    """The mode for this process: if it has compiled functions, torch must not compile the mode too."""
+    if "torch._dynamo" not in sys.modules:
+        return mode
+    found: type[M] = _skipped_by_compiler(mode)  # type: ignore[arg-type]
+    return found

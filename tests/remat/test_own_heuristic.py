@@ -1,0 +1,184 @@
+"""A heuristic from outside: registered once, it can be named wherever ours can."""
+
+import sys
+
+import pytest
+import torch
+
+import gradkeep as gk
+from gradkeep.compat.dtr.experiments import parse_experiment, run_experiment
+from gradkeep.errors import RematError
+from gradkeep.remat.simulator import _heuristics, sweep, sweep_cases
+
+OLDEST = '''
+from gradkeep.remat import Heuristic
+
+class OldestFirst(Heuristic):
+    """The storage that was made first goes first."""
+
+    def score(self, storage, clock):
+        return storage.number
+'''
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(_heuristics, "_registry", {**_heuristics._registry})
+    monkeypatch.setattr(_heuristics, "_own", set())
+
+
+@pytest.fixture
+def oldest(tmp_path, monkeypatch):
+    """A module of somebody else's."""
+    (tmp_path / "their_heuristics.py").write_text(OLDEST)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "their_heuristics", raising=False)
+    import their_heuristics
+
+    gk.remat.register("oldest", their_heuristics.OldestFirst)
+    return their_heuristics.OldestFirst
+
+
+@pytest.fixture
+def log(tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+    with gk.remat.record(tmp_path / "step.log"):
+        net(torch.ones(64, 8)).square().sum().backward()
+    return tmp_path / "step.log"
+
+
+def test_it_is_listed_made_fresh_and_knows_its_name(oldest):
+    assert "oldest" in gk.remat.heuristics()
+    one, two = gk.remat.heuristic("oldest"), gk.remat.heuristic("oldest")
+    assert isinstance(one, oldest)
+    assert one is not two
+    assert one.name == "oldest"
+
+
+def test_it_decides_in_a_simulation(oldest, log):
+    program = gk.remat.read_log(log)
+    budget = 0.7 * gk.remat.unlimited_peak(program)
+    found = gk.remat.simulate(program, heuristic="oldest", budget=budget)
+    assert (found.status, found.heuristic) == ("ok", "oldest")
+    assert found.heuristic_evaluations > 0
+    handed_over = gk.remat.simulate(program, heuristic=oldest(), budget=budget)
+    assert (found.compute, found.peak) == (handed_over.compute, handed_over.peak)
+    sampled = gk.remat.simulate(program, heuristic="oldest", budget=budget, sample=True)
+    assert sampled.heuristic == "oldest"
+
+
+def test_it_takes_part_in_a_sweep_beside_ours(oldest, log, tmp_path):
+    wanted = sweep_cases([log], heuristics=("lru", "oldest"), ratios=(0.9, 0.7))
+    rows = sweep(wanted, tmp_path / "sweep.csv", workers=1)
+    assert [row.heuristic for row in rows] == ["lru", "lru", "oldest", "oldest"]
+    program = gk.remat.read_log(log)
+    for row in rows:
+        alone = gk.remat.simulate(program, heuristic=row.heuristic, budget=row.budget, limit=2.0)
+        assert (row.status, row.overhead) == (alone.status, alone.overhead)
+
+
+def test_it_decides_in_an_experiment_whose_trials_run_elsewhere(oldest, tmp_path):
+    sizes = {"length": 6, "in_dim": 4, "mem_dim": 8}
+    command = {"type": "simrd", "memory_budget": -1, "heuristic": "oldest", "extra_params": sizes}
+    report = run_experiment(parse_experiment({"models": {"lstm": [command]}}), tmp_path / "out")
+    assert [result["status"] for result in report.results] == ["ok"], report.results
+
+
+def test_it_decides_while_a_model_trains(oldest):
+    asked = []
+
+    class Counting(oldest):
+        def score(self, storage, clock):
+            asked.append(storage)
+            return super().score(storage, clock)
+
+    gk.remat.register("counting", Counting)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)))
+    budget = gk.memory_budget(0.8, mode="online", heuristic="counting")
+    with budget:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(128, 32)).square().sum().backward()
+            optimizer.step()
+    assert budget.report().online == 3
+    assert asked, "the heuristic was never asked"
+
+
+@pytest.mark.parametrize("name", ["dtr-eq", "lru", "LRU", "DTREqClass", "ab-eq-size"])
+def test_a_name_that_is_taken_is_refused(oldest, name):
+    before = gk.remat.heuristics()
+    with pytest.raises(RematError, match=f"there is a heuristic '{name}' already"):
+        gk.remat.register(name, oldest)
+    with pytest.raises(RematError, match="'oldest' already"):
+        gk.remat.register("oldest", oldest)
+    assert gk.remat.heuristics() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        ("lru", r"found:\s+str"),
+        (dict, "it gave dict"),
+        (gk.remat.Heuristic(), r"found:\s+Heuristic"),
+        (gk.remat.Heuristic, "neither score nor choose"),
+        (lambda: None, "it gave NoneType"),
+    ],
+)
+def test_what_cannot_choose_is_refused_when_it_is_registered(make, words):
+    with pytest.raises(RematError, match=words):
+        gk.remat.register("mine", make)
+    assert "mine" not in gk.remat.heuristics()
+
+
+@pytest.mark.parametrize("name", ["", "  ", 3, None])
+def test_a_heuristic_needs_a_name(oldest, name):
+    with pytest.raises(RematError, match="needs a name"):
+        gk.remat.register(name, oldest)
+
+
+def test_a_choice_outside_of_the_pool_and_scores_that_are_no_numbers_are_told():
+    class Wanderer(gk.remat.Heuristic):
+        def choose(self, pool, clock):
+            return None
+
+    class Nothing(gk.remat.Heuristic):
+        def score(self, storage, clock):
+            return float("nan")
+
+    gk.remat.register("wanderer", Wanderer)
+    gk.remat.register("nothing", Nothing)
+    program = gk.remat.chain(10)
+    with pytest.raises(RematError, match="'wanderer' chose what may not go"):
+        gk.remat.simulate(program, heuristic="wanderer", budget=5)
+    with pytest.raises(RematError, match="'nothing' gave no storage a score"):
+        gk.remat.simulate(program, heuristic="nothing", budget=5)
+
+
+def test_what_strangers_are_given_has_public_types():
+    """Whatever public functions of remat return can be named by whoever calls them."""
+    remat = gk.remat
+    program = remat.chain(6)
+    graph = remat.Graph.of(program)
+    timeline = remat.Timeline()
+    found = [
+        program,
+        *(program.ops[0], program.steps[0], program.steps[0].kind),
+        remat.simulate(program, budget=6, timeline=timeline),
+        *(timeline.events[0], graph, remat.chen(graph), remat.chen(graph).actions[0]),
+        *(remat.optimal(graph, budget=9), remat.heuristic("lru")),
+    ]
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    budget = remat.memory_budget(0.9, min_size=1, effort=0.05)
+    for _ in range(4):
+        with budget.step():
+            net(torch.ones(64, 16)).tanh().sum().backward()
+            found.append(budget.stash(torch.ones(2)))
+    found += [budget, budget.explain(), *budget.explain().dropped, budget.report()]
+    found += budget.curve([0.9])
+    for one in found:
+        kinds = [kind.__name__ for kind in type(one).__mro__]
+        assert any(kind in remat.__all__ for kind in kinds), kinds

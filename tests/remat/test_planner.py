@@ -1,0 +1,431 @@
+"""The planner of a budget: its search against brute force, and its rules one by one."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.errors import BudgetError
+from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment
+from gradkeep.remat.planned._planned_step import unpack
+from gradkeep.remat.planned._planner import (
+    BudgetSettings,
+    OnlineFallback,
+    StepPlanner,
+    floor_of,
+)
+from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._search import ForwardCut, crossings, evenly, groups_of, search_plan
+from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.planned._trace import agreed_trace
+from gradkeep.remat.tracing._tensors import beside_compiler
+
+
+def traced(step):
+    """The trace of a step, with costs that are the same on every machine."""
+
+    def recorded(*, cloning):
+        recording, mode = StepRecorder(cloning=cloning), beside_compiler(RecordingMode)()
+        with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack):
+            mode.show(recording)
+            step()
+            mode.rest()
+        return recording.finish()
+
+    recorded(cloning=False)
+    trace = agreed_trace(recorded(cloning=False), recorded(cloning=True))
+    priced = [
+        dataclasses.replace(operation, cost=1e-3 * (1 + 7 * number % 5))
+        for number, operation in enumerate(trace.operations)
+    ]
+    return dataclasses.replace(trace, operations=tuple(priced))
+
+
+def layered(layers, width=(32, 48)):
+    """A step through layers of two widths, with a function behind each."""
+    torch.manual_seed(0)
+    sizes = [width[n % 2] for n in range(layers + 1)]
+    net = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(a, b), (nn.Tanh, nn.GELU, nn.Sigmoid)[n % 3]())
+            for n, (a, b) in enumerate(itertools.pairwise(sizes))
+        )
+    )
+    x = torch.ones(64, sizes[0])
+
+    def step():
+        for parameter in net.parameters():
+            parameter.grad = None
+        net(x).square().sum().backward()
+
+    return problem_of(traced(step), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def small():
+    problem = layered(3)
+    assert 3 <= len(problem.candidates) <= 6
+    return problem
+
+
+@pytest.fixture(scope="module")
+def large():
+    problem = layered(7)
+    assert 8 <= len(problem.candidates) <= 14
+    return problem
+
+
+def brute_force(problem, treatments):
+    """Every plan, with its peak and its seconds."""
+    evaluate = PlanEvaluator(problem)
+    plans = itertools.product(treatments, repeat=len(problem.candidates))
+    return [(found.peak, found.seconds) for found in map(evaluate, plans)]
+
+
+# The search
+
+
+@pytest.mark.parametrize("share", [0.95, 0.85, 0.75, 0.65, 0.6])
+def test_a_small_problem_is_solved_exactly(small, share):
+    budget = int(share * small.peak)
+    found = search_plan(small, budget)
+    fitting = [seconds for peak, seconds in brute_force(small, range(4)) if peak <= budget]
+    assert found.fits == bool(fitting)
+    if fitting:
+        assert found.evaluation.seconds == min(fitting)
+        assert found.evaluation.peak <= budget
+
+
+def test_the_floor_of_a_small_problem_is_the_least_peak(small):
+    found = floor_of(small)
+    assert not found.fits
+    assert found.evaluation.peak == min(peak for peak, _ in brute_force(small, range(4)))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.75, 0.7])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_large_problem_is_solved_as_well_as_trying_all_plain_drops(large, share, seed):
+    budget = int(share * large.peak)
+    plain = brute_force(large, (Treatment.KEEP, Treatment.TOGETHER))
+    fitting = [seconds for peak, seconds in plain if peak <= budget]
+    found = search_plan(large, budget, seed=seed, effort=0.5)
+    assert found.fits
+    assert found.evaluation.peak <= budget
+    if fitting:
+        assert found.evaluation.seconds <= min(fitting) * (1 + 1e-9)
+    again = PlanEvaluator(large)(found.states)
+    assert (again.peak, again.seconds) == (found.evaluation.peak, found.evaluation.seconds)
+
+
+def test_the_floor_of_a_large_problem_is_not_above_that_of_plain_drops(large):
+    plain = brute_force(large, (Treatment.KEEP, Treatment.TOGETHER))
+    found = floor_of(large, effort=0.5)
+    assert not found.fits
+    assert found.evaluation.peak <= min(peak for peak, _ in plain)
+    assert search_plan(large, found.evaluation.peak, effort=0.5).fits
+
+
+def test_what_fits_already_is_not_searched(large):
+    found = search_plan(large, large.peak)
+    assert found.fits
+    assert found.evaluations == 1
+    assert not any(found.states)
+    assert found.evaluation.seconds == 0
+    assert any(search_plan(large, large.peak - 1, effort=0.1).states)
+
+
+def test_more_effort_looks_at_more_plans_and_finds_nothing_worse(large):
+    budget = int(0.7 * large.peak)
+    little, much = (search_plan(large, budget, effort=effort) for effort in (0.02, 0.5))
+    assert little.evaluations < much.evaluations
+    assert much.evaluation.seconds <= little.evaluation.seconds
+    assert little.evaluations < 4000
+    assert search_plan(large, budget, effort=0.02).states == little.states
+
+
+def test_every_candidate_is_a_group_and_so_are_those_that_share_an_operator(large):
+    groups = groups_of(large)
+    count = len(large.candidates)
+    assert groups[:count] == [(index,) for index in range(count)]
+    for group in groups[count:]:
+        assert 2 <= len(group) <= 12
+        recipes = [large.candidates[index].recipe for index in group]
+        assert frozenset.intersection(*recipes)
+    assert len(set(groups)) == len(groups)
+    alone = {index for index, c in enumerate(large.candidates) if len(c.recipe) == 1}
+    pairs = itertools.combinations(range(count), 2)
+    for one, two in pairs:
+        shared = large.candidates[one].recipe & large.candidates[two].recipe
+        together = any(one in group and two in group for group in groups[count:])
+        assert bool(shared) == together, (one, two, alone)
+
+
+def test_cuts_are_where_few_values_cross(large):
+    cuts = crossings(large)
+    sizes = {candidate.value: candidate.size for candidate in large.candidates}
+    assert len(cuts) == len({large.trace.values[value].maker for value in sizes})
+    assert [cut.before for cut in cuts] == sorted(cut.before for cut in cuts)
+    assert cuts[0].before == 0
+    assert cuts[-1].before < sum(sizes.values())
+    for cut in cuts:
+        assert cut.size == sum(sizes.get(value, 0) for value in cut.values)
+        # A chain of layers: whatever comes later is made from one value.
+        assert len(cut.values & set(sizes)) <= 1
+
+
+def test_cuts_part_the_bytes_evenly_and_are_thin():
+    def cut(before, size):
+        return ForwardCut(frozenset(), size, before)
+
+    plain = [cut(before, 5) for before in range(0, 101, 10)]
+    assert evenly(plain, 1) == [5]
+    assert evenly(plain, 4) == [2, 4, 6, 8]
+    thin = [cut(before, 1 if before == 60 else 5) for before in range(0, 101, 10)]
+    assert evenly(thin, 1) == [6], "thinner, and within a third of a part"
+    far = [cut(before, 1 if before == 70 else 5) for before in range(0, 101, 10)]
+    assert evenly(far, 1) == [5], "too far away"
+    assert evenly([cut(0, 5), cut(100, 5)], 1) == []
+    assert evenly([], 3) == []
+
+
+# Settings
+
+
+def test_a_budget_is_bytes_or_a_share_of_the_peak():
+    assert BudgetSettings(0.5).bytes_of(1001) == 500
+    assert BudgetSettings(300).bytes_of(1001) == 300
+    assert BudgetSettings(1.0).bytes_of(1001) == 1001
+    assert BudgetSettings(1).bytes_of(1001) == 1
+
+
+def test_small_storages_are_not_worth_dropping_unless_asked_for():
+    assert BudgetSettings(0.5).smallest(10_000) == 5
+    assert BudgetSettings(0.5).smallest(10) == 1
+    assert BudgetSettings(0.5, min_size=77).smallest(10_000) == 77
+
+
+# Rules
+
+
+def plan_of(**fields):
+    """A plan as far as these rules look at it."""
+    return SimpleNamespace(**{"runs": 0, "misses": 0, "doubtful": False, **fields})
+
+
+def run_of(changed=None, *, undone=False):
+    return SimpleNamespace(
+        changed=changed, undone=undone, recomputed=2 * 10**9, began=10**9, ended=6 * 10**9
+    )
+
+
+def test_a_step_that_followed_its_plan_counts():
+    planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of(misses=1)
+    planner.finished(plan, run_of())
+    planner.finished(plan, run_of())
+    counts = planner.counts
+    assert (plan.runs, plan.misses, planner.last) == (2, 0, plan)
+    assert (counts.planned, counts.kept, counts.undone) == (2, 0, 0)
+    assert (counts.recomputed, counts.busy) == (4.0, 10.0)
+    assert counts.reasons == []
+
+
+def test_a_plan_is_forgotten_after_two_misses_in_a_row():
+    planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of()
+    planner.plans.append(plan)
+    planner.finished(plan, run_of("another layer"))
+    assert planner.plans == [plan]
+    planner.finished(plan, run_of())
+    planner.finished(plan, run_of("another layer"))
+    assert planner.plans == [plan], "not in a row"
+    planner.finished(plan, run_of("one more layer"))
+    assert planner.plans == []
+    assert (planner.counts.kept, planner.counts.planned) == (3, 1)
+    assert planner.counts.reasons == ["another layer", "another layer", "one more layer"]
+    assert planner.last is plan
+
+
+def test_an_undone_step_makes_its_plan_doubtful_and_the_next_step_recorded():
+    planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of()
+    assert planner.wants_recording, "nothing is known yet"
+    planner.plans.append(plan)
+    assert not planner.wants_recording
+    planner.finished(plan, run_of("differs", undone=True))
+    assert plan.doubtful
+    assert planner.wants_recording
+    assert (planner.counts.undone, planner.counts.kept, plan.misses) == (1, 0, 0)
+    assert planner.plans == [plan]
+    assert planner.plans_for(torch.ones(1), ()) == []
+
+
+@pytest.mark.parametrize(("mode", "online"), [("auto", True), ("planned", False)])
+def test_four_plans_that_did_not_last_are_enough(mode, online):
+    planner = StepPlanner(BudgetSettings(0.5, mode=mode))
+    for number in range(5):
+        plan = plan_of()
+        planner.plans.append(plan)
+        planner.recorded.append(plan)
+        planner.forget(plan)
+        assert plan not in planner.plans
+        assert planner.online_fallback.chosen == (online and number >= 3)
+    assert len(planner.counts.reasons) == online, "it is said once"
+    assert len(planner.recorded) == (1 if online else 5), "recordings are of no use online"
+
+
+def test_the_latest_plan_that_fits_comes_first():
+    planner = StepPlanner(BudgetSettings(0.5))
+    kinds = [SimpleNamespace(begins=lambda *_, yes=yes: yes) for yes in (True, False, True)]
+    plans = [plan_of(kind=kind) for kind in kinds]
+    planner.plans += plans
+    assert planner.plans_for(torch.ones(1), ()) == [plans[2], plans[0]]
+    assert planner.worth_recording(torch.ones(1), ())
+    planner._hopeless.append(kinds[1])
+    assert planner.worth_recording(torch.ones(1), ())
+    planner._hopeless.append(kinds[0])
+    assert not planner.worth_recording(torch.ones(1), ())
+
+
+def test_every_second_recording_of_a_kind_clones():
+    planner = StepPlanner(BudgetSettings(0.5))
+
+    def asked(size, *, training=True):
+        module = SimpleNamespace(training=training)
+        seen = {0: MODULES.setdefault(training, module)}
+        recording = SimpleNamespace(modules=SimpleNamespace(seen=seen), gradients=False)
+        return planner.cloning(recording, torch.ones(size))
+
+    MODULES = {}
+    assert [asked(3) for _ in range(4)] == [False, True, False, True]
+    assert [asked(4), asked(3, training=False), asked(4)] == [False, False, True]
+
+
+def test_online_a_share_is_of_the_first_step_and_bytes_are_bytes():
+    share, fixed = (
+        OnlineFallback(BudgetSettings(0.5, mode="online")),
+        OnlineFallback(BudgetSettings(300)),
+    )
+    assert share.chosen
+    assert not fixed.chosen
+    assert share._bytes() == float("inf"), "nothing is known yet"
+    share.peak = 1001
+    assert share._bytes() == 500
+    assert fixed._bytes() == 300
+    share.step_is_over()
+    share.leave(None)
+    assert share.latest is None, "it was never entered"
+
+
+# A budget as a whole
+
+
+class Changing(nn.Module):
+    """Another function in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.turn = 0
+
+    def forward(self, x):
+        self.turn += 1
+        for part in self.parts:
+            x = part(x)
+        for _ in range(self.turn):
+            x = torch.tanh(x)
+        return x
+
+
+def steps(budget, net, count, x=None):
+    x = torch.ones(32, 16) if x is None else x
+    for _ in range(count):
+        for parameter in net.parameters():
+            parameter.grad = None
+        with budget.step():
+            net(x).square().sum().backward()
+
+
+def test_a_step_that_never_does_the_same_is_given_up_after_nine_recordings():
+    budget = gk.memory_budget(0.5, mode="planned")
+    steps(budget, Changing(), 12)
+    done = budget.report()
+    assert (done.recorded, done.planned, done.kept, done.online) == (9, 0, 3, 0)
+    assert done.reasons == ("the step does something else each time",)
+
+
+def test_by_itself_it_turns_online_then():
+    budget = gk.memory_budget(0.9)
+    steps(budget, Changing(), 12)
+    done = budget.report()
+    assert (done.recorded, done.planned, done.online) == (9, 0, 3)
+    assert len(done.reasons) == 2
+
+
+def test_too_many_kinds_of_steps_turn_online_after_forty_recordings():
+    budget = gk.memory_budget(0.9)
+    net = nn.Linear(16, 16)
+    for rows in range(1, 45):
+        steps(budget, net, 1, torch.ones(rows, 16))
+    done = budget.report()
+    assert (done.recorded, done.online, done.planned) == (41, 3, 0)
+
+
+def test_the_floor_is_what_a_budget_needs_at_least():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    x = torch.ones(128, 32)
+    budget = gk.memory_budget(1.0, min_size=1)
+    steps(budget, net, 4, x)
+    about = budget.explain()
+    assert about.floor < about.peak
+    at_floor = budget.anew(about.floor)
+    assert at_floor.explain().predicted_peak <= about.floor
+    with pytest.raises(BudgetError) as caught:
+        budget.anew(about.floor - 1)
+    assert f"{about.floor} bytes" in str(caught.value.expected)
+    assert f"{about.peak} bytes" in str(caught.value.expected)
+    assert f"{about.floor - 1} bytes" in str(caught.value.found)
+
+
+def test_copies_for_undoing_a_step_are_part_of_its_peak():
+    """Statistics are copied before a step that drops something, and that counts."""
+    torch.manual_seed(0)
+    width = 64
+    parts = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(5)]
+    net = nn.Sequential(*parts)
+    budget = gk.memory_budget(0.8, min_size=1)
+    steps(budget, net, 5, torch.randn(64, width))
+    plan = budget._planner.last
+    statistics = sum(buffer.nbytes for buffer in net.buffers())
+    assert plan.reserve == statistics
+    assert plan.drops
+    assert plan.predicted_peak == plan.compiled.evaluation.peak + statistics
+    assert plan.predicted_peak <= plan.budget
+    done = budget.report()
+    assert done.measured_peak <= done.budget
+    wide = budget.anew(1.0)
+    assert wide._planner.last.predicted_peak == wide._planner.last.peak, "nothing is dropped"
+    assert wide._planner.repeatable == budget._planner.repeatable
+
+
+def test_gradients_that_are_there_before_are_copied_for_a_step_that_is_run_again():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    sizes = {}
+    for decorated in (True, False):
+        budget = gk.memory_budget(0.95, min_size=1, effort=0.05)
+
+        def step(x):
+            net(x).square().sum().backward()
+
+        around = budget(step) if decorated else step
+        for _ in range(6):
+            if decorated:
+                around(torch.ones(256, 32))
+            else:
+                with budget.step():
+                    around(torch.ones(256, 32))
+        sizes[decorated] = budget._planner.last.reserve
+    assert sizes == {True: sum(p.nbytes for p in net.parameters()), False: 0}
