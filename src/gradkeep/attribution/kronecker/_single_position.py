@@ -31,7 +31,7 @@ is enough for a matrix product of a good shape."""
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinateBlock:
+class EigenBlock:
     """Some rows, and how many of their first columns have a weight of their own."""
 
     start: int
@@ -43,13 +43,13 @@ class CoordinateBlock:
         """Which rows."""
         return slice(self.start, self.stop)
 
-    def pieces(self) -> list[CoordinateBlock]:
+    def pieces(self) -> list[EigenBlock]:
         """The same in parts of some thousand coordinates."""
         if not self.cols:
             return []
         step = max(1, _COLUMNS // self.cols)
         starts = range(self.start, self.stop, step)
-        return [CoordinateBlock(at, min(at + step, self.stop), self.cols) for at in starts]
+        return [EigenBlock(at, min(at + step, self.stop), self.cols) for at in starts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class SinglePositionInfluence:
     damping: float
     weights: Tensor
     """1 / (eigenvalue + damping) `[R, C]`"""
-    blocks: tuple[CoordinateBlock, ...]
+    blocks: tuple[EigenBlock, ...]
     """All rows, with ever fewer columns."""
     rows: OuterRows | None = None
     """The turned factors of all training rows, if they were kept."""
@@ -142,7 +142,7 @@ class SinglePositionInfluence:
         )
 
 
-def _outer(g: Tensor, x: Tensor, block: CoordinateBlock) -> Tensor:
+def _outer(g: Tensor, x: Tensor, block: EigenBlock) -> Tensor:
     """The coordinates `[B, size]` of some rows and columns."""
     return (g[:, block.rows, None] * x[:, None, : block.cols]).flatten(1)
 
@@ -176,7 +176,7 @@ def has_single_position(gradients: Gradients, layer: str) -> bool:
     return gradients.forms[layer].one_position(ragged)
 
 
-def _blocks(there: Tensor) -> tuple[CoordinateBlock, ...]:
+def _blocks(there: Tensor) -> tuple[EigenBlock, ...]:
     """All rows; columns up to the last that is there in these or later rows.
 
     >>> _blocks(torch.tensor([[False, True], [True, False], [False, False]]))
@@ -188,4 +188,4 @@ def _blocks(there: Tensor) -> tuple[CoordinateBlock, ...]:
     kinds, counts = torch.unique_consecutive(cols, return_counts=True)
     ends = counts.cumsum(0)
     found = zip((ends - counts).tolist(), ends.tolist(), kinds.tolist(), strict=True)
-    return tuple(CoordinateBlock(start, stop, wide) for start, stop, wide in found)
+    return tuple(EigenBlock(start, stop, wide) for start, stop, wide in found)

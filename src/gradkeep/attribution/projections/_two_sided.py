@@ -28,7 +28,7 @@ class TwoSided:
     A side that is not longer than that is kept as it is. The columns are the layer's inputs with
     its bias behind them (of weights that are laid out the other way, its outputs).
 
-    >>> from gradkeep.query._forms import Parameter
+    >>> from gradkeep.factors import Parameter
     >>> TwoSided(32, 32).width((Parameter("w", (256, 64)), Parameter("b", (256,))))
     1024
     """
