@@ -1,4 +1,7 @@
-"""The dispatch mode: every operator passes here, and finds its arguments in memory."""
+"""The dispatch mode: every operator passes here, and finds its arguments in memory.
+
+Ways to a tensor's bytes that pass no operator, such as `.numpy()`, bring the bytes back first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plans that were made: which of them fits a step that begins, and plans on disk."""
+"""Plans that were made: which of them fits a step that begins, and plans on disk.
+
+On disk a plan is tied to a step by what the step does, not by where it ran: a loaded plan is used as
+soon as the step has been recorded twice and proves to be the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A plan made ready to run: what to do at each saved tensor, and the work at each request."""
+"""A plan made ready to run: what to do at each saved tensor, the work at each request, and doing it.
+
+Operators run again outside of autograd and leave no trace of it.
+"""
 
 from __future__ import annotations
 

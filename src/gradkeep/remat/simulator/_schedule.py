@@ -1,4 +1,7 @@
-"""Schedules over simple graphs: what runs and what is dropped, in order, checked by replaying it."""
+"""Schedules over simple graphs: what runs and what is dropped, in order, checked by replaying it.
+
+A program becomes such a graph by rewriting: no aliases, one result per operator, no constants.
+"""
 
 from __future__ import annotations
 

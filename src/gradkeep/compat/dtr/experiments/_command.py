@@ -1,4 +1,7 @@
-"""The original experiments' names of models and sizes, in the zoo's words."""
+"""One command of a configuration, checked field by field and unfolded into trials.
+
+The original's names of models and sizes are understood as well as the zoo's.
+"""
 
 from __future__ import annotations
 

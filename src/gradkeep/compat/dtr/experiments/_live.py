@@ -2,6 +2,10 @@
 
 Every step in a budget is paired with a plain one right before it. Times over plain time are medians
 of ratios of CPU time, peaks are live bytes of tensors.
+
+Checkpoints can be placed by name. `K segments` cuts a chain of layers (`nn.Sequential`) into K pieces
+and keeps what lies between them; the last piece is left as it is, for its backward pass comes first.
+`all`, `even`, `odd`, `first half` and `last half` wrap parts of any model one by one.
 """
 
 from __future__ import annotations
