@@ -7,44 +7,22 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import AttributionError
-from gradkeep.testing._autograd import per_sample_gradients
 
 LRS = {"epoch-1": 0.1, "epoch-2": 0.05}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(make_world):
     """A store with two checkpoints, and the true gradients at each."""
-    torch.manual_seed(0)
-    store = gk.open(tmp_path_factory.mktemp("store"))
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    data = {
-        "train": (torch.randn(12, 4), torch.arange(12) % 3),
-        "test": (torch.randn(5, 4), torch.arange(5) % 3),
-    }
-    states = {n: {k: torch.randn_like(v) for k, v in model.state_dict().items()} for n in LRS}
-    sources = {n: gk.Weights(states[n], step=at, lr=LRS[n]) for at, n in enumerate(LRS)}
-    truth = {}
-    for split, batch in data.items():
-        gk.capture(
-            store,
-            model,
-            [batch],
-            task=gk.Classification(),
-            split=split,
-            checkpoints=sources,
-            progress=False,
-        )
-        for name, state in states.items():
-            model.load_state_dict(state)
-
-            def losses(m, b):
-                return nn.functional.cross_entropy(m(b[0]), b[1], reduction="none")
-
-            rows = per_sample_gradients(model.double(), losses, (batch[0].double(), batch[1]))
-            model.float()
-            truth[split, name] = torch.cat([v.flatten(1) for v in rows.values()], 1)
-    return store, truth
+    told = {name: {"step": at, "lr": lr} for at, (name, lr) in enumerate(LRS.items())}
+    made = make_world(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
+        (4,),
+        rows=12,
+        checkpoints=told,
+    )
+    truth = {(s, n): made.gradients(s, at=n) for s in ("train", "test") for n in LRS}
+    return made.store, truth
 
 
 def close(found, wanted):

@@ -18,33 +18,28 @@ class Squared(gk.Task):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(make_world):
     """A store with embeddings, and the model and data."""
-    torch.manual_seed(0)
-    store = gk.open(tmp_path_factory.mktemp("store"))
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    states = {
-        n: {k: torch.randn_like(v) for k, v in model.state_dict().items()} for n in ("a", "b")
-    }
-    data = {}
-    for split, rows in (("train", 9), ("test", 4)):
-        data[split] = (torch.randn(rows, 3), torch.arange(rows) % 3)
-        if split == "train":
-            data[split][0][5] = data[split][0][2]
+    made = make_world(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+        (3,),
+        rows=9,
+        queries=4,
+        twins=[(5, 2)],
+        checkpoints=("a", "b"),
+        embeddings=["0", "1"],
+    )
+    for split, batch in made.data.items():
         gk.capture(
-            store,
-            model,
-            [data[split]],
-            task=gk.Classification(),
+            made.store,
+            made.model,
+            [batch],
+            task=Squared(),
             split=split,
-            checkpoints=states,
-            embeddings=["0", "1"],
+            name="plain",
             progress=False,
         )
-        gk.capture(
-            store, model, [data[split]], task=Squared(), split=split, name="plain", progress=False
-        )
-    return store, model, states, data
+    return made.store, made.model, made.states, made.data
 
 
 def embedded(model, state, x, upto):

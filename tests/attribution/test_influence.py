@@ -1,8 +1,5 @@
 """`influence` and `arnoldi` against explicit curvature matrices in float64."""
 
-import copy
-import tempfile
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +12,6 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep.attribution.curvature import conjugate_gradients, lanczos
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.testing._autograd import per_sample_gradients
 
 KINDS = ["hessian", "ggn", "fisher"]
 
@@ -32,28 +28,20 @@ class Words(nn.Module):
 MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), (3,)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), (1, 4, 4)),
-    "words": (Words, None),
+    "words": (Words, 5),
 }
 
 
-class World:
-    """A store, and the explicit gradients and curvatures of a model in float64."""
+class Curved:
+    """A world, and the explicit curvatures of its model in float64."""
 
-    def __init__(self, kind="mlp", *, seed=0, rows=10):
-        torch.manual_seed(seed)
-        make, shape = MODELS[kind]
-        self.model, self.store, self.data = make(), gk.open(tempfile.mkdtemp()), {}
-        for split, count in (("train", rows), ("test", 3)):
-            x = torch.randint(5, (count, 4)) if shape is None else torch.randn(count, *shape)
-            self.data[split] = (x, torch.arange(count) % 3)
-            task = gk.Classification()
-            gk.capture(
-                self.store, self.model, [self.data[split]], task=task, split=split, progress=False
-            )
+    def __init__(self, make_world, kind="mlp", *, seed=0, rows=10):
+        self.world = make_world(*MODELS[kind], seed=seed, rows=rows, queries=3, length=4)
+        self.model, self.store, self.data = self.world.model, self.world.store, self.world.data
         forms = gk.gradients(self.store, split="train").forms
         self.names = [p.name for form in forms.values() for p in form.parameters]
         self.sizes = [sum(p.size for p in form.parameters) for form in forms.values()]
-        self.double = copy.deepcopy(self.model).double()
+        self.double = self.world.double()
 
     @property
     def batches(self):
@@ -61,14 +49,7 @@ class World:
         return [(x[:4], y[:4]), (x[4:], y[4:])]
 
     def gradients(self, split):
-        x, y = self.data[split]
-
-        def losses(m, b):
-            return F.cross_entropy(m(b[0]), b[1], reduction="none")
-
-        batch = (x.double() if x.is_floating_point() else x, y)
-        found = per_sample_gradients(self.double, losses, batch)
-        return torch.cat([found[n].flatten(1) for n in self.names], 1).numpy()
+        return self.world.gradients(split).numpy()
 
     def curvature(self, kind):
         if kind == "fisher":
@@ -114,8 +95,8 @@ def close(found, wanted, tolerance=2e-3):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_scores_are_those_of_the_explicit_inverse(model, kind):
-    world = World(model)
+def test_scores_are_those_of_the_explicit_inverse(make_world, model, kind):
+    world = Curved(make_world, model)
     # Enough to lift the Hessian's negative directions.
     least = -np.linalg.eigvalsh(world.curvature(kind)).min()
     damping = max(2 * least, world.damping(1.0))
@@ -136,16 +117,16 @@ def test_scores_are_those_of_the_explicit_inverse(model, kind):
 @given(
     seed=st.integers(0, 999), relative=st.floats(0.3, 10), kind=st.sampled_from(["ggn", "fisher"])
 )
-def test_damping_is_relative_to_the_mean_squared_gradient(seed, relative, kind):
-    world = World(seed=seed)
+def test_damping_is_relative_to_the_mean_squared_gradient(make_world, seed, relative, kind):
+    world = Curved(make_world, seed=seed)
     found = world.ask("influence", kind, damping=relative)
     close(found.numpy(), world.influence(kind, world.damping(relative)), tolerance=5e-3)
     assert found.exact
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_the_byte_budget_changes_nothing(per_layer):
-    world = World(rows=500)  # whose kernel does not fit: queries are solved
+def test_the_byte_budget_changes_nothing(make_world, per_layer):
+    world = Curved(make_world, rows=500)  # whose kernel does not fit: queries are solved
     ask = {"damping": 1.0, "tolerance": 1e-5, "per_layer": per_layer}
     one = world.ask("influence", "fisher", **ask).numpy()
     other = world.ask("influence", "fisher", memory_budget="3MiB", **ask).numpy()
@@ -153,8 +134,8 @@ def test_the_byte_budget_changes_nothing(per_layer):
 
 
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "hessian"])
-def test_arnoldi_inverts_along_the_top_eigenvectors(kind):
-    world = World()
+def test_arnoldi_inverts_along_the_top_eigenvectors(make_world, kind):
+    world = Curved(make_world)
     damping = world.damping(0.5)
     found = world.ask("arnoldi", kind, rank=4, iterations=24, absolute_damping=damping)
     values, vectors = np.linalg.eigh(world.curvature(kind))
@@ -165,8 +146,8 @@ def test_arnoldi_inverts_along_the_top_eigenvectors(kind):
     assert found.approximate == "the 4 directions of most curvature"
 
 
-def test_arnoldi_by_another_seed_finds_the_same():
-    world = World()
+def test_arnoldi_by_another_seed_finds_the_same(make_world):
+    world = Curved(make_world)
     one = world.ask("arnoldi", "fisher", rank=5, iterations=24).numpy()
     close(world.ask("arnoldi", "fisher", rank=5, iterations=24, seed=3).numpy(), one)
 
@@ -205,8 +186,8 @@ def test_conjugate_gradients_solve_each_right_hand_side():
         conjugate_gradients(lambda v: v * torch.nan, wanted, tolerance=1e-3, max_steps=2)
 
 
-def test_the_model_is_left_in_its_mode():
-    world = World()
+def test_the_model_is_left_in_its_mode(make_world):
+    world = Curved(make_world)
     world.model.train()
     world.ask("influence", "ggn")
     assert world.model.training
@@ -224,20 +205,20 @@ def test_the_model_is_left_in_its_mode():
         ({"model": nn.Linear(2, 2), "data": []}, "other weights than the checkpoint"),
     ],
 )
-def test_mistakes_are_told(method, options, words):
+def test_mistakes_are_told(make_world, method, options, words):
     with pytest.raises(AttributionError, match=words):
-        gk.attribute(World().store, method=method, **options)
+        gk.attribute(Curved(make_world).store, method=method, **options)
 
 
-def test_data_must_be_there_as_often_as_it_is_needed():
-    world = World()
+def test_data_must_be_there_as_often_as_it_is_needed(make_world):
+    world = Curved(make_world)
     for data, words in ((iter(world.batches), "only once"), ([], "no batch")):
         with pytest.raises(AttributionError, match=words):
             gk.attribute(world.store, method="influence", model=world.model, data=data)
 
 
-def test_numbers_of_steps_and_directions_must_make_sense():
-    world = World()
+def test_numbers_of_steps_and_directions_must_make_sense(make_world):
+    world = Curved(make_world)
     for options in ({"tolerance": 0.0}, {"max_steps": 0}):
         with pytest.raises(AttributionError, match="tolerance"):
             world.ask("influence", "fisher", **options)
@@ -247,8 +228,8 @@ def test_numbers_of_steps_and_directions_must_make_sense():
         world.ask("arnoldi", "fisher", memory_budget=5000)
 
 
-def test_gradients_that_are_all_zero(monkeypatch):
-    world = World()
+def test_gradients_that_are_all_zero(make_world, monkeypatch):
+    world = Curved(make_world)
     kind = type(gk.gradients(world.store, split="train"))
     monkeypatch.setattr(kind, "slopes", lambda self: torch.zeros(len(self)))
     with pytest.raises(AttributionError, match="are zero"):

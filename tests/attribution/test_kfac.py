@@ -72,31 +72,20 @@ MODELS = {
         ),
         (2, 3, 3),
     ),
-    "words": (Words, None),
-    "tied": (lambda: Tied(bias=False), None),
+    "words": (Words, 7),
+    "tied": (lambda: Tied(bias=False), 7),
 }
 
 
-def world(name, *, seed=0, rows=14, queries=5, **options):
+@pytest.fixture(scope="session")
+def opened(make_world):
     """A store, and the model and data in float64."""
-    torch.manual_seed(seed)
-    make, shape = MODELS[name]
-    model, store = make(), gk.open(tempfile.mkdtemp())
-    data = {}
-    for split, count in (("train", rows), ("test", queries)):
-        x = torch.randint(7, (count, 5)) if shape is None else torch.randn(count, *shape)
-        data[split] = (x, torch.arange(count) % 3)
-        gk.capture(
-            store,
-            model,
-            [data[split]],
-            task=gk.Classification(),
-            split=split,
-            progress=False,
-            **options,
-        )
-    double = {k: (x.double() if shape else x, y) for k, (x, y) in data.items()}
-    return store, model.double(), double
+
+    def make(name, **options):
+        made = make_world(*MODELS[name], **options)
+        return made.store, made.double(), {s: made.batch(s) for s in made.data}
+
+    return make
 
 
 def losses(model, batch):
@@ -205,8 +194,8 @@ def close(found, wanted, tolerance=3e-4):
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
-def test_factors_give_the_scores_of_their_kronecker_products(name, method):
-    store, model, data = world(name, keep="factors")
+def test_factors_give_the_scores_of_their_kronecker_products(opened, name, method):
+    store, model, data = opened(name, keep="factors")
     found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
     wanted = [
         by_factors(model, data, layer, corrected=method == "ekfac", relative=0.1)
@@ -220,8 +209,8 @@ def test_factors_give_the_scores_of_their_kronecker_products(name, method):
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
-def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(method):
-    store, model, data = world("words", keep="factors")
+def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(opened, method):
+    store, model, data = opened("words", keep="factors")
     found = gk.attribute(store, method=method, damping=0.2, per_layer=True)
     parts = dict(zip(found.layers, found.per_layer, strict=True))
     corrected = method == "ekfac"
@@ -231,8 +220,8 @@ def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(method):
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
-def test_small_layers_kept_dense_have_their_whole_matrix(method):
-    store, model, data = world("conv", keep="dense")
+def test_small_layers_kept_dense_have_their_whole_matrix(opened, method):
+    store, model, data = opened("conv", keep="dense")
     found = gk.attribute(store, method=method, per_layer=True, damping=0.5)
     for layer, part in zip(found.layers, found.per_layer, strict=True):
         close(part, whole(model, data, layer, relative=0.5))
@@ -251,17 +240,17 @@ def by_gradients(model, data, module, *, corrected, relative):
 
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("kept", [{"keep": "dense"}, {"keep": "low rank", "tolerance": 1e-6}])
-def test_layers_without_positions_have_the_moments_of_their_gradients(kept, corrected):
+def test_layers_without_positions_have_the_moments_of_their_gradients(opened, kept, corrected):
     MODELS["wide"] = (lambda: Tokens(wide=120), (5, 4))
-    store, model, data = world("wide", rows=20, **kept)
+    store, model, data = opened("wide", rows=20, **kept)
     method = "ekfac" if corrected else "kfac"
     found = gk.attribute(store, method=method, layers="each", damping=0.1)
     close(found.numpy(), by_gradients(model, data, "each", corrected=corrected, relative=0.1))
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
-def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(method):
-    store, model, data = world("tied", keep="factors")
+def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(opened, method):
+    store, model, data = opened("tied", keep="factors")
     found = gk.attribute(store, method=method, damping=0.1)
     assert len(found.layers) == 1
     corrected = method == "ekfac"
@@ -270,9 +259,9 @@ def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(method):
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv"])
-def test_long_sides_keep_their_own_coordinates(name, method, monkeypatch):
+def test_long_sides_keep_their_own_coordinates(opened, name, method, monkeypatch):
     monkeypatch.setattr(_patch_moments, "WIDE", 4)
-    store, model, data = world(name, keep="factors")
+    store, model, data = opened(name, keep="factors")
     found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
     for layer, part in zip(found.layers, found.per_layer, strict=True):
         ((x, g),) = positions(model, data["train"], layer)
@@ -297,13 +286,13 @@ def test_long_sides_keep_their_own_coordinates(name, method, monkeypatch):
     damping=st.sampled_from([0.01, 0.3, 10.0]),
     corrected=st.booleans(),
 )
-def test_random_networks(seed, widths, bias, damping, corrected):
+def test_random_networks(opened, seed, widths, bias, damping, corrected):
     sizes = [3, *widths, 3]
     layers = []
     for wide, out in pairwise(sizes):
         layers += [nn.Linear(wide, out, bias=bias), nn.Tanh()]
     MODELS["random"] = (lambda: nn.Sequential(*layers[:-1]), (3,))
-    store, model, data = world("random", seed=seed, keep="factors")
+    store, model, data = opened("random", seed=seed, keep="factors")
     method = "ekfac" if corrected else "kfac"
     found = gk.attribute(store, method=method, damping=damping)
     wanted = sum(
@@ -314,8 +303,8 @@ def test_random_networks(seed, widths, bias, damping, corrected):
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "words"])
-def test_the_byte_budget_changes_nothing(name):
-    store, *_ = world(name, rows=40)
+def test_the_byte_budget_changes_nothing(opened, name):
+    store, *_ = opened(name, rows=40)
     free = gk.attribute(store, method="ekfac").numpy()
     tight = gk.attribute(store, method="ekfac", memory_budget="5MiB").numpy()
     assert np.allclose(free, tight, rtol=1e-4, atol=1e-5 * np.abs(free).max())
@@ -324,8 +313,8 @@ def test_the_byte_budget_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
-def test_rows_that_find_no_room_are_turned_again(name, monkeypatch):
-    store, _, _ = world(name, keep="factors")
+def test_rows_that_find_no_room_are_turned_again(opened, name, monkeypatch):
+    store, _, _ = opened(name, keep="factors")
     wanted = gk.attribute(store, method="ekfac", per_layer=True)
     monkeypatch.setattr(_fit, "room_for_rows", lambda budget: 0)
     found = gk.attribute(store, method="ekfac", per_layer=True)
@@ -334,8 +323,8 @@ def test_rows_that_find_no_room_are_turned_again(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "words"])
-def test_queries_may_be_kept_in_another_way(name):
-    store, model, data = world(name, keep="factors")
+def test_queries_may_be_kept_in_another_way(opened, name):
+    store, model, data = opened(name, keep="factors")
     x, y = data["test"]
     gk.capture(
         store,
@@ -352,9 +341,9 @@ def test_queries_may_be_kept_in_another_way(name):
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "float16-scaled", "int8-scaled"])
-def test_factors_with_fewer_bits_give_nearly_the_same(encoding):
-    plain = gk.attribute(world("conv", keep="factors")[0], method="ekfac").numpy()
-    store, *_ = world("conv", keep="factors", encoding=encoding)
+def test_factors_with_fewer_bits_give_nearly_the_same(opened, encoding):
+    plain = gk.attribute(opened("conv", keep="factors")[0], method="ekfac").numpy()
+    store, *_ = opened("conv", keep="factors", encoding=encoding)
     found = gk.attribute(store, method="ekfac").numpy()
     assert np.corrcoef(found.ravel(), plain.ravel())[0, 1] > 0.99
 
@@ -381,8 +370,8 @@ def test_a_model_in_double_precision():
     assert np.allclose(kernel, solved, rtol=1e-2, atol=1e-3 * np.abs(kernel).max())
 
 
-def test_absolute_damping_is_added_as_it_is():
-    store, *_ = world("mlp", keep="factors")
+def test_absolute_damping_is_added_as_it_is(opened):
+    store, *_ = opened("mlp", keep="factors")
     found = fisher(gk.gradients(store, split="train"), corrected=True)
     mean = found.layers["0"].mean
     one = gk.attribute(store, method="ekfac", layers="0", damping=0.7)
@@ -390,15 +379,15 @@ def test_absolute_damping_is_added_as_it_is():
     assert np.allclose(one.numpy(), other.numpy(), rtol=1e-4)
 
 
-def test_strong_damping_leaves_plain_products():
-    store, *_ = world("conv", keep="factors")
+def test_strong_damping_leaves_plain_products(opened):
+    store, *_ = opened("conv", keep="factors")
     dot = gk.attribute(store, method="dot").numpy()
     damped = gk.attribute(store, method="kfac", absolute_damping=1e6).numpy()
     assert np.allclose(1e6 * damped, dot, rtol=1e-3, atol=1e-4 * np.abs(dot).max())
 
 
-def test_sampled_labels_make_the_fisher_matrix():
-    store, model, data = world("mlp", keep="factors")
+def test_sampled_labels_make_the_fisher_matrix(opened):
+    store, model, data = opened("mlp", keep="factors")
     with pytest.raises(AttributionError) as error:
         gk.attribute(store, method="ekfac", fisher="sampled")
     call = (
@@ -430,8 +419,8 @@ def test_sampled_labels_make_the_fisher_matrix():
     close(found, (q @ basis / (values + 0.3 * values.mean())) @ (n @ basis).T)
 
 
-def test_a_fisher_capture_of_other_layers_is_refused():
-    store, model, data = world("mlp")
+def test_a_fisher_capture_of_other_layers_is_refused(opened):
+    store, model, data = opened("mlp")
     batch = (data["train"][0].float(), data["train"][1])
     gk.capture(
         store,
@@ -456,8 +445,8 @@ def test_damping_must_be_above_zero(damping):
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "logra", "datainf"])
-def test_damping_can_be_chosen_by_subset_outcomes(method):
-    store, *_ = world("mlp", rows=30)
+def test_damping_can_be_chosen_by_subset_outcomes(opened, method):
+    store, *_ = opened("mlp", rows=30)
     masks = np.random.default_rng(0).random((40, 30)) < 0.5
     target = gk.attribute(store, method=method, damping=3.0).numpy()
     found = gk.attribute(store, method=method, damping="auto", subsets=(masks, masks @ target.T))
@@ -466,8 +455,8 @@ def test_damping_can_be_chosen_by_subset_outcomes(method):
         gk.attribute(store, method=method, damping="strong")
 
 
-def test_gradients_that_are_all_zero_or_no_numbers(monkeypatch):
-    store, *_ = world("mlp", keep="factors")
+def test_gradients_that_are_all_zero_or_no_numbers(opened, monkeypatch):
+    store, *_ = opened("mlp", keep="factors")
     rows = gk.gradients(store, split="train")
     slopes = torch.zeros(len(rows))
     monkeypatch.setattr(type(rows), "slopes", lambda self: slopes)
@@ -478,8 +467,8 @@ def test_gradients_that_are_all_zero_or_no_numbers(monkeypatch):
         fisher(rows, corrected=True)
 
 
-def test_a_fisher_matrix_must_be_one_of_two():
-    store, *_ = world("mlp")
+def test_a_fisher_matrix_must_be_one_of_two(opened):
+    store, *_ = opened("mlp")
     with pytest.raises(AttributionError, match="no Fisher matrix 'true'"):
         gk.attribute(store, method="kfac", fisher="true")
 
@@ -505,8 +494,8 @@ def test_several_checkpoints_are_averaged():
     assert np.allclose(both, (each[0] + each[1]) / 2, rtol=1e-5)
 
 
-def test_other_layers_in_the_queries_are_refused():
-    store, model, data = world("mlp")
+def test_other_layers_in_the_queries_are_refused(opened):
+    store, model, data = opened("mlp")
     batch = (data["test"][0].float(), data["test"][1])
     task = gk.Classification()
     gk.capture(store, model.float(), [batch], task=task, split="part", layers=["0"], progress=False)
