@@ -74,7 +74,7 @@ def test_help_lists_the_commands_and_version_is_the_packages(gradkeep):
 
 
 def test_every_command_has_help(gradkeep):
-    from gradkeep.cli._commands import COMMANDS
+    from gradkeep.cli._app import COMMANDS
 
     for command in COMMANDS:
         function = command.load()

@@ -15,7 +15,8 @@ import pytest
 
 import gradkeep as gk
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
-from gradkeep.store import Bucket, _bucket, verify
+from gradkeep.store import Bucket, verify
+from gradkeep.store.backends import _bucket
 from gradkeep.testing import StoreTests
 
 # One request at a time: moto itself does not make looking and putting one step.

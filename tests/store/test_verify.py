@@ -108,7 +108,7 @@ def test_unfinished_writes_are_swept_and_foreign_files_left_alone(store):
 
 
 def _host():
-    from gradkeep.store import _disk
+    from gradkeep.store.backends import _disk
 
     return _disk._HOST
 

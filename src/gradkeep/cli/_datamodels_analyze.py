@@ -11,8 +11,7 @@ from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._datamodels_answer import plain, show
 from gradkeep.cli._datamodels_fit import MasksOption, OutputOption, trained_data
 from gradkeep.cli._datamodels_named import labels_of, study_of
-from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import typer
 
 from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._datamodels_answer import plain
-from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:

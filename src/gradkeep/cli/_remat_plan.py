@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import (
+    JsonOption,
+    print_json,
+)
 
 FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 

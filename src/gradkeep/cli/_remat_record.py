@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import (
+    JsonOption,
+    print_json,
+)
 
 
 def record(

@@ -8,22 +8,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradkeep.errors import StoreError
-from gradkeep.store import _lease, _manifest, _samples
-from gradkeep.store._block import SEGMENTS
-from gradkeep.store._layout import SUFFIX
-from gradkeep.store._names import ROWS
-from gradkeep.store._row_files import LOOSE
+from gradkeep.store._keys import ROWS
+from gradkeep.store.blocks._manifest import (
+    MANIFESTS,
+    SEGMENTS,
+    load_manifest,
+    manifest_key,
+    manifest_versions,
+)
+from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.catalog._samples import is_samples
+from gradkeep.store.rows._leases import LEASES
+from gradkeep.store.rows._row_files import LOOSE
 
 if TYPE_CHECKING:
-    from gradkeep.store._backend import Backend
     from gradkeep.store._store import Store
+    from gradkeep.store.backends._backend import Backend
 
 _YOUNG_SECONDS = 3600.0
 """A file younger than this may belong to work that has not published its manifest yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class GcReport:
     """What was removed, or would be."""
 
     files: tuple[str, ...]
@@ -31,12 +38,12 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _WasteFile:
     key: str
     size: int
 
 
-def gc(store: Store, *, keep_versions: int = 1, dry_run: bool = False) -> Swept:
+def gc(store: Store, *, keep_versions: int = 1, dry_run: bool = False) -> GcReport:
     """Remove old versions of every block, the segments only they needed, and unfinished writes.
 
     Safe at any moment and beside readers and writers: old manifests go first, so that no version
@@ -48,15 +55,15 @@ def gc(store: Store, *, keep_versions: int = 1, dry_run: bool = False) -> Swept:
             "at least one version must stay", found=keep_versions, expected="1 or more"
         )
     backend = store.backend
-    manifests: list[_Item] = []
-    rest = [_Item(key, 0) for key in backend.leftovers(older_than=_YOUNG_SECONDS)]
+    manifests: list[_WasteFile] = []
+    rest = [_WasteFile(key, 0) for key in backend.leftovers(older_than=_YOUNG_SECONDS)]
     kept: list[str] = []
     blocks = [key.folder for key in store.blocks()]
     for folder in (*blocks, *(f"{ROWS}/{name}" for name in store.row_sets())):
         # Listed once: of a version that comes while we look, nothing may go.
-        versions = _manifest.versions(backend, folder)
+        versions = manifest_versions(backend, folder)
         manifests += _old_manifests(backend, folder, versions[:-keep_versions])
-        kept += [_manifest.key(folder, number) for number in versions[-keep_versions:]]
+        kept += [manifest_key(folder, number) for number in versions[-keep_versions:]]
         if folder in blocks:
             rest += _block_waste(backend, folder, versions[-keep_versions:])
     for name in store.row_sets():
@@ -67,7 +74,7 @@ def gc(store: Store, *, keep_versions: int = 1, dry_run: bool = False) -> Swept:
         for items in (manifests, rest):
             backend.delete([item.key for item in items], durability=store.durability)
     everything = (*manifests, *rest)
-    return Swept(tuple(item.key for item in everything), sum(item.size for item in everything))
+    return GcReport(tuple(item.key for item in everything), sum(item.size for item in everything))
 
 
 def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
@@ -78,17 +85,17 @@ def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
             backend.ensure_durable([key])
 
 
-def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_Item]:
-    old = {_manifest.key(folder, number) for number in versions}
-    listed = backend.list(f"{folder}/{_manifest.FOLDER}")
-    items = [_Item(f"{folder}/{_manifest.FOLDER}/{entry.name}", entry.size) for entry in listed]
+def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
+    old = {manifest_key(folder, number) for number in versions}
+    listed = backend.list(f"{folder}/{MANIFESTS}")
+    items = [_WasteFile(f"{folder}/{MANIFESTS}/{entry.name}", entry.size) for entry in listed]
     return [item for item in items if item.key in old]
 
 
-def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_Item]:
+def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
     if not versions:
         return []
-    kept = [_manifest.load(backend, folder, number) for number in versions]
+    kept = [load_manifest(backend, folder, number) for number in versions]
     needed = {entry.file for manifest in kept for entry in manifest.segments}
     now, waste = time.time(), []
     for entry in backend.list(f"{folder}/{SEGMENTS}"):
@@ -98,26 +105,28 @@ def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_It
         used = name.isdigit() and int(name) < kept[-1].next_segment
         old = not name.isdigit() and now - entry.modified > _YOUNG_SECONDS
         if used or old:
-            waste.append(_Item(f"{folder}/{file}", entry.size))
+            waste.append(_WasteFile(f"{folder}/{file}", entry.size))
     stay = {f"{manifest.version:06d}" for manifest in kept}
-    derived = (entry for entry in backend.list(folder) if _samples.is_samples(entry.name))
+    derived = (entry for entry in backend.list(folder) if is_samples(entry.name))
     waste += [
-        _Item(f"{folder}/{entry.name}", entry.size)
+        _WasteFile(f"{folder}/{entry.name}", entry.size)
         for entry in derived
         if entry.name.split("-")[1] not in stay
     ]
     return waste
 
 
-def _row_waste(store: Store, name: str) -> list[_Item]:
+def _row_waste(store: Store, name: str) -> list[_WasteFile]:
     """Own files of rows that are packed, and leases of rows that are done."""
     rows, folder, backend = store.rows(name), f"{ROWS}/{name}", store.backend
     packed, done = rows.packed_rows, set(rows.done().tolist())
     waste = []
-    for kind, gone in ((LOOSE, packed), (_lease.FOLDER, done)):
+    for kind, gone in ((LOOSE, packed), (LEASES, done)):
         for bucket in backend.list(f"{folder}/{kind}"):
             for entry in backend.list(f"{folder}/{kind}/{bucket.name}"):
                 row = entry.name.partition(".")[0].partition("-")[0]
                 if row.isdigit() and int(row) in gone:
-                    waste.append(_Item(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size))
+                    waste.append(
+                        _WasteFile(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size)
+                    )
     return waste

@@ -8,19 +8,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradkeep.errors import Damaged, StoreError
-from gradkeep.store import _document, _lease, _manifest, _samples
-from gradkeep.store._backend import QUARANTINE
-from gradkeep.store._block import SEGMENTS, load_schema, schema_key
-from gradkeep.store._layout import SUFFIX
-from gradkeep.store._names import CATALOG, ROWS
-from gradkeep.store._row_files import LOOSE, PACKED, leave_out
-from gradkeep.store._segment import Segment
+from gradkeep.store import _document
+from gradkeep.store._keys import CATALOG, ROWS
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store, check_format
+from gradkeep.store.backends._backend import QUARANTINE
+from gradkeep.store.blocks._manifest import (
+    MANIFESTS,
+    SEGMENTS,
+    load_manifest,
+    load_schema,
+    manifest_versions,
+    schema_key,
+)
+from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.catalog._samples import check_samples, find_samples, is_samples
+from gradkeep.store.rows._leases import LEASES
+from gradkeep.store.rows._row_files import LOOSE, PACKED, drop_packed_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gradkeep.store._backend import Backend
+    from gradkeep.store.backends._backend import Backend
 
 _LEFTOVER_SECONDS = 3600.0
 
@@ -106,8 +115,8 @@ def _check(
         return _check_segment(backend, key, damage)
     data = backend.read(key)
     try:
-        if _samples.is_samples(name):
-            _samples.check(data, name, path=key)
+        if is_samples(name):
+            check_samples(data, name, path=key)
         elif name.endswith(".json"):
             _check_document(backend, key, data, known, damage)
         else:
@@ -173,14 +182,14 @@ def _check_document(
         check_format(backend, fields)
         return
     parts = key.split("/")
-    if parts[-2] != _manifest.FOLDER:
+    if parts[-2] != MANIFESTS:
         return
     folder = "/".join(parts[:-2])
-    manifest = _manifest.load(backend, folder, int(parts[-1].removesuffix(".json")))
+    manifest = load_manifest(backend, folder, int(parts[-1].removesuffix(".json")))
     with contextlib.suppress(StoreError):
         if load_schema(backend, folder).hash != manifest.schema_hash:
             damage.append(Damage(key, None, "it belongs to another schema than its block's"))
-    if parts[0] == ROWS and manifest.version not in _manifest.versions(backend, folder)[-1:]:
+    if parts[0] == ROWS and manifest.version not in manifest_versions(backend, folder)[-1:]:
         return  # of packed rows, nobody reads an older version
     for entry in manifest.segments:
         file = f"{folder}/{entry.file}"
@@ -221,13 +230,13 @@ def _follow_up(backend: Backend, key: str) -> Iterator[str]:
     folder, _, name = key.rpartition("/")
     block, _, part = folder.rpartition("/")
     version = name.removesuffix(".json")
-    if part == _manifest.FOLDER and version.isdigit():
+    if part == MANIFESTS and version.isdigit():
         # The number will be given again, perhaps to other rows.
-        derived = _samples.find(backend, block, int(version))
+        derived = find_samples(backend, block, int(version))
         if derived is not None:
             backend.delete([derived], durability="full")
             yield f"removed {derived}, which was derived from it"
-    if part == PACKED and block.startswith(f"{ROWS}/") and leave_out(backend, block, key):
+    if part == PACKED and block.startswith(f"{ROWS}/") and drop_packed_file(backend, block, key):
         yield f"published a version without {key}; its rows count as not done"
 
 
@@ -236,7 +245,7 @@ def _repair(backend: Backend, damage: list[Damage], orphans: tuple[str, ...]) ->
     for key in dict.fromkeys(item.path for item in damage):
         if not backend.exists(key):
             done.append(f"{key} is gone; run the work again to recreate it")
-        elif f"/{_lease.FOLDER}/" in key:
+        elif f"/{LEASES}/" in key:
             backend.delete([key], durability="process")
             done.append(f"removed the unreadable lease {key}")
         else:

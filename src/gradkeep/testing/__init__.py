@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 # Before the import: a failing assert then shows its values, as in a test file.
-for module in ("backend_tests", "block_machine", "examples", "rows_machine", "whole_store_tests"):
+for module in ("backend_tests", "examples", "state_machines", "store_tests", "whole_store_tests"):
     pytest.register_assert_rewrite(f"{__name__}._{module}")
 
 from gradkeep.testing._store_tests import StoreTests  # noqa: E402

@@ -1,0 +1,114 @@
+"""How things show themselves: tables as text and HTML, sizes, ratios and states as people say them."""
+
+from __future__ import annotations
+
+import html
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def format_size(count: float) -> str:
+    """Bytes in decimal units.
+
+    >>> format_size(999), format_size(7_030_000), format_size(165_900_000_000)
+    ('999 B', '7.0 MB', '165.9 GB')
+    """
+    if count < 1000:
+        return f"{count:.0f} B" if float(count).is_integer() else f"{count:.1f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} PB"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """How many times smaller; a dash if that cannot be said.
+
+    >>> format_ratio(23.61), format_ratio(None)
+    ('23.6x', '-')
+    """
+    return "-" if ratio is None else f"{ratio:.1f}x"
+
+
+def format_time(seconds: float) -> str:
+    """A time in UTC, to the second; a dash if it is unknown.
+
+    >>> format_time(0.0), format_time(1_700_000_000.5)
+    ('-', '2023-11-14 22:13:20')
+    """
+    return "-" if not seconds else datetime.fromtimestamp(int(seconds), UTC).strftime("%F %T")
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
+    """Aligned columns; those with a number in `right` are aligned to the right.
+
+    >>> print(text_table(["name", "rows"], [["train", "1437"], ["test", "360"]], right={1}))
+    name   rows
+    train  1437
+    test    360
+    """
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
+    """The same as HTML, everything escaped.
+
+    >>> html_table(["a<b"], [["&"]], right=set())
+    '<table><thead><tr><th>a&lt;b</th></tr></thead><tbody><tr><td>&amp;</td></tr></tbody></table>'
+    """
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        def opened(at: int) -> str:
+            return f'<{tag} style="text-align: right">' if at in right else f"<{tag}>"
+
+        made = (f"{opened(at)}{html.escape(cell)}</{tag}>" for at, cell in enumerate(cells))
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
+
+
+class ShownBlock(Protocol):
+    """What is shown of a block of rows; `store.catalog.BlockFacts` has it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def version(self) -> int | None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def num_rows(self) -> int | None: ...
+    @property
+    def unsealed_rows(self) -> int: ...
+
+
+def describe_rows(block: ShownBlock) -> str:
+    """How many rows there are, of how many, and how many wait to be sealed."""
+    text = f"{block.rows}"
+    if block.num_rows is not None and block.num_rows != block.rows:
+        text += f" of {block.num_rows}"
+    return f"{text} + {block.unsealed_rows} open" if block.unsealed_rows else text
+
+
+def describe_state(block: ShownBlock) -> str:
+    """The state in a few words."""
+    if block.state == "sealed" and block.kind != "rows":
+        return f"sealed, version {block.version}" if block.version else "sealed"
+    if block.kind == "rows" and block.state != "unreadable":
+        return "complete" if block.rows == block.num_rows else "open"
+    return block.state
