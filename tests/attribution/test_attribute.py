@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import AttributionError
-from gradkeep.testing._autograd import per_sample_gradients
 
 LRS = {"epoch-1": 0.1, "epoch-2": 0.05}
 

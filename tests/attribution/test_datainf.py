@@ -5,6 +5,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.errors import AttributionError
-from gradkeep.testing._autograd import per_sample_gradients
 
 MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,)),

@@ -6,6 +6,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +16,6 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep.attribution._curvature import conjugate_gradients, lanczos
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.testing._autograd import per_sample_gradients
 
 KINDS = ["hessian", "ggn", "fisher"]
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -10,7 +11,6 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.attribution import _solve
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.testing._autograd import per_sample_gradients
 
 ROWS, ASKED = 14, 6
 AT = ("one", "two", "three")

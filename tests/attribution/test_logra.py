@@ -5,13 +5,13 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.attribution._projections import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.testing._autograd import per_sample_gradients
 
 
 def world(*, rows, model=None, shape=(6,)):

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 
 import gradkeep as gk
 from gradkeep.datamodels import (
@@ -22,7 +23,6 @@ from gradkeep.datamodels._draw import training_seed
 from gradkeep.datamodels._stacked import stacks_well, train_many
 from gradkeep.datamodels._training import TOLERANCE
 from gradkeep.errors import SchemaMismatch, StudyError
-from gradkeep.testing._autograd import per_sample_gradients
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(40, 5, generator=GENERATOR)

@@ -378,6 +378,12 @@ def test_options_that_are_none_are_refused():
         Bucket("s3://bucket", no_such_option="1")
 
 
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Bucket(f"file://{tmp_path}/file")
+
+
 def test_every_bucket_in_memory_is_new():
     put(Bucket("memory://"), "key", b"1")
     assert gk.open("memory://scratch").blocks() == []

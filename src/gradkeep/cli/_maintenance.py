@@ -169,8 +169,8 @@ def trak(
         Path, typer.Argument(metavar="DIR", help="The save_dir of the released TRAK package.")
     ],
     store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Where to; by default beside DIR, as DIR-gradkeep."),
+        str | None,
+        typer.Option("--store", help="Folder or URL; by default beside DIR, as DIR-gradkeep."),
     ] = None,
     run: Annotated[str, typer.Option(help="The name that the run gets.")] = "trak",
     json: JsonOption = False,
@@ -179,12 +179,12 @@ def trak(
     from gradkeep.compat.trak import import_save_dir
 
     whole = folder.resolve()
-    target = store or whole.with_name(f"{whole.name}-gradkeep")
+    target = store or str(whole.with_name(f"{whole.name}-gradkeep"))
     found = import_save_dir(folder, target, run=run)
     if json:
         print_json(
             {
-                "store": str(target),
+                "store": target,
                 "checkpoints": found.checkpoints,
                 "scores": found.scores,
                 "skipped": found.skipped,

@@ -281,7 +281,7 @@ def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
             return obs.store.from_url(url, mkdir=True, **options)
         client = {**_client_options(scheme), **options.pop("client_options", {})}
         return obs.store.from_url(url, client_options=client, **options)
-    except obs.exceptions.BaseError as error:
+    except (obs.exceptions.BaseError, OSError) as error:
         raise StoreError(
             "this bucket cannot be opened",
             path=url,

@@ -1,37 +1,28 @@
 """Per-sample gradients the slow, obvious way: autograd on one sample at a time."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import torch
-from torch import nn
-
-from gradkeep.capturing._batches import rows_of, size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from torch.utils import _pytree as pytree
 
 
-def per_sample_gradients(
-    model: nn.Module, target: Callable[[nn.Module, Any], torch.Tensor], batch: Any
-) -> dict[str, torch.Tensor]:
+def per_sample_gradients(model, target, batch):
     """The gradient `[B, *shape]` of each sample's `target(model, batch) -> [B]` per parameter.
 
-    >>> model = nn.Linear(2, 1)
+    >>> model = torch.nn.Linear(2, 1)
     >>> found = per_sample_gradients(model, lambda m, x: m(x).squeeze(1), torch.ones(3, 2))
     >>> found["weight"].shape
     torch.Size([3, 1, 2])
     """
     weights = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    rows: list[tuple[torch.Tensor, ...]] = []
-    for row in range(size_of(batch)):
-        value = target(model, rows_of(batch, row, row + 1)).sum()
+    parts = [part for part in pytree.tree_leaves(batch) if isinstance(part, torch.Tensor)]
+    rows = []
+    for row in range(len(parts[0])):
+        one = pytree.tree_map_only(torch.Tensor, lambda part, at=row: part[at : at + 1], batch)
+        value = target(model, one).sum()
         found = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
         rows.append(
-            tuple(
+            [
                 torch.zeros_like(weight) if gradient is None else gradient
                 for weight, gradient in zip(weights.values(), found, strict=True)
-            )
+            ]
         )
     return {name: torch.stack([row[at] for row in rows]) for at, name in enumerate(weights)}
