@@ -36,7 +36,7 @@ def verify(
     import gradkeep.store as stores
 
     with progress("verify", "files") as report:
-        verdict = stores.verify(stores.backend_for(store), repair=repair, progress=report)
+        verdict = stores.verify(store, repair=repair, progress=report)
     if json:
         print_json(_fields(verdict))
     else:
@@ -96,8 +96,7 @@ def gc(
     """
     import gradkeep.store as stores
 
-    opened = stores.open(store, create=False)
-    swept = stores.gc(opened, keep_versions=keep_versions, dry_run=dry_run)
+    swept = stores.gc(store, keep_versions=keep_versions, dry_run=dry_run)
     if json:
         fields = {"dry_run": dry_run, "files": list(swept.files), "bytes": swept.bytes}
         print_json(fields)

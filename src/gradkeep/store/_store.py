@@ -20,7 +20,6 @@ from gradkeep.store._keys import (
     Run,
     ScoresKey,
     checked_name,
-    is_name,
 )
 from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._block import Block
@@ -36,12 +35,13 @@ from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
 from gradkeep.store.catalog._catalog import current_catalog, rebuilt_catalog
 from gradkeep.store.catalog._info import store_info
 from gradkeep.store.catalog._samples import ensure_samples, samples_available
+from gradkeep.store.catalog._scan import block_addresses, folders
 from gradkeep.store.catalog._sql import sql
 from gradkeep.store.rows._row_files import set_size
 from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from gradkeep.store._keys import BlockKey
     from gradkeep.store.backends._backend import Backend, Durability
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Schema
     from gradkeep.store.catalog._catalog import Catalog
     from gradkeep.store.catalog._info import StoreInfo
+    from gradkeep.store.catalog._scan import BlockAddress, BlockKind
     from gradkeep.store.catalog._sql import SqlResult
 
 FORMAT = "gradkeep-store"
@@ -141,13 +142,15 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All recorded runs, by name."""
-        records = (self._record(f"{RUNS}/{name}/run.json") for name in self._folders(RUNS))
+        records = (self._record(f"{RUNS}/{name}/run.json") for name in folders(self.backend, RUNS))
         return [Run(**fields) for fields in records if fields is not None]
 
     def checkpoints(self, run: str = "main") -> list[Checkpoint]:
         """All recorded checkpoints of a run, by step."""
         folder = f"{RUNS}/{checked_name('run', run)}/ckpt"
-        records = (self._record(f"{folder}/{name}/ckpt.json") for name in self._folders(folder))
+        records = (
+            self._record(f"{folder}/{name}/ckpt.json") for name in folders(self.backend, folder)
+        )
         found = [Checkpoint(**fields) for fields in records if fields is not None]
         return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
 
@@ -237,35 +240,25 @@ class Store:
 
     def captures(self) -> list[CaptureKey]:
         """The keys of all captures, sealed or not."""
-        found = []
-        for run in self._folders(BLOCKS):
-            for checkpoint in self._folders(f"{BLOCKS}/{run}"):
-                for split in self._folders(f"{BLOCKS}/{run}/{checkpoint}"):
-                    folder = f"{BLOCKS}/{run}/{checkpoint}/{split}"
-                    found += [
-                        CaptureKey(checkpoint, split, run, capture)
-                        for capture in self._folders(folder)
-                    ]
-        return [key for key in found if self.backend.exists(schema_key(key.folder))]
+        return [address.capture for address in self._addresses("capture")]
 
     def scores(self) -> list[ScoresKey]:
         """The keys of all saved scores."""
-        found = [ScoresKey(name) for name in self._folders(SCORES)]
-        return [key for key in found if self.backend.exists(schema_key(key.folder))]
+        return [ScoresKey(address.name) for address in self._addresses("scores")]
 
     def row_sets(self) -> list[str]:
         """The names of all sets of rows."""
-        names = self._folders(ROWS)
-        return [name for name in names if self.backend.exists(schema_key(f"{ROWS}/{name}"))]
+        return [address.name for address in self._addresses("rows")]
+
+    def _addresses(self, kind: BlockKind) -> Iterator[BlockAddress]:
+        for address in block_addresses(self.backend, kind):
+            if self.backend.exists(schema_key(address.folder)):
+                yield address
 
     def _derive(self, key: BlockKey, manifest: Manifest) -> None:
         if samples_available():
             block = self.read(key, version=manifest.version)
             ensure_samples(self.backend, block, key.labels, durability=self.durability)
-
-    def _folders(self, prefix: str) -> list[str]:
-        listed = self.backend.list(prefix)
-        return [entry.name for entry in listed if entry.is_folder and is_name(entry.name)]
 
     def _record(self, key: str) -> dict[str, Any] | None:
         try:

@@ -68,7 +68,7 @@ class Bucket(Backend):
                     raise self._conflict(key) from None
                 return False
             except (errors.BaseError, OSError) as error:
-                return self._settle(key, parts, error)
+                return self._after_failed_put(key, parts, error)
             return True
         raise WriteFailed(
             "the name is taken, but there is nothing under it",
@@ -86,7 +86,9 @@ class Bucket(Backend):
                 fix="choose fewer rows_per_segment, or put the store in a folder",
             )
 
-    def _settle(self, key: str, parts: Sequence[bytes | memoryview], error: Exception) -> bool:
+    def _after_failed_put(
+        self, key: str, parts: Sequence[bytes | memoryview], error: Exception
+    ) -> bool:
         """What a failed PUT means: the reply may be what was lost, not the value."""
         refused = self._is_refusal(error)
         try:

@@ -45,12 +45,12 @@ class LocalDisk(Backend):
         target = self._path(key)
         try:
             if os.path.lexists(target):
-                return self._settle_for_existing(key, parts, durability=durability)
+                return self._accept_existing(key, parts, durability=durability)
             folder = os.path.dirname(target)
             self._ensure_folder(folder, durability=durability)
             created = self._write_and_link(folder, target, parts, durability=durability)
             if not created:
-                return self._settle_for_existing(key, parts, durability=durability)
+                return self._accept_existing(key, parts, durability=durability)
             if durability == "full":
                 self._calls.sync_folder(folder)
         except OSError as error:
@@ -116,7 +116,7 @@ class LocalDisk(Backend):
             ) from error
         return True
 
-    def _settle_for_existing(
+    def _accept_existing(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
         try:

@@ -130,7 +130,7 @@ class SegmentBuffer:
     def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
         # Encode everything before any buffer changes: a row that cannot be encoded leaves no trace.
         ready = [
-            (slot, *encoded_rows(slot.array, arrays[name], chunk))
+            (slot, *_encoded_rows(slot.array, arrays[name], chunk))
             for name, slot in self._slots.items()
         ]
         self._ids[self.count : self.count + len(ids)] = ids
@@ -143,7 +143,18 @@ class SegmentBuffer:
         return pack(self._schema, self._ids[: self.count], stored, first_row=self.first_row)
 
 
-def encoded_rows(
+def stored_arrays(
+    schema: Schema, arrays: Mapping[str, AnyArray | Ragged], chunk: slice
+) -> dict[str, StoredArray]:
+    """The rows of a chunk as a segment stores them, without a copy of what is stored as it is."""
+    stored = {}
+    for array in schema.arrays:
+        encoded, lengths = _encoded_rows(array, arrays[array.name], chunk)
+        stored[array.name] = StoredArray(encoded, None if lengths is None else _bounds_of(lengths))
+    return stored
+
+
+def _encoded_rows(
     array: Array, values: AnyArray | Ragged, chunk: slice
 ) -> tuple[Encoded, AnyArray | None]:
     if isinstance(values, Ragged):
@@ -190,9 +201,9 @@ class _ArrayBuffer:
         if self._scale is not None:
             scales = [piece.scale for piece in self._pieces if piece.scale is not None]
             scale = np.concatenate([self._scale, *scales])
-        offsets = bounds_of(np.concatenate([np.empty(0, np.int64), *self._lengths]))
+        offsets = _bounds_of(np.concatenate([np.empty(0, np.int64), *self._lengths]))
         return StoredArray(Encoded(values, scale, self._nonzero, self._flushed), offsets)
 
 
-def bounds_of(lengths: AnyArray) -> AnyArray:
+def _bounds_of(lengths: AnyArray) -> AnyArray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

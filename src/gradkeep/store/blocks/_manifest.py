@@ -15,9 +15,8 @@ import numpy as np
 
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
-from gradkeep.store.blocks._encoding import Encoded
 from gradkeep.store.blocks._ids import IdSet
-from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack
+from gradkeep.store.blocks._packing import SUFFIX, pack_batch
 from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import Segment
 
@@ -358,7 +357,8 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
         if len(stay) == entry.rows:
             kept.append(entry)
         elif len(stay):
-            packed = _repacked(block, np.asarray(stay + start))
+            rows = stay + start
+            packed = pack_batch(block.schema, block.read_rows(rows), first_row=int(rows[0]))
             # Named by content: a second try after a crash, for other rows even, takes no wrong file,
             # and a seal does not mistake it for new rows.
             file = f"{SEGMENTS}/{REWRITTEN}{packed.digest}{SUFFIX}"
@@ -367,12 +367,3 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
     manifest = dataclasses.replace(newest, version=newest.version + 1, segments=tuple(kept))
     publish_manifest(backend, folder, manifest, durability=durability)
     return manifest
-
-
-def _repacked(block: Block, rows: Any) -> PackedSegment:
-    batch = block.read_rows(rows)
-    arrays = {
-        column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
-        for column in batch.columns
-    }
-    return pack(block.schema, batch.ids, arrays, first_row=int(rows[0]))

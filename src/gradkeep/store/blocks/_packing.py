@@ -26,12 +26,13 @@ import numpy as np
 import xxhash
 
 from gradkeep.store.backends._backend import flat
-from gradkeep.store.blocks._encoding import compress
+from gradkeep.store.blocks._encoding import Encoded, compress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.store.blocks._encoding import AnyArray, Encoded
+    from gradkeep.store.blocks._columns import Batch
+    from gradkeep.store.blocks._encoding import AnyArray
     from gradkeep.store.blocks._schema import Array, Schema
 
 SUFFIX = ".safetensors"
@@ -120,6 +121,15 @@ def pack(
     metadata.update(notes)
     header = _seal_header(layout, payload=at)
     return PackedSegment([header.blob, *views], len(header.blob) + at, header.digest)
+
+
+def pack_batch(schema: Schema, batch: Batch, *, first_row: int) -> PackedSegment:
+    """Lay out rows that were read, as they were stored, as another segment."""
+    stored = {
+        column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
+        for column in batch.columns
+    }
+    return pack(schema, batch.ids, stored, first_row=first_row)
 
 
 def block_digests(view: memoryview, rows: int) -> list[bytes]:

@@ -19,7 +19,7 @@ from gradkeep.errors import Conflict, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._ids import IdSet, as_ids
-from gradkeep.store.blocks._incoming import SegmentBuffer, bounds_of, checked_rows, encoded_rows
+from gradkeep.store.blocks._incoming import SegmentBuffer, checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     latest_manifest,
     load_schema,
@@ -28,7 +28,7 @@ from gradkeep.store.blocks._manifest import (
     segment_file,
     segment_numbers,
 )
-from gradkeep.store.blocks._packing import PackedSegment, StoredArray, pack
+from gradkeep.store.blocks._packing import PackedSegment, pack
 from gradkeep.store.blocks._segment import Segment
 
 if TYPE_CHECKING:
@@ -269,12 +269,7 @@ class Writer:
     ) -> None:
         """Write a segment that came in one piece from where it lies, without a copy."""
         self._await_background()
-        stored = {}
-        for array in self.schema.arrays:
-            encoded, lengths = encoded_rows(array, arrays[array.name], chunk)
-            stored[array.name] = StoredArray(
-                encoded, None if lengths is None else bounds_of(lengths)
-            )
+        stored = stored_arrays(self.schema, arrays, chunk)
         self._put(number, pack(self.schema, ids, stored, first_row=self._position))
         self._done.add(number)
 

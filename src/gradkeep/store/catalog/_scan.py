@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gradkeep.errors import Damaged, GradkeepError
 from gradkeep.store import _document
-from gradkeep.store._keys import BLOCKS, ROWS, RUNS, SCORES, is_name
+from gradkeep.store._keys import BLOCKS, ROWS, RUNS, SCORES, CaptureKey, is_name
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
     SEGMENTS,
@@ -60,6 +60,12 @@ class BlockAddress:
         if self.kind == "capture":
             return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
         return f"{SCORES if self.kind == 'scores' else ROWS}/{self.name}"
+
+    @property
+    def capture(self) -> CaptureKey:
+        """The key of a capture."""
+        checkpoint, split = str(self.checkpoint), str(self.split)
+        return CaptureKey(checkpoint, split, run=str(self.run), capture=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +186,25 @@ class ScannedBlock:
 _T = TypeVar("_T")
 
 
-def block_addresses(backend: Backend) -> Iterator[BlockAddress]:
-    """Every folder that can hold a block; some may turn out to be empty."""
-    for run in _folders(backend, BLOCKS):
-        for checkpoint in _folders(backend, f"{BLOCKS}/{run}"):
-            for split in _folders(backend, f"{BLOCKS}/{run}/{checkpoint}"):
-                for name in _folders(backend, f"{BLOCKS}/{run}/{checkpoint}/{split}"):
-                    yield BlockAddress("capture", name, run, checkpoint, split)
-    for name in _folders(backend, SCORES):
-        yield BlockAddress("scores", name)
-    for name in _folders(backend, ROWS):
-        yield BlockAddress("rows", name)
+def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddress]:
+    """Every folder that can hold a block of these kinds (or any); some may turn out to be empty."""
+    if not kinds or "capture" in kinds:
+        for run in folders(backend, BLOCKS):
+            for checkpoint in folders(backend, f"{BLOCKS}/{run}"):
+                for split in folders(backend, f"{BLOCKS}/{run}/{checkpoint}"):
+                    for name in folders(backend, f"{BLOCKS}/{run}/{checkpoint}/{split}"):
+                        yield BlockAddress("capture", name, run, checkpoint, split)
+    if not kinds or "scores" in kinds:
+        for name in folders(backend, SCORES):
+            yield BlockAddress("scores", name)
+    if not kinds or "rows" in kinds:
+        for name in folders(backend, ROWS):
+            yield BlockAddress("rows", name)
+
+
+def folders(backend: Backend, prefix: str) -> list[str]:
+    """The names of the folders directly below `prefix` that can be names in a store."""
+    return [item.name for item in backend.list(prefix) if item.is_folder and is_name(item.name)]
 
 
 def watched_folders(backend: Backend, address: BlockAddress) -> list[str]:
@@ -198,7 +212,7 @@ def watched_folders(backend: Backend, address: BlockAddress) -> list[str]:
     folder = address.folder
     if address.kind != "rows":
         return [folder, f"{folder}/{MANIFESTS}", f"{folder}/{SEGMENTS}"]
-    loose = [f"{folder}/{LOOSE}/{name}" for name in _folders(backend, f"{folder}/{LOOSE}")]
+    loose = [f"{folder}/{LOOSE}/{name}" for name in folders(backend, f"{folder}/{LOOSE}")]
     parts = (MANIFESTS, PACKED, SIZES, LOOSE)
     return [folder, *(f"{folder}/{part}" for part in parts), *loose]
 
@@ -399,7 +413,7 @@ def _measured(backend: Backend, key: str) -> dict[str, float]:
 def scan_runs(backend: Backend) -> list[RunFacts]:
     """All recorded runs, readable or not, by name."""
     found = []
-    for name in _folders(backend, RUNS):
+    for name in folders(backend, RUNS):
         fields, problem = _record(backend, f"{RUNS}/{name}/run.json")
         if fields is not None:
             found.append(RunFacts(**fields))
@@ -411,8 +425,8 @@ def scan_runs(backend: Backend) -> list[RunFacts]:
 def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
     """All recorded checkpoints of all runs, readable or not, by name."""
     found = []
-    for run in _folders(backend, RUNS):
-        for name in _folders(backend, f"{RUNS}/{run}/ckpt"):
+    for run in folders(backend, RUNS):
+        for name in folders(backend, f"{RUNS}/{run}/ckpt"):
             fields, problem = _record(backend, f"{RUNS}/{run}/ckpt/{name}/ckpt.json")
             if fields is not None:
                 found.append(CheckpointFacts(**fields))
@@ -429,10 +443,6 @@ def _record(backend: Backend, key: str) -> tuple[dict[str, Any] | None, str | No
         return None, None
     except GradkeepError as error:
         return None, f"{key}: {error.what}"
-
-
-def _folders(backend: Backend, prefix: str) -> list[str]:
-    return [item.name for item in backend.list(prefix) if item.is_folder and is_name(item.name)]
 
 
 def _files(backend: Backend, prefix: str) -> list[Entry]:

@@ -24,7 +24,6 @@ import numpy as np
 
 from gradkeep._display import html_table, text_table
 from gradkeep.errors import Damaged, MissingExtra, SqlError
-from gradkeep.store._keys import CaptureKey
 from gradkeep.store.catalog._catalog import current_catalog
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
 
@@ -263,11 +262,8 @@ def _parquet(store: Store, capture: BlockFacts) -> Any:
             file.close()
         check_samples(data, name.rpartition("/")[2], path=backend.describe(name))
         return data
-    key = CaptureKey(
-        str(address.checkpoint), str(address.split), run=str(address.run), capture=address.name
-    )
-    block = store.read(key, version=capture.version)
-    return ensure_samples(backend, block, key.labels, durability=store.durability)
+    block = store.read(address.capture, version=capture.version)
+    return ensure_samples(backend, block, address.capture.labels, durability=store.durability)
 
 
 def _samples_schema(sealed: Sequence[BlockFacts]) -> Any:

@@ -18,9 +18,8 @@ from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
-from gradkeep.store.blocks._encoding import Encoded, encode
 from gradkeep.store.blocks._ids import as_ids
-from gradkeep.store.blocks._incoming import checked_rows
+from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -30,7 +29,7 @@ from gradkeep.store.blocks._manifest import (
     manifest_versions,
     publish_manifest,
 )
-from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack
+from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack, pack_batch
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 
@@ -100,10 +99,7 @@ class RowFiles:
         ids = np.array([row], np.int64)
         given = {name: _one_row(value) for name, value in arrays.items()}
         rows = checked_rows(self.schema, ids, given, path=self.path)
-        stored = {
-            array.name: _stored(encode(array, _flat_values(rows[array.name])), rows[array.name])
-            for array in self.schema.arrays
-        }
+        stored = stored_arrays(self.schema, rows, slice(0, 1))
         packed = pack(self.schema, ids, stored, first_row=row)
         self._refresh_packed()
         created = False
@@ -121,11 +117,11 @@ class RowFiles:
                 self._refresh_packed()
                 created = row not in self._packed_ids
         if not created:
-            self._settle(row, stored, packed.digest, differing=differing)
+            self._compare_with_stored(row, stored, packed.digest, differing=differing)
         self._known_done.add(row)
         return created
 
-    def _settle(
+    def _compare_with_stored(
         self,
         row: int,
         stored: Mapping[str, StoredArray],
@@ -268,12 +264,7 @@ class RowFiles:
             self._adopt(newest, file)
 
     def _write_packed(self, key: str, rows: list[int]) -> None:
-        batch = self.read(rows)
-        stored = {
-            column.array.name: StoredArray(Encoded(column.values, column.scale), column.offsets)
-            for column in batch.columns
-        }
-        packed = pack(self.schema, batch.ids, stored, first_row=0)
+        packed = pack_batch(self.schema, self.read(rows), first_row=0)
         try:
             self._backend.put_if_absent(key, packed.parts, durability=self._durability)
         except Conflict:
@@ -380,14 +371,6 @@ def _one_row(value: Any) -> Any:
     if hasattr(value, "detach"):
         return value.detach().unsqueeze(0)
     return value[None] if isinstance(value, np.ndarray) else [value]
-
-
-def _flat_values(rows: AnyArray | Ragged) -> AnyArray:
-    return rows.values if isinstance(rows, Ragged) else rows
-
-
-def _stored(encoded: Encoded, rows: AnyArray | Ragged) -> StoredArray:
-    return StoredArray(encoded, rows.offsets if isinstance(rows, Ragged) else None)
 
 
 def _same(column: Column, stored: StoredArray) -> bool:

@@ -1,8 +1,11 @@
-"""Check every byte of a store, and move aside what is not as it was written."""
+"""Keep a store healthy and small: check every byte, move aside what is damaged, remove what no
+kept version needs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,12 +14,15 @@ from gradkeep.errors import Damaged, StoreError
 from gradkeep.store import _document
 from gradkeep.store._keys import CATALOG, ROWS
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION, Store, check_format
+from gradkeep.store._store import open as open_store
 from gradkeep.store.backends._backend import QUARANTINE
+from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
     SEGMENTS,
     load_manifest,
     load_schema,
+    manifest_key,
     manifest_versions,
     schema_key,
 )
@@ -27,11 +33,13 @@ from gradkeep.store.rows._leases import LEASES
 from gradkeep.store.rows._row_files import LOOSE, PACKED, drop_packed_file
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
 
     from gradkeep.store.backends._backend import Backend
 
-_LEFTOVER_SECONDS = 3600.0
+_YOUNG_SECONDS = 3600.0
+"""A file younger than this may belong to work that has not published its manifest yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class Verdict:
 
 
 def verify(
-    backend: Backend,
+    store: Store | Backend | str | os.PathLike[str],
     *,
     repair: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -74,8 +82,16 @@ def verify(
     """Read every file of a store and compare it with its checksums; O(bytes).
 
     With `repair`, damaged files are moved to the store's quarantine, so that running the work again
-    recreates exactly them, and unfinished writes are removed. Nothing else is changed.
+    recreates exactly them, and unfinished writes are removed. Nothing else is changed. A path is
+    best given as it is: a store whose own document is damaged cannot be opened, but checked.
+
+    >>> import gradkeep as gk, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> store = gk.open(folder)
+    >>> gk.store.verify(folder).healthy
+    True
     """
+    backend = store.backend if isinstance(store, Store) else backend_for(store)
     Store.require_some(backend)
     keys = sorted(_walk(backend, ""))
     known = frozenset(keys)
@@ -91,7 +107,7 @@ def verify(
     if progress is not None:
         progress(len(keys), len(keys))
     damage += _missing_schemas(keys)
-    orphans = tuple(backend.leftovers(older_than=_LEFTOVER_SECONDS))
+    orphans = tuple(backend.leftovers(older_than=_YOUNG_SECONDS))
     repaired = _repair(backend, damage, orphans) if repair else ()
     return Verdict(len(keys), size, tuple(damage), orphans, tuple(unknown), repaired)
 
@@ -259,3 +275,109 @@ def _repair(backend: Backend, damage: list[Damage], orphans: tuple[str, ...]) ->
         backend.delete(orphans, durability="full")
         done += [f"removed the unfinished write {key}" for key in orphans]
     return tuple(done)
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was removed, or would be."""
+
+    files: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WasteFile:
+    key: str
+    size: int
+
+
+def gc(
+    store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
+) -> GcReport:
+    """Remove old versions of every block, the segments only they needed, and unfinished writes.
+
+    Safe at any moment and beside readers and writers: old manifests go first, so that no version
+    that is still listed ever lacks a file, and work in progress is recognised by its number or age.
+    A reader that holds an old version gets a clear error when it touches a removed segment.
+    """
+    if keep_versions < 1:
+        raise StoreError(
+            "at least one version must stay", found=keep_versions, expected="1 or more"
+        )
+    store = store if isinstance(store, Store) else open_store(store, create=False)
+    backend = store.backend
+    manifests: list[_WasteFile] = []
+    rest = [_WasteFile(key, 0) for key in backend.leftovers(older_than=_YOUNG_SECONDS)]
+    kept: list[str] = []
+    blocks = [key.folder for key in store.blocks()]
+    for folder in (*blocks, *(f"{ROWS}/{name}" for name in store.row_sets())):
+        # Listed once: of a version that comes while we look, nothing may go.
+        versions = manifest_versions(backend, folder)
+        manifests += _old_manifests(backend, folder, versions[:-keep_versions])
+        kept += [manifest_key(folder, number) for number in versions[-keep_versions:]]
+        if folder in blocks:
+            rest += _block_waste(backend, folder, versions[-keep_versions:])
+    for name in store.row_sets():
+        rest += _row_waste(store, name)
+    if not dry_run:
+        if store.durability == "full":
+            _ensure_durable(backend, kept)
+        for items in (manifests, rest):
+            backend.delete([item.key for item in items], durability=store.durability)
+    everything = (*manifests, *rest)
+    return GcReport(tuple(item.key for item in everything), sum(item.size for item in everything))
+
+
+def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
+    """What stays must survive a power cut before anything goes; so must an earlier, killed gc."""
+    for key in manifests:
+        # Gone if another gc runs beside us, which then has seen to a later one.
+        with contextlib.suppress(FileNotFoundError):
+            backend.ensure_durable([key])
+
+
+def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
+    old = {manifest_key(folder, number) for number in versions}
+    listed = backend.list(f"{folder}/{MANIFESTS}")
+    items = [_WasteFile(f"{folder}/{MANIFESTS}/{entry.name}", entry.size) for entry in listed]
+    return [item for item in items if item.key in old]
+
+
+def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
+    if not versions:
+        return []
+    kept = [load_manifest(backend, folder, number) for number in versions]
+    needed = {entry.file for manifest in kept for entry in manifest.segments}
+    now, waste = time.time(), []
+    for entry in backend.list(f"{folder}/{SEGMENTS}"):
+        file, name = f"{SEGMENTS}/{entry.name}", entry.name.removesuffix(SUFFIX)
+        if file in needed or not entry.name.endswith(SUFFIX):
+            continue
+        used = name.isdigit() and int(name) < kept[-1].next_segment
+        old = not name.isdigit() and now - entry.modified > _YOUNG_SECONDS
+        if used or old:
+            waste.append(_WasteFile(f"{folder}/{file}", entry.size))
+    stay = {f"{manifest.version:06d}" for manifest in kept}
+    derived = (entry for entry in backend.list(folder) if is_samples(entry.name))
+    waste += [
+        _WasteFile(f"{folder}/{entry.name}", entry.size)
+        for entry in derived
+        if entry.name.split("-")[1] not in stay
+    ]
+    return waste
+
+
+def _row_waste(store: Store, name: str) -> list[_WasteFile]:
+    """Own files of rows that are packed, and leases of rows that are done."""
+    rows, folder, backend = store.rows(name), f"{ROWS}/{name}", store.backend
+    packed, done = rows.packed_rows, set(rows.done().tolist())
+    waste = []
+    for kind, gone in ((LOOSE, packed), (LEASES, done)):
+        for bucket in backend.list(f"{folder}/{kind}"):
+            for entry in backend.list(f"{folder}/{kind}/{bucket.name}"):
+                row = entry.name.partition(".")[0].partition("-")[0]
+                if row.isdigit() and int(row) in gone:
+                    waste.append(
+                        _WasteFile(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size)
+                    )
+    return waste
