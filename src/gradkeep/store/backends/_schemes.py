@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from gradkeep.errors import StoreError
@@ -79,6 +78,8 @@ def backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
 
 def _factory(scheme: str, url: str) -> Callable[[str], Backend]:
     if scheme not in _factories:
+        from importlib.metadata import entry_points  # slow to import, seldom needed
+
         for point in entry_points(group=ENTRY_POINTS, name=scheme):
             register_backend(scheme, point.load())
     if scheme not in _factories:
