@@ -22,7 +22,8 @@ import numpy as np
 import xxhash
 
 import gradkeep as gk
-from gradkeep.store import Memory, _segment
+from gradkeep.store import Memory
+from gradkeep.store.blocks import _segment
 
 ROWS, WIDTH = 8192, 6144  # a segment of 8192 rows of 6144 float16 values: 96 MiB
 WORD = 1 << 64

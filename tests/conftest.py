@@ -1,4 +1,4 @@
-"""Hypothesis profiles, and a filesystem that can really be full.
+"""Hypothesis profiles, helpers that several rooms share, and a filesystem that can really be full.
 
 `local` explores anew in every run, `ci` draws the same examples each time.
 
@@ -7,9 +7,14 @@ HYPOTHESIS_PROFILE chooses one by name; otherwise the variable CI does.
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Helpers that tests of several rooms share lie beside this file and are imported by name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # No deadline: the first example pays for imports and cold caches, and machines differ.
 settings.register_profile("local", deadline=None)

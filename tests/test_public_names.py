@@ -1,5 +1,6 @@
 """The public names: a change here is a change for users."""
 
+import pickle
 import subprocess
 import sys
 
@@ -8,10 +9,16 @@ import pytest
 import gradkeep
 import gradkeep.data
 import gradkeep.datamodels
+import gradkeep.errors
 import gradkeep.farm
 import gradkeep.query
 import gradkeep.remat
 import gradkeep.store
+import gradkeep.store.backends
+import gradkeep.store.blocks
+import gradkeep.store.catalog
+import gradkeep.store.rows
+import gradkeep.testing
 
 NAMES = {
     "gradkeep": """
@@ -51,14 +58,35 @@ NAMES = {
         merge_tuples optimal read_log record register revolve simplify simulate stash
         unlimited_peak
     """,
+    "gradkeep.errors": """
+        AttributionError BudgetError CaptureError Conflict Damaged DataError DatamodelsError
+        FarmError FormatTooNew GradkeepError InvalidRows LeaseLost LogError MissingExtra
+        MissingRows NotAStore NotExpressible NotSealed QueryError ReadOnly RematError
+        SchemaMismatch SqlError StepChanged StoreError StudyError WriteFailed
+    """,
     "gradkeep.store": """
-        Array Backend Batch Block BlockFacts BlockKey Bucket CaptureKey Catalog
-        Checkpoint CheckpointFacts CheckpointInfo Column Damage Durability Encoding
-        Entry Info Layer LayerFacts Lease LocalDisk Manifest Memory Place Ragged
-        Readable Result RowSetInfo RowState Rows Run RunFacts RunInfo Schema ScoresKey
-        Segment SegmentEntry SegmentFacts Share Store Swept Syscalls Verdict Writer
-        backend_for describe_rows describe_state format_ratio format_size gc open verify
-        zarr_references zarr_view
+        Array Backend Batch Block BlockKey Bucket CaptureKey Checkpoint Damage Durability
+        Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowState Rows
+        Run Schema ScoresKey Store Verdict Writer WriterShare backend_for gc open
+        register_backend verify zarr_references zarr_view
+    """,
+    "gradkeep.store.backends": """
+        Backend Bucket Durability Entry LocalDisk Memory Readable Syscalls backend_for
+        register_backend
+    """,
+    "gradkeep.store.blocks": """
+        Array Batch Block Column Encoding Layer Manifest Ragged Schema Segment SegmentEntry
+        Writer WriterShare zarr_references zarr_view
+    """,
+    "gradkeep.store.catalog": """
+        BlockAddress BlockFacts Catalog CheckpointFacts CheckpointInfo LayerFacts RowSetInfo
+        RunFacts RunInfo SegmentFacts SqlResult StoreInfo
+    """,
+    "gradkeep.store.rows": """
+        Lease RowState Rows
+    """,
+    "gradkeep.testing": """
+        BackendTests StoreTests
     """,
 }
 
@@ -89,3 +117,28 @@ def test_the_store_never_imports_torch():
     code = "import sys, gradkeep.store; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", gradkeep.errors.__all__)
+def test_every_error_is_shown_under_its_public_name_and_survives_pickling(name):
+    kind = getattr(gradkeep.errors, name)
+    assert kind.__module__ == "gradkeep.errors"
+    assert issubclass(kind, gradkeep.GradkeepError)
+    error = pickle.loads(pickle.dumps(kind("what", path="p", found=1, expected=2, fix="f")))
+    assert type(error) is kind
+    told = (error.what, error.path, error.found, error.expected, error.fix)
+    assert told == ("what", "p", 1, 2, "f")
+
+
+def test_the_tree_of_errors_in_their_documentation_is_complete():
+    for name in gradkeep.errors.__all__:
+        assert f" {name} " in f" {gradkeep.errors.__doc__} ".replace("\n", " ")
+
+
+def test_no_module_keeps_an_error_of_its_own_that_users_may_see():
+    """Errors that leave gradkeep are in `gradkeep.errors`; those of other systems' names are not."""
+    public = [getattr(gradkeep, name) for name in gradkeep.__all__]
+    kinds = [item for item in public if isinstance(item, type) and issubclass(item, Exception)]
+    assert {kind.__module__ for kind in kinds if not issubclass(kind, Warning)} == {
+        "gradkeep.errors"
+    }

@@ -36,6 +36,36 @@ from __future__ import annotations
 import os
 from typing import Any
 
+__all__ = [
+    "AttributionError",
+    "BudgetError",
+    "CaptureError",
+    "Conflict",
+    "Damaged",
+    "DataError",
+    "DatamodelsError",
+    "FarmError",
+    "FormatTooNew",
+    "GradkeepError",
+    "InvalidRows",
+    "LeaseLost",
+    "LogError",
+    "MissingExtra",
+    "MissingRows",
+    "NotAStore",
+    "NotExpressible",
+    "NotSealed",
+    "QueryError",
+    "ReadOnly",
+    "RematError",
+    "SchemaMismatch",
+    "SqlError",
+    "StepChanged",
+    "StoreError",
+    "StudyError",
+    "WriteFailed",
+]
+
 
 class GradkeepError(Exception):
     """Base of all errors raised on purpose; the parts of the message stay readable as attributes."""

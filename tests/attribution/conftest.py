@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.testing._autograd import per_sample_gradients
 
 CLASSES = 3
 

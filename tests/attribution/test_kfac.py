@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep.attribution.kronecker import Damping, _fit, _patch_moments, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
-from gradkeep.testing._autograd import per_sample_gradients
 
 
 class Words(nn.Module):

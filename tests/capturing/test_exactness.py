@@ -5,13 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import gradkeep as gk
 from gradkeep.capturing._tracer import Tracer
-from gradkeep.testing._autograd import per_sample_gradients
 
 
 def flat(gradients):

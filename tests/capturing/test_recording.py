@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import CaptureError
-from gradkeep.testing._autograd import per_sample_gradients
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_help_lists_the_commands_and_version_is_the_packages(gradkeep):
 
 
 def test_every_command_has_help(gradkeep):
-    from gradkeep.cli._commands import COMMANDS
+    from gradkeep.cli._app import COMMANDS
 
     for command in COMMANDS:
         function = command.load()
@@ -156,7 +156,7 @@ def test_a_store_that_may_only_be_read_is_shown_checked_and_queried(folder):
         # Permissions do not bind an administrator: a filesystem that says no binds everybody.
         code = (
             "import sys, os, errno\n"
-            "from gradkeep.store import Syscalls\n"
+            "from gradkeep.store.backends import Syscalls\n"
             "def no(*_): raise OSError(errno.EROFS, os.strerror(errno.EROFS))\n"
             "Syscalls.create = Syscalls.make_folder = Syscalls.unlink = Syscalls.rename = no\n"
             f"sys.argv = ['gradkeep', *{arguments!r}]\n"

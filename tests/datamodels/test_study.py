@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from autograd_reference import per_sample_gradients
 
 import gradkeep as gk
 from gradkeep.datamodels import (
@@ -21,7 +22,6 @@ from gradkeep.datamodels import (
 from gradkeep.datamodels.fitting._masks import training_seed
 from gradkeep.datamodels.study._training import TOLERANCE, stacks_well, train_many
 from gradkeep.errors import SchemaMismatch, StudyError
-from gradkeep.testing._autograd import per_sample_gradients
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(40, 5, generator=GENERATOR)

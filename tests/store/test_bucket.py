@@ -15,7 +15,8 @@ import pytest
 
 import gradkeep as gk
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
-from gradkeep.store import Bucket, _bucket, verify
+from gradkeep.store import Bucket, verify
+from gradkeep.store.backends import _bucket
 from gradkeep.testing import StoreTests
 
 # One request at a time: moto itself does not make looking and putting one step.
@@ -375,6 +376,12 @@ def test_other_urls_are_refused(url):
 def test_options_that_are_none_are_refused():
     with pytest.raises(StoreError, match="cannot be opened"):
         Bucket("s3://bucket", no_such_option="1")
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Bucket(f"file://{tmp_path}/file")
 
 
 def test_every_bucket_in_memory_is_new():

@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.store import LocalDisk, Memory, Store, Syscalls, _refresh, gc, verify
-from gradkeep.store._names import CATALOG
+from gradkeep.store import LocalDisk, Memory, Store, gc, verify
+from gradkeep.store._keys import CATALOG
+from gradkeep.store.backends import Syscalls
+from gradkeep.store.catalog import _catalog
 
 LAYERS = (gk.Layer("fc", "Linear", 100),)
 FACTOR = gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc")
@@ -150,7 +152,7 @@ def test_facts_of_scores_and_row_sets(store):
     many.compact(rows_per_file=2)
     (scores,) = facts(store, "scores")
     (farm,) = facts(store, "rows")
-    assert (scores.place.name, scores.rows) == ("kernel", 4)
+    assert (scores.address.name, scores.rows) == ("kernel", 4)
     assert (farm.rows, farm.num_rows, farm.num_segments) == (3, 5, 1)
 
 
@@ -171,7 +173,7 @@ def test_a_damaged_block_is_unreadable_with_the_reason(store, victim, said, how)
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-20])
-    found = {block.place.checkpoint: block for block in facts(store)}
+    found = {block.address.checkpoint: block for block in facts(store)}
     assert found["other"].state == "sealed"
     if (victim, how) == ("manifest/000000.json", "gone"):
         assert found["final"].state == "open"  # as before it was sealed
@@ -259,7 +261,7 @@ def test_a_catalog_that_cannot_be_used_is_made_again(store, tmp_path, content):
     file.write_bytes(content)
     with store.catalog() as catalog:
         assert catalog.dump() == dump
-    assert _refresh.load(store) is not None
+    assert _catalog.load_catalog(store) is not None
 
 
 def test_every_flipped_byte_of_the_catalog_is_noticed(store):
@@ -271,14 +273,14 @@ def test_every_flipped_byte_of_the_catalog_is_noticed(store):
         bad = bytearray(good)
         bad[at] ^= 1 << (at % 8)
         file.write_bytes(bad)
-        assert _refresh.load(store) is None
+        assert _catalog.load_catalog(store) is None
 
 
 def test_a_folder_in_the_place_of_the_catalog_does_no_harm(store):
     write(store, key(), 4)
     Path(store.location, CATALOG).mkdir()
     assert len(facts(store)) == 1
-    assert _refresh.load(store) is None
+    assert _catalog.load_catalog(store) is None
 
 
 def test_a_store_that_may_only_be_read_has_a_catalog_in_memory(store):
@@ -335,9 +337,9 @@ def test_a_change_within_one_tick_of_the_clock_is_seen(store):
 
 def test_a_catalog_may_be_written_by_many_at_once(store):
     write(store, key(), 10)
-    one, two = _refresh.rebuilt(store), _refresh.rebuilt(store)
-    assert _refresh.save(store, one)
-    assert _refresh.save(store, two)
+    one, two = _catalog.rebuilt_catalog(store), _catalog.rebuilt_catalog(store)
+    assert _catalog.save_catalog(store, one)
+    assert _catalog.save_catalog(store, two)
     one.close()
     two.close()
     assert facts(store)[0].rows == 10
@@ -375,9 +377,9 @@ def test_a_kill_while_the_catalog_is_written_leaves_a_good_store(store, step):
     write(store, key("b"), 4)
     dying = Store(LocalDisk(store.location, syscalls=KilledAt(step)))
     try:
-        _refresh.rebuilt(dying).close()
+        _catalog.rebuilt_catalog(dying).close()
     except Killed:
-        left = _refresh.load(store)
+        left = _catalog.load_catalog(store)
         assert left is not None
         assert left.dump() == old
     else:
@@ -457,7 +459,7 @@ def test_refreshing_finds_what_rebuilding_finds(tmp_path_factory, operations):
             apply(store, *operation)
         with store.catalog() as refreshed:
             found = refreshed.dump()
-        assert _refresh.load(store).dump() == found
+        assert _catalog.load_catalog(store).dump() == found
         file = Path(store.location, CATALOG)
         kept = file.read_bytes()
         with rebuilt(store) as catalog:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.store import LocalDisk, Store, Syscalls, describe_rows, describe_state
+from gradkeep._display import describe_rows, describe_state
+from gradkeep.store import LocalDisk, Store
+from gradkeep.store.backends import Syscalls
 
 LAYERS = (gk.Layer("fc<1>", "Linear", 1000),)
 ARRAYS = (gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc<1>"), gk.Array("loss"))
@@ -50,7 +52,7 @@ def test_the_tree_holds_runs_checkpoints_and_captures_in_order(store):
     assert [checkpoint.name for checkpoint in run.checkpoints] == ["a", "b", "unrecorded"]
     assert [checkpoint.record is None for checkpoint in run.checkpoints] == [False, False, True]
     assert [len(checkpoint.captures) for checkpoint in run.checkpoints] == [1, 1, 1]
-    assert [scores.place.name for scores in info.scores] == ["dot"]
+    assert [scores.address.name for scores in info.scores] == ["dot"]
 
 
 def test_ratios_compare_with_dense_gradients(store):

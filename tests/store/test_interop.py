@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import gradkeep as gk
-from gradkeep.testing._examples import ARRAYS, Row, batch_of, check_column, ids_of, schema
+from gradkeep.testing._examples import ARRAYS, ExampleRow, batch_of, check_column, ids_of, schema
 
 KEY = gk.CaptureKey(checkpoint="final", split="train", run="main")
-ROWS = [Row(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 90)]
+ROWS = [ExampleRow(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 90)]
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8"), 1),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),

@@ -8,7 +8,8 @@ import xxhash
 
 import gradkeep as gk
 from gradkeep.errors import Damaged
-from gradkeep.store import Memory, Segment
+from gradkeep.store import Memory
+from gradkeep.store.blocks import Segment
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")
 NAME = f"{KEY.folder}/seg/000000.safetensors"

@@ -9,7 +9,8 @@ import pytest
 
 import gradkeep as gk
 from gradkeep.errors import Damaged, MissingExtra, MissingRows, SqlError
-from gradkeep.store import LocalDisk, Memory, Store, Syscalls
+from gradkeep.store import LocalDisk, Memory, Store
+from gradkeep.store.backends import Syscalls
 
 pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")

@@ -81,6 +81,15 @@ def test_a_damaged_identity_gets_a_new_one(store):
     assert verify(store.backend).healthy
 
 
+def test_a_store_is_named_as_it_likes(store):
+    path = store.location
+    for named in (store, store.backend, path, f"file://{store.backend.root}"):
+        assert verify(named).healthy
+    assert gc(path, dry_run=True) == gc(store, dry_run=True)
+    with pytest.raises(NotAStore):
+        gc(f"{path}-not")
+
+
 def test_a_segment_in_the_wrong_place_is_noticed(store):
     one, two = path_of(store, "seg/000000.safetensors"), path_of(store, "seg/000001.safetensors")
     os.rename(one, two + ".x")
@@ -108,7 +117,7 @@ def test_unfinished_writes_are_swept_and_foreign_files_left_alone(store):
 
 
 def _host():
-    from gradkeep.store import _disk
+    from gradkeep.store.backends import _disk
 
     return _disk._HOST
 

@@ -5,7 +5,8 @@ import pytest
 
 import gradkeep as gk
 from gradkeep.errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
-from gradkeep.store import LocalDisk, Memory, Share, Syscalls
+from gradkeep.store import LocalDisk, Memory, WriterShare
+from gradkeep.store.backends import Syscalls
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")
 
@@ -220,7 +221,7 @@ def test_workers_share_the_segments_and_the_last_one_seals(store, workers):
     whole = gk.open(Memory())
     write_all(whole)
     for rank in range(workers):
-        with store.write(KEY, schema(), share=Share(rank, workers)) as writer:
+        with store.write(KEY, schema(), share=WriterShare(rank, workers)) as writer:
             for at in range(0, 10, 2):
                 ids, arrays = batch(range(at, at + 2))
                 if writer.needs(2):
@@ -231,8 +232,8 @@ def test_workers_share_the_segments_and_the_last_one_seals(store, workers):
 
 
 def test_the_same_id_from_two_workers_is_found_at_seal(store):
-    one = store.write(KEY, schema(), share=Share(0, 2))
-    two = store.write(KEY, schema(), share=Share(1, 2))
+    one = store.write(KEY, schema(), share=WriterShare(0, 2))
+    two = store.write(KEY, schema(), share=WriterShare(1, 2))
     one.append(*batch(range(10)))
     two.append(*batch([90, 91, 92, 93, 0, 94, 95, 96, 97, 98]))
     two.close()

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 
 if TYPE_CHECKING:
     from gradkeep.attribution import Scores

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import (
+    JsonOption,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from gradkeep.capturing import Captured

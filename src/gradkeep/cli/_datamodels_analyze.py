@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:

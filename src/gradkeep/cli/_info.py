@@ -1,17 +1,18 @@
-"""`gradkeep info`: what a store holds."""
+"""`gradkeep info` and `gradkeep sql`: what a store holds."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from gradkeep.cli._options import JsonOption, StoreArgument  # noqa: TC001 - typer reads them
-from gradkeep.cli._output import print_json
+import typer
+
+from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from gradkeep.store import BlockFacts, Info, LayerFacts, RowSetInfo
+    from gradkeep.store.catalog import BlockFacts, LayerFacts, RowSetInfo, SqlResult, StoreInfo
 
 
 def info(store: StoreArgument, json: JsonOption = False) -> None:
@@ -33,7 +34,7 @@ def info(store: StoreArgument, json: JsonOption = False) -> None:
     console.print(_tree(found), soft_wrap=True)
 
 
-def _tree(found: Info) -> Tree:
+def _tree(found: StoreInfo) -> Tree:
     from rich.markup import escape
     from rich.tree import Tree
 
@@ -47,17 +48,17 @@ def _tree(found: Info) -> Tree:
             text = escape(f"checkpoint {checkpoint.name}{step}")
             twig = branch.add(text + _problem(None if record is None else record.problem))
             for capture in checkpoint.captures:
-                place = capture.place
-                _add_block(twig, f"{place.split}/{place.name}", capture)
+                address = capture.address
+                _add_block(twig, f"{address.split}/{address.name}", capture)
     for block in found.scores:
-        _add_block(tree, f"scores {block.place.name}", block)
+        _add_block(tree, f"scores {block.address.name}", block)
     for row_set in found.row_sets:
-        _add_block(tree, f"rows {row_set.facts.place.name}", row_set.facts, _counts(row_set))
+        _add_block(tree, f"rows {row_set.facts.address.name}", row_set.facts, _counts(row_set))
     return tree
 
 
-def _title(found: Info) -> str:
-    from gradkeep.store import format_ratio, format_size
+def _title(found: StoreInfo) -> str:
+    from gradkeep._display import format_ratio, format_size
 
     if found.ratio is None:
         return found.title
@@ -68,7 +69,7 @@ def _title(found: Info) -> str:
 def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = None) -> None:
     from rich.markup import escape
 
-    from gradkeep.store import describe_rows, describe_state, format_ratio, format_size
+    from gradkeep._display import describe_rows, describe_state, format_ratio, format_size
 
     parts = [
         name,
@@ -84,7 +85,7 @@ def _add_block(tree: Tree, name: str, block: BlockFacts, counts: str | None = No
 
 
 def _layer(layer: LayerFacts) -> str:
-    from gradkeep.store import format_ratio, format_size
+    from gradkeep._display import format_ratio, format_size
 
     ratio = layer.dense_row_bytes / layer.row_bytes if layer.row_bytes else None
     sizes = f"{format_size(layer.row_bytes)} of {format_size(layer.dense_row_bytes)} per row"
@@ -102,3 +103,35 @@ def _problem(problem: str | None) -> str:
     from rich.markup import escape
 
     return "" if problem is None else f"  [red]{escape(problem)}[/red]"
+
+
+def sql(
+    store: StoreArgument,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="One reading SQL statement.")],
+    json: JsonOption = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV; NULL is an empty cell.")] = False,
+) -> None:
+    """Ask a store in SQL, offline and reading only.
+
+    Tables: samples (a row per sample: run, checkpoint, split, capture, id, all scalars), captures,
+    scores, runs, checkpoints. "DESCRIBE samples" lists columns.
+    """
+    import gradkeep.store as stores
+
+    if json and csv:
+        raise typer.BadParameter("--json and --csv exclude each other")
+    result = stores.open(store, create=False).sql(query)
+    if json:
+        print_json({"columns": result.columns, "rows": result.rows()})
+    elif csv:
+        _print_csv(result)
+    else:
+        print(result.text())
+
+
+def _print_csv(result: SqlResult) -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(result.columns)
+    writer.writerows(result.rows())

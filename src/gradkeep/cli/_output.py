@@ -1,14 +1,21 @@
-"""What commands print: answers to stdout, messages and progress to stderr."""
+"""What commands share: arguments that several take, answers to stdout, messages to stderr."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from gradkeep.errors import GradkeepError
+
+StoreArgument = Annotated[
+    str, typer.Argument(metavar="STORE", help="The store: its folder or URL.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def print_json(fields: Any) -> None:

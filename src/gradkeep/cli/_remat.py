@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import (
+    JsonOption,
+    print_json,
+)
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]

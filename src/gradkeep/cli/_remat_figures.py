@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._progress import progress
-from gradkeep.cli._options import JsonOption  # noqa: TC001 - typer reads it
-from gradkeep.cli._output import print_json
+from gradkeep.cli._output import JsonOption, print_json
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:

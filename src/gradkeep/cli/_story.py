@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.cli import _story_breaks, _story_training
+from gradkeep.cli import _story_breaks
 from gradkeep.data import load_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from gradkeep.cli._story_training import States
     from gradkeep.data import Digits
+
+    States = Mapping[str, dict[str, torch.Tensor]]
 
 WRONG = 0.08
 
@@ -31,9 +36,9 @@ def tell(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) ->
         f"data       {len(digits.train_labels)} digits to train, {wrong} of them with a wrong label "
         f"planted; {len(digits.test_labels)} to test"
     )
-    trained = _story_training.train(digits, range(len(digits.train_labels)), seed=0, keep=True)
+    trained = train(digits, range(len(digits.train_labels)), seed=0, keep=True)
     say(
-        f"trained    64-64-10 network, {_story_training.EPOCHS} epochs, "
+        f"trained    64-64-10 network, {EPOCHS} epochs, "
         f"{len(trained.states)} checkpoints: {trained.accuracy:.1%} of the test digits right"
     )
     _capture(store, digits, trained.states, say)
@@ -51,8 +56,6 @@ def tell(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) ->
 
 def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str], None]) -> None:
     """Replay every checkpoint over both splits, and keep every gradient."""
-    import torch
-
     found: list[gk.Captured] = []
     for split, images, labels in (
         ("train", digits.train_images, digits.train_labels),
@@ -65,7 +68,7 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
         }
         kept = gk.capture(
             store,
-            _story_training.network(0),
+            network(0),
             [batch],
             task=gk.Classification(),
             split=split,
@@ -133,8 +136,50 @@ def _retrain(digits: Digits, suspected: Any, seeds: int, say: Callable[[str], No
     )
     told = []
     for name, data, chosen in arms:
-        found = [
-            _story_training.train(data, chosen, seed=1 + seed).accuracy for seed in range(seeds)
-        ]
+        found = [train(data, chosen, seed=1 + seed).accuracy for seed in range(seeds)]
         told.append(f"{name} {np.mean(found):.1%} (+-{np.std(found):.1%})")
     say(f"retrained  mean of {seeds} seeds: {'; '.join(told)}")
+
+
+EPOCHS = 30
+KEPT = (2, 4, 7, 10, 15, 30)
+"""The epochs whose weights are kept, more of them early: late ones have learnt all by heart."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """What a training ends with."""
+
+    accuracy: float
+    """On the test digits."""
+    states: States = field(default_factory=dict)
+    """The weights by the name of their checkpoint."""
+
+
+def network(seed: int) -> nn.Sequential:
+    """The 64-64-10 network that a seed stands for."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def train(digits: Digits, rows: Any, *, seed: int, keep: bool = False) -> Trained:
+    """Train on some rows of the training digits."""
+    model = network(seed)
+    chosen = torch.as_tensor(rows)
+    images = torch.from_numpy(digits.train_images)[chosen]
+    labels = torch.from_numpy(digits.train_labels)[chosen]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    states = {}
+    for epoch in range(1, EPOCHS + 1):
+        for batch in torch.split(torch.randperm(len(labels)), 64):
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(model(images[batch]), labels[batch]))
+            optimizer.step()
+        if keep and epoch in KEPT:
+            states[f"epoch-{epoch:02d}"] = {
+                name: value.clone() for name, value in model.state_dict().items()
+            }
+    with torch.no_grad():
+        said = model(torch.from_numpy(digits.test_images)).argmax(1)
+    accuracy = float((said == torch.from_numpy(digits.test_labels)).float().mean())
+    return Trained(accuracy, states)

@@ -1,97 +1,91 @@
 """Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
 
-from gradkeep.store._backend import Backend, Durability, Entry, Readable
-from gradkeep.store._batch import Batch, Column, Ragged
-from gradkeep.store._block import Block
-from gradkeep.store._bucket import Bucket
-from gradkeep.store._catalog import Catalog
-from gradkeep.store._disk import LocalDisk
-from gradkeep.store._display import format_ratio, format_size
-from gradkeep.store._facts import (
-    BlockFacts,
-    CheckpointFacts,
-    LayerFacts,
-    Place,
-    RunFacts,
-    SegmentFacts,
+from gradkeep._public import lazy_names
+from gradkeep.store._keys import BlockKey, CaptureKey, Checkpoint, Run, ScoresKey
+from gradkeep.store._maintenance import Damage, GcReport, Verdict, gc, verify
+from gradkeep.store._store import Store, open
+from gradkeep.store.backends import (
+    Backend,
+    Bucket,
+    Durability,
+    Entry,
+    LocalDisk,
+    Memory,
+    Readable,
+    backend_for,
+    register_backend,
 )
-from gradkeep.store._gc import Swept, gc
-from gradkeep.store._info import (
-    CheckpointInfo,
-    Info,
-    RowSetInfo,
-    RunInfo,
-    describe_rows,
-    describe_state,
+from gradkeep.store.blocks import (
+    Array,
+    Batch,
+    Block,
+    Encoding,
+    Layer,
+    Ragged,
+    Schema,
+    Writer,
+    WriterShare,
+    zarr_references,
+    zarr_view,
 )
-from gradkeep.store._lease import Lease
-from gradkeep.store._manifest import Manifest, SegmentEntry
-from gradkeep.store._memory import Memory
-from gradkeep.store._names import BlockKey, CaptureKey, ScoresKey
-from gradkeep.store._result import Result
-from gradkeep.store._rows import Rows, RowState
-from gradkeep.store._schema import Array, Encoding, Layer, Schema
-from gradkeep.store._segment import Segment
-from gradkeep.store._store import Checkpoint, Run, Store, backend_for, open
-from gradkeep.store._syscalls import Syscalls
-from gradkeep.store._verify import Damage, Verdict, verify
-from gradkeep.store._writer import Share, Writer
-from gradkeep.store._zarr import zarr_references, zarr_view
+from gradkeep.store.rows import Lease, Rows, RowState
 
 __all__ = [
     "Array",
     "Backend",
     "Batch",
     "Block",
-    "BlockFacts",
     "BlockKey",
     "Bucket",
     "CaptureKey",
-    "Catalog",
     "Checkpoint",
-    "CheckpointFacts",
-    "CheckpointInfo",
-    "Column",
     "Damage",
     "Durability",
     "Encoding",
     "Entry",
-    "Info",
+    "GcReport",
     "Layer",
-    "LayerFacts",
     "Lease",
     "LocalDisk",
-    "Manifest",
     "Memory",
-    "Place",
     "Ragged",
     "Readable",
-    "Result",
-    "RowSetInfo",
     "RowState",
     "Rows",
     "Run",
-    "RunFacts",
-    "RunInfo",
     "Schema",
     "ScoresKey",
-    "Segment",
-    "SegmentEntry",
-    "SegmentFacts",
-    "Share",
     "Store",
-    "Swept",
-    "Syscalls",
     "Verdict",
     "Writer",
+    "WriterShare",
     "backend_for",
-    "describe_rows",
-    "describe_state",
-    "format_ratio",
-    "format_size",
     "gc",
     "open",
+    "register_backend",
     "verify",
     "zarr_references",
     "zarr_view",
 ]
+
+_CATALOG = (
+    *("BlockFacts", "Catalog", "CheckpointFacts", "CheckpointInfo", "LayerFacts", "RowSetInfo"),
+    *("RunFacts", "RunInfo", "SegmentFacts"),
+)
+_BLOCKS = ("Column", "Manifest", "Segment", "SegmentEntry")
+_SHOWN = ("describe_rows", "describe_state", "format_ratio", "format_size")
+
+__getattr__ = lazy_names(
+    __name__,
+    renamed={
+        **{name: f"gradkeep.store.catalog.{name}" for name in _CATALOG},
+        **{name: f"gradkeep.store.blocks.{name}" for name in _BLOCKS},
+        **{name: f"gradkeep._display.{name}" for name in _SHOWN},
+        "Info": "gradkeep.store.catalog.StoreInfo",
+        "Place": "gradkeep.store.catalog.BlockAddress",
+        "Result": "gradkeep.store.catalog.SqlResult",
+        "Share": "gradkeep.store.WriterShare",
+        "Swept": "gradkeep.store.GcReport",
+        "Syscalls": "gradkeep.store.backends.Syscalls",
+    },
+)

@@ -6,67 +6,55 @@ import contextlib
 import dataclasses
 import os
 import uuid
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
-from gradkeep.store import _document, _info, _manifest, _refresh, _samples, _sql
-from gradkeep.store._block import SEGMENTS, Block, schema_key, segment_file
-from gradkeep.store._disk import LocalDisk
-from gradkeep.store._names import (
+from gradkeep.store import _document
+from gradkeep.store._keys import (
     BLOCKS,
     ROWS,
     RUNS,
     SCORES,
     CaptureKey,
+    Checkpoint,
+    Run,
     ScoresKey,
     checked_name,
-    is_name,
 )
-from gradkeep.store._row_files import set_size
-from gradkeep.store._rows import Rows
-from gradkeep.store._seal import without
-from gradkeep.store._writer import Share, Writer, enter_schema
+from gradkeep.store.backends._schemes import backend_for
+from gradkeep.store.blocks._block import Block
+from gradkeep.store.blocks._manifest import (
+    MANIFESTS,
+    SEGMENTS,
+    drop_rows,
+    manifest_key,
+    schema_key,
+    segment_file,
+)
+from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
+from gradkeep.store.catalog._catalog import current_catalog, rebuilt_catalog
+from gradkeep.store.catalog._info import store_info
+from gradkeep.store.catalog._samples import ensure_samples, samples_available
+from gradkeep.store.catalog._scan import block_addresses, folders
+from gradkeep.store.catalog._sql import sql
+from gradkeep.store.rows._row_files import set_size
+from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from gradkeep.store._backend import Backend, Durability
-    from gradkeep.store._catalog import Catalog
-    from gradkeep.store._info import Info
-    from gradkeep.store._manifest import Manifest
-    from gradkeep.store._names import BlockKey
-    from gradkeep.store._result import Result
-    from gradkeep.store._schema import Schema
+    from gradkeep.store._keys import BlockKey
+    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.blocks._manifest import Manifest
+    from gradkeep.store.blocks._schema import Schema
+    from gradkeep.store.catalog._catalog import Catalog
+    from gradkeep.store.catalog._info import StoreInfo
+    from gradkeep.store.catalog._scan import BlockAddress, BlockKind
+    from gradkeep.store.catalog._sql import SqlResult
 
 FORMAT = "gradkeep-store"
 VERSION = 1
 STORE_FILE = "STORE.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One training: what it was made with."""
-
-    name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    code: str | None = None
-    """The version of the code, for example a commit."""
-    data: str | None = None
-    """The fingerprint of the data set."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One state of the weights of a run."""
-
-    run: str
-    name: str
-    weights: str
-    """The fingerprint of the weights."""
-    step: int | None = None
-    lr: float | None = None
-    parent: str | None = None
 
 
 class Store:
@@ -108,19 +96,19 @@ class Store:
     def _repr_html_(self) -> str:
         return self.info()._repr_html_()
 
-    def info(self) -> Info:
+    def info(self) -> StoreInfo:
         """What the store holds, with sizes and ratios: a tree that shows itself as a table."""
-        return _info.info(self)
+        return store_info(self)
 
     def catalog(self) -> Catalog:
         """Facts about every block in SQLite, brought up to date; a context manager."""
-        return _refresh.up_to_date(self)
+        return current_catalog(self)
 
     def rebuild_catalog(self) -> Catalog:
         """The same made from nothing but the files; never needed, as refreshing finds the same."""
-        return _refresh.rebuilt(self)
+        return rebuilt_catalog(self)
 
-    def sql(self, query: str) -> Result:
+    def sql(self, query: str) -> SqlResult:
         """The answer to one reading SQL statement over `samples`, `captures`, `scores`, `runs`
         and `checkpoints`.
 
@@ -136,7 +124,7 @@ class Store:
             3   1.5
             7   0.5
         """
-        return _sql.sql(self, query)
+        return sql(self, query)
 
     def add_run(self, run: Run) -> Run:
         """Record a run; adding it again is free, adding another one under its name is refused."""
@@ -154,13 +142,15 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All recorded runs, by name."""
-        records = (self._record(f"{RUNS}/{name}/run.json") for name in self._folders(RUNS))
+        records = (self._record(f"{RUNS}/{name}/run.json") for name in folders(self.backend, RUNS))
         return [Run(**fields) for fields in records if fields is not None]
 
     def checkpoints(self, run: str = "main") -> list[Checkpoint]:
         """All recorded checkpoints of a run, by step."""
         folder = f"{RUNS}/{checked_name('run', run)}/ckpt"
-        records = (self._record(f"{folder}/{name}/ckpt.json") for name in self._folders(folder))
+        records = (
+            self._record(f"{folder}/{name}/ckpt.json") for name in folders(self.backend, folder)
+        )
         found = [Checkpoint(**fields) for fields in records if fields is not None]
         return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
 
@@ -170,7 +160,7 @@ class Store:
         schema: Schema,
         *,
         extend: bool = False,
-        share: Share | None = None,
+        share: WriterShare | None = None,
     ) -> Writer:
         """A writer for a capture or scores: new, or resumed where an earlier one stopped.
 
@@ -204,7 +194,7 @@ class Store:
 
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:
         """Publish a version of a block without these ids; `gc` frees their bytes later."""
-        manifest = without(self.read(key), ids, durability=self.durability)
+        manifest = drop_rows(self.read(key), ids, durability=self.durability)
         self._derive(key, manifest)
         return manifest
 
@@ -218,7 +208,7 @@ class Store:
         # that must be durable before the rest goes, or a power cut brings some of them back.
         last = schema_key(folder)
         parts = {
-            _manifest.FOLDER: [_manifest.key(folder, 0)],
+            MANIFESTS: [manifest_key(folder, 0)],
             "": [],
             SEGMENTS: [f"{folder}/{segment_file(0)}"],
         }
@@ -237,7 +227,7 @@ class Store:
         if schema is not None:
             if schema.num_rows is not None:
                 schema = dataclasses.replace(schema, num_rows=None)
-            enter_schema(self.backend, folder, schema, durability=self.durability)
+            ensure_schema(self.backend, folder, schema, durability=self.durability)
         rows = Rows(self.backend, folder, durability=self.durability, verify=self.verify_reads)
         if num_rows and num_rows >= rows.num_rows:
             # Also when it is known: whoever set it may have died before it was durable.
@@ -250,35 +240,25 @@ class Store:
 
     def captures(self) -> list[CaptureKey]:
         """The keys of all captures, sealed or not."""
-        found = []
-        for run in self._folders(BLOCKS):
-            for checkpoint in self._folders(f"{BLOCKS}/{run}"):
-                for split in self._folders(f"{BLOCKS}/{run}/{checkpoint}"):
-                    folder = f"{BLOCKS}/{run}/{checkpoint}/{split}"
-                    found += [
-                        CaptureKey(checkpoint, split, run, capture)
-                        for capture in self._folders(folder)
-                    ]
-        return [key for key in found if self.backend.exists(schema_key(key.folder))]
+        return [address.capture for address in self._addresses("capture")]
 
     def scores(self) -> list[ScoresKey]:
         """The keys of all saved scores."""
-        found = [ScoresKey(name) for name in self._folders(SCORES)]
-        return [key for key in found if self.backend.exists(schema_key(key.folder))]
+        return [ScoresKey(address.name) for address in self._addresses("scores")]
 
     def row_sets(self) -> list[str]:
         """The names of all sets of rows."""
-        names = self._folders(ROWS)
-        return [name for name in names if self.backend.exists(schema_key(f"{ROWS}/{name}"))]
+        return [address.name for address in self._addresses("rows")]
+
+    def _addresses(self, kind: BlockKind) -> Iterator[BlockAddress]:
+        for address in block_addresses(self.backend, kind):
+            if self.backend.exists(schema_key(address.folder)):
+                yield address
 
     def _derive(self, key: BlockKey, manifest: Manifest) -> None:
-        if _samples.available():
+        if samples_available():
             block = self.read(key, version=manifest.version)
-            _samples.ensure(self.backend, block, key.labels, durability=self.durability)
-
-    def _folders(self, prefix: str) -> list[str]:
-        listed = self.backend.list(prefix)
-        return [entry.name for entry in listed if entry.is_folder and is_name(entry.name)]
+            ensure_samples(self.backend, block, key.labels, durability=self.durability)
 
     def _record(self, key: str) -> dict[str, Any] | None:
         try:
@@ -307,7 +287,7 @@ class Store:
             ) from None
 
 
-_FOLDERS = (f"/{SEGMENTS}", f"/{_manifest.FOLDER}")
+_FOLDERS = (f"/{SEGMENTS}", f"/{MANIFESTS}")
 
 
 def open(
@@ -343,19 +323,6 @@ def open(
         with contextlib.suppress(Conflict):
             backend.put_if_absent(STORE_FILE, [_document.to_bytes(fields)], durability=durability)
     return Store(backend, durability=durability, verify=verify)
-
-
-def backend_for(path: Store | str | os.PathLike[str] | Backend) -> Backend:
-    """The place that a path or address names; a place is handed back as it is, or a store's."""
-    if isinstance(path, Store):
-        return path.backend
-    if not isinstance(path, str | os.PathLike):
-        return path
-    if "://" in os.fspath(path):
-        from gradkeep.store._bucket import Bucket
-
-        return Bucket(os.fspath(path))
-    return LocalDisk(path)
 
 
 def _check_free(backend: Backend, *, create: bool) -> None:

@@ -37,7 +37,7 @@ def schema(rows_per_segment: int = 4, **fields: Any) -> Schema:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Row:
+class ExampleRow:
     """A row's values are all made from its id and a salt, so that a model need not keep them."""
 
     id: int
@@ -76,12 +76,12 @@ def _values(number: int, salt: int) -> dict[str, AnyArray]:
     }
 
 
-def ids_of(rows: Iterable[Row]) -> list[int]:
+def ids_of(rows: Iterable[ExampleRow]) -> list[int]:
     """The ids of some rows."""
     return [row.id for row in rows]
 
 
-def batch_of(rows: Sequence[Row]) -> dict[str, Any]:
+def batch_of(rows: Sequence[ExampleRow]) -> dict[str, Any]:
     """Rows as `Writer.append` takes them."""
     values = [row.values() for row in rows]
     return {
@@ -94,7 +94,7 @@ def batch_of(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def check(batch: Batch, rows: Sequence[Row]) -> None:
+def check(batch: Batch, rows: Sequence[ExampleRow]) -> None:
     """Assert that a batch holds exactly these rows, as exactly as their encoding promises."""
     assert batch.ids.tolist() == ids_of(rows)
     wanted = [row.values() for row in rows]
@@ -105,7 +105,7 @@ def check(batch: Batch, rows: Sequence[Row]) -> None:
             _check_value(array, found[index], value[array.name])
 
 
-def check_column(array: Array, found: AnyArray | Ragged, rows: Sequence[Row]) -> None:
+def check_column(array: Array, found: AnyArray | Ragged, rows: Sequence[ExampleRow]) -> None:
     """Assert the same of the values of one array."""
     assert len(found) == len(rows), array.name
     for index, row in enumerate(rows):

@@ -20,32 +20,35 @@ from gradkeep.errors import (
     SchemaMismatch,
     StoreError,
 )
-from gradkeep.testing._examples import Row, batch_of, check, check_column, ids_of, schema
+from gradkeep.testing._examples import ExampleRow, batch_of, check, check_column, ids_of, schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradkeep.store import Backend, Manifest, Rows, Store
+    from gradkeep.store import Backend, Rows, Store
+    from gradkeep.store.blocks import Manifest
 
 KEY = gs.CaptureKey(checkpoint="final", split="train")
-SHUFFLED = [Row(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 70_000)]
+SHUFFLED = [ExampleRow(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 70_000)]
 
 
-def write(store: Store, rows: Sequence[Row], *, extend: bool = False, step: int = 3) -> Manifest:
+def write(
+    store: Store, rows: Sequence[ExampleRow], *, extend: bool = False, step: int = 3
+) -> Manifest:
     """Write and seal rows, a few at a time."""
     writer = store.write(KEY, schema(), extend=extend)
     append(writer, rows, step=step)
     return writer.seal()
 
 
-def append(writer: gs.Writer, rows: Sequence[Row], *, step: int = 3) -> None:
+def append(writer: gs.Writer, rows: Sequence[ExampleRow], *, step: int = 3) -> None:
     """Append rows a few at a time."""
     for at in range(0, len(rows), step):
         part = rows[at : at + step]
         writer.append(ids_of(part), batch_of(part))
 
 
-def holds(block: gs.Block, rows: Sequence[Row]) -> None:
+def holds(block: gs.Block, rows: Sequence[ExampleRow]) -> None:
     """Assert that a block holds exactly these rows, whichever way it is read."""
     assert len(block) == len(rows)
     assert block.ids.tolist() == ids_of(rows)
@@ -83,7 +86,7 @@ class WholeStoreTests:
         assert [entry.rows for entry in manifest.segments] == [4, 4, 2]
         block = store.read(KEY)
         holds(block, SHUFFLED)
-        check(block.read([5, 5, 70_000]), [Row(5), Row(5), Row(70_000)])
+        check(block.read([5, 5, 70_000]), [ExampleRow(5), ExampleRow(5), ExampleRow(70_000)])
         check(block.read_rows([9, 0]), [SHUFFLED[9], SHUFFLED[0]])
         for array in block.schema.arrays:
             check_column(array, block.column(array.name), SHUFFLED)
@@ -104,7 +107,7 @@ class WholeStoreTests:
         found = block.read([4, 7], ["loss", "suffix"], fill=math.nan)
         assert np.isnan(found["loss"][0])
         assert np.isnan(found["suffix"][0]).all()
-        assert found["loss"][1] == Row(7).values()["loss"]
+        assert found["loss"][1] == ExampleRow(7).values()["loss"]
         for fill, name in ((0.0, "loss"), (math.nan, "label"), (math.nan, "tokens")):
             with pytest.raises(InvalidRows):
                 block.read([4], [name], fill=fill)
@@ -162,14 +165,14 @@ class WholeStoreTests:
         append(writer, SHUFFLED[:5])
         for ids in ([SHUFFLED[2].id], [99, 99], [-1]):
             with pytest.raises(InvalidRows):
-                writer.append(ids, batch_of([Row(number) for number in range(len(ids))]))
+                writer.append(ids, batch_of([ExampleRow(number) for number in range(len(ids))]))
         append(writer, SHUFFLED[5:])
         writer.seal()
         holds(store.read(KEY), SHUFFLED)
 
     def test_an_extended_block_keeps_its_older_version(self, store: Store) -> None:
         write(store, SHUFFLED)
-        more = [Row(number) for number in range(100, 107)]
+        more = [ExampleRow(number) for number in range(100, 107)]
         assert write(store, more, extend=True).version == 1
         holds(store.read(KEY), SHUFFLED + more)
         holds(store.read(KEY, version=0), SHUFFLED)
@@ -178,7 +181,7 @@ class WholeStoreTests:
 
     def test_an_interrupted_extension_resumes(self, store: Store) -> None:
         write(store, SHUFFLED)
-        more = [Row(number) for number in range(100, 109)]
+        more = [ExampleRow(number) for number in range(100, 109)]
         writer = store.write(KEY, schema(), extend=True)
         append(writer, more[:8])
         writer.close()
@@ -189,7 +192,7 @@ class WholeStoreTests:
 
     def test_a_repeated_run_does_not_seal_an_unfinished_extension(self, store: Store) -> None:
         write(store, SHUFFLED)
-        more = [Row(number) for number in range(100, 106)]
+        more = [ExampleRow(number) for number in range(100, 106)]
         writer = store.write(KEY, schema(), extend=True)
         append(writer, more[:4])
         writer.close()
@@ -202,7 +205,7 @@ class WholeStoreTests:
         key = f"{KEY.folder}/{manifest.segments[1].file}"
         store.backend.delete([key], durability="process")
         swapped = [*SHUFFLED[:4], SHUFFLED[5], SHUFFLED[4], *SHUFFLED[6:]]
-        other = [*SHUFFLED[:4], Row(SHUFFLED[4].id, salt=1), *SHUFFLED[5:]]
+        other = [*SHUFFLED[:4], ExampleRow(SHUFFLED[4].id, salt=1), *SHUFFLED[5:]]
         for wrong in (swapped, other):
             with pytest.raises(InvalidRows, match="not the rows"):
                 write(store, wrong)
@@ -220,8 +223,8 @@ class WholeStoreTests:
             store.drop_rows(KEY, [3])
         store.drop_rows(KEY, ids_of(left))
         holds(store.read(KEY), [])
-        write(store, [Row(3, salt=1)], extend=True)
-        holds(store.read(KEY), [Row(3, salt=1)])
+        write(store, [ExampleRow(3, salt=1)], extend=True)
+        holds(store.read(KEY), [ExampleRow(3, salt=1)])
 
     def test_gc_keeps_the_versions_that_were_asked_for(self, store: Store) -> None:
         write(store, SHUFFLED)
@@ -241,7 +244,7 @@ class WholeStoreTests:
 
     def test_gc_leaves_work_that_is_under_way(self, store: Store) -> None:
         write(store, SHUFFLED)
-        more = [Row(number) for number in range(100, 108)]
+        more = [ExampleRow(number) for number in range(100, 108)]
         writer = store.write(KEY, schema(), extend=True)
         append(writer, more)
         writer.flush()
@@ -271,7 +274,7 @@ class WholeStoreTests:
 
     def test_writers_that_share_the_work_make_one_block(self, store: Store) -> None:
         for rank in range(3):
-            share = gs.Share(rank, 3)
+            share = gs.WriterShare(rank, 3)
             with store.write(KEY, schema(num_rows=len(SHUFFLED)), share=share) as writer:
                 append(writer, SHUFFLED)
         holds(store.read(KEY), SHUFFLED)
@@ -327,35 +330,35 @@ class WholeStoreTests:
     def _rows(self, store: Store, num_rows: int = 6) -> Rows:
         return store.rows("masks", schema(), num_rows=num_rows)
 
-    def _finish(self, rows: Rows, leases: Iterable[gs.Lease]) -> list[Row]:
-        done = [Row(lease.row) for lease in leases]
+    def _finish(self, rows: Rows, leases: Iterable[gs.Lease]) -> list[ExampleRow]:
+        done = [ExampleRow(lease.row) for lease in leases]
         for lease, row in zip(leases, done, strict=True):
             assert rows.finish(lease, row.values())
         return sorted(done)
 
     def test_a_row_is_put_once(self, store: Store) -> None:
         rows = self._rows(store)
-        assert rows.put(2, Row(2).values()) is True
-        assert rows.put(2, Row(2).values()) is False
+        assert rows.put(2, ExampleRow(2).values()) is True
+        assert rows.put(2, ExampleRow(2).values()) is False
         with pytest.raises(Conflict):
-            rows.put(2, Row(2, salt=1).values())
-        assert rows.put(2, Row(2, salt=1).values(), differing="keep") is False
-        other_mask = {**Row(2).values(), "mask": ~Row(2).values()["mask"]}
+            rows.put(2, ExampleRow(2, salt=1).values())
+        assert rows.put(2, ExampleRow(2, salt=1).values(), differing="keep") is False
+        other_mask = {**ExampleRow(2).values(), "mask": ~ExampleRow(2).values()["mask"]}
         with pytest.raises(Conflict):
             rows.put(2, other_mask, differing="keep")
-        check(rows.read([2]), [Row(2)])
+        check(rows.read([2]), [ExampleRow(2)])
         for outside in (6, -1):
             with pytest.raises(InvalidRows):
-                rows.put(outside, Row(0).values())
+                rows.put(outside, ExampleRow(0).values())
 
     def test_rows_that_are_not_done_raise_and_only_nan_fills(self, store: Store) -> None:
         rows = self._rows(store)
-        rows.put(2, Row(2).values())
+        rows.put(2, ExampleRow(2).values())
         with pytest.raises(MissingRows):
             rows.read([2, 3])
         found = rows.read([3, 2], ["loss"], fill=math.nan)
         assert np.isnan(found["loss"][0])
-        assert found["loss"][1] == Row(2).values()["loss"]
+        assert found["loss"][1] == ExampleRow(2).values()["loss"]
         with pytest.raises(InvalidRows):
             rows.read([3], ["loss"], fill=0.0)
 
@@ -390,7 +393,7 @@ class WholeStoreTests:
         renewed = rows.renew(rows.renew(now))
         with pytest.raises(LeaseLost):
             rows.renew(now)
-        assert rows.finish(renewed, Row(0).values())
+        assert rows.finish(renewed, ExampleRow(0).values())
 
     def test_failed_rows_are_tried_again_and_then_left(self, store: Store) -> None:
         rows = self._rows(store, num_rows=1)
@@ -407,7 +410,7 @@ class WholeStoreTests:
     def test_the_state_of_every_row_is_known(self, store: Store) -> None:
         rows = self._rows(store, num_rows=4)
         leases = sorted(rows.claim(owner="me", count=3), key=lambda lease: lease.row)
-        rows.finish(leases[0], Row(leases[0].row).values())
+        rows.finish(leases[0], ExampleRow(leases[0].row).values())
         rows.fail(leases[1], "no luck")
         states = {state.row: state for state in store.rows("masks").states()}
         assert states[leases[0].row].state == "done"
@@ -430,7 +433,7 @@ class WholeStoreTests:
         for row in done:
             assert reader.put(row.id, row.values()) is False
         with pytest.raises(Conflict):
-            reader.put(done[0].id, Row(done[0].id, salt=1).values())
+            reader.put(done[0].id, ExampleRow(done[0].id, salt=1).values())
         assert {lease.row for lease in rows.claim(count=9)} == set(range(9)) - set(ids_of(done))
 
     def test_rows_grow_and_never_shrink(self, store: Store) -> None:

@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from gradkeep import store as gs
-from gradkeep.store import _refresh, _samples
+from gradkeep.store.backends import Syscalls
+from gradkeep.store.catalog import _catalog, _samples
 
 ARRAYS = (
     gs.Array("loss"),
@@ -168,7 +169,7 @@ def gc(disk, durability):
 def catalog(disk, durability):
     """Bring the catalog up to date; it must say what one made anew from the files says."""
     store = gs.open(disk, durability=durability)
-    with _refresh.up_to_date(store) as kept, _refresh.rebuilt(store) as fresh:
+    with _catalog.current_catalog(store) as kept, _catalog.rebuilt_catalog(store) as fresh:
         assert kept.dump() == fresh.dump()
         assert len(kept.blocks()) == len(store.blocks()) + len(store.row_sets())
     yield "catalog"
@@ -209,7 +210,7 @@ def _derive(store, key):
     # A version that was published but not derived from when its writer died gets its Parquet file
     # when it is first queried.
     block = store.read(key)
-    _samples.ensure(store.backend, block, key.labels, durability=store.durability)
+    _samples.ensure_samples(store.backend, block, key.labels, durability=store.durability)
 
 
 def finish(work, disk, durability="process"):
@@ -339,10 +340,10 @@ def copy(source, target):
 
 # Faults -----------------------------------------------------------------------------------------
 
-CALLS = tuple(name for name in vars(gs.Syscalls) if not name.startswith("_"))
+CALLS = tuple(name for name in vars(Syscalls) if not name.startswith("_"))
 
 
-class Watched(gs.Syscalls):
+class Watched(Syscalls):
     """Real calls that all pass through `around`."""
 
     def around(self, name, call, *args):
@@ -350,7 +351,7 @@ class Watched(gs.Syscalls):
 
 
 def _watch(name):
-    real = getattr(gs.Syscalls, name)
+    real = getattr(Syscalls, name)
 
     @functools.wraps(real)
     def watched(self, *args):

@@ -13,7 +13,7 @@ import pytest
 
 from gradkeep import store as gs
 from gradkeep.errors import Conflict
-from gradkeep.store import _manifest
+from gradkeep.store.rows import _row_files
 
 pytestmark = pytest.mark.slow
 PROCESSES, ROWS, LIARS, KILLED = 64, 4096, 2, 8
@@ -202,16 +202,16 @@ def test_a_version_published_while_another_chooses_its_rows_packs_none_twice(
     for row in range(4):
         rows.put(row, arrays(row))
     other = gs.open(gs.LocalDisk(ram, syscalls=DieAtRemoval())).rows("models")
-    latest = _manifest.latest
+    latest = _row_files.latest_manifest
 
     def meanwhile(*args):
-        monkeypatch.setattr(_manifest, "latest", latest)
+        monkeypatch.setattr(_row_files, "latest_manifest", latest)
         found = latest(*args) if moment == "after" else None
         with pytest.raises(KeyboardInterrupt):
             other.compact(rows_per_file=4)
         return found if moment == "after" else latest(*args)
 
-    monkeypatch.setattr(_manifest, "latest", meanwhile)
+    monkeypatch.setattr(_row_files, "latest_manifest", meanwhile)
     rows.compact(rows_per_file=4)
     assert gs.Block(rows._backend, rows.folder).ids.tolist() == [0, 1, 2, 3]
     assert not list(ram.rglob("rows/*/*.safetensors"))

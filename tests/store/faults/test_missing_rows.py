@@ -66,7 +66,7 @@ def write_some(store, ids, holes):
     """Write the segments that are not to be missing, each by a writer of its own."""
     count = (len(ids) + 2) // 3
     for number in set(range(count)) - holes:
-        with store.write(KEY, SCHEMA, share=gs.Share(number, count)) as writer:
+        with store.write(KEY, SCHEMA, share=gs.WriterShare(number, count)) as writer:
             writer.append(ids, values(ids))
 
 

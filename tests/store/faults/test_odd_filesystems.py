@@ -9,6 +9,7 @@ import pytest
 
 from gradkeep import store as gs
 from gradkeep.errors import Conflict, ReadOnly, WriteFailed
+from gradkeep.store.backends import Syscalls
 
 
 @pytest.mark.parametrize("kind", ["size", "nr_inodes"])
@@ -76,9 +77,7 @@ def test_without_hard_links_a_rename_that_does_not_replace_commits(code, ram):
     kit.assert_same_tree(ram / "store", kit.tree(ram / "whole"))
 
 
-@pytest.mark.parametrize(
-    "calls", [gs.Syscalls, lambda: NoLinks(errno.EPERM)], ids=["link", "rename"]
-)
+@pytest.mark.parametrize("calls", [Syscalls, lambda: NoLinks(errno.EPERM)], ids=["link", "rename"])
 def test_a_name_is_taken_by_one_of_many_writers(calls, ram):
     won, lost = [], []
     start = threading.Barrier(8)

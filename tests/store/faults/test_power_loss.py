@@ -137,11 +137,11 @@ def test_power_cut_after_another_died_beside_the_one_that_seals(ram):
     disk, ours, theirs = Disk(base), Recorder(base), DiesBeforeSync(base)
     theirs.events = ours.events
     with gs.open(gs.LocalDisk(base / "store", syscalls=ours)).write(
-        kit.KEY, kit.SCHEMA, share=gs.Share(0, 2)
+        kit.KEY, kit.SCHEMA, share=gs.WriterShare(0, 2)
     ) as writer:
         writer.append(ids, kit.values(ids))
         store = gs.open(gs.LocalDisk(base / "store", syscalls=theirs))
-        other = store.write(kit.KEY, kit.SCHEMA, share=gs.Share(1, 2))
+        other = store.write(kit.KEY, kit.SCHEMA, share=gs.WriterShare(1, 2))
         with pytest.raises(KeyboardInterrupt), other:
             other.append(ids, kit.values(ids))
     for event in ours.events:

@@ -1,0 +1,199 @@
+"""`gradkeep verify`, `gc`, `delete` and `import`: what keeps a store healthy and small, or fills it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads it
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradkeep._display import format_size
+from gradkeep._progress import progress
+from gradkeep.cli._output import JsonOption, StoreArgument, print_json
+from gradkeep.errors import StoreError
+
+if TYPE_CHECKING:
+    from gradkeep.store import BlockKey, Verdict
+
+
+def verify(
+    store: StoreArgument,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move damaged files to the store's quarantine and remove unfinished writes.",
+        ),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Read every file of a store and compare it with its checksums.
+
+    Exits with 0 if the store is healthy, and with 1 after naming each damaged file and tensor.
+    With --repair, running the work again afterwards recreates exactly what was moved aside.
+    """
+    import gradkeep.store as stores
+
+    with progress("verify", "files") as report:
+        verdict = stores.verify(store, repair=repair, progress=report)
+    if json:
+        print_json(_fields(verdict))
+    else:
+        _show(verdict)
+    if not verdict.healthy:
+        raise typer.Exit(1)
+
+
+def _fields(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "healthy": verdict.healthy,
+        "files": verdict.files,
+        "bytes": verdict.bytes,
+        "damage": [
+            {"path": item.path, "tensor": item.tensor, "what": item.what} for item in verdict.damage
+        ],
+        "orphans": list(verdict.orphans),
+        "unknown": list(verdict.unknown),
+        "repaired": list(verdict.repaired),
+    }
+
+
+def _show(verdict: Verdict) -> None:
+    from gradkeep._display import format_size
+
+    for item in verdict.damage:
+        print(f"damaged  {item.path}  {item.what}")
+    for path in verdict.orphans:
+        print(f"unfinished  {path}  left by a writer that is gone")
+    for path in verdict.unknown:
+        print(f"unknown  {path}  not put there by gradkeep; left alone")
+    for sentence in verdict.repaired:
+        print(f"repair  {sentence}")
+    read = f"{verdict.files} files, {format_size(verdict.bytes)}"
+    if verdict.healthy:
+        print(f"healthy: {read}")
+        return
+    files = len({item.path for item in verdict.damage})
+    print(f"{files} of {read} damaged")
+    if not verdict.repaired:
+        print("next: add --repair to move them aside, then run the work again", file=sys.stderr)
+
+
+def gc(
+    store: StoreArgument,
+    keep_versions: Annotated[
+        int, typer.Option("--keep-versions", min=1, help="How many versions of a block stay.")
+    ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Remove old versions, the segments only they needed, and unfinished writes.
+
+    Safe at any moment, also while others read and write.
+    """
+    import gradkeep.store as stores
+
+    swept = stores.gc(store, keep_versions=keep_versions, dry_run=dry_run)
+    if json:
+        fields = {"dry_run": dry_run, "files": list(swept.files), "bytes": swept.bytes}
+        print_json(fields)
+        return
+    verb = "would remove" if dry_run else "removed"
+    for file in swept.files:
+        print(f"{verb}  {file}")
+    print(f"{verb} {len(swept.files)} files, {format_size(swept.bytes)}")
+
+
+def delete(
+    store: StoreArgument,
+    capture: Annotated[
+        str,
+        typer.Argument(
+            metavar="CAPTURE", help="RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, or scores/NAME."
+        ),
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Really delete; there is no way back.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Delete a capture, or saved scores, with all versions."""
+    import gradkeep.store as stores
+
+    opened = stores.open(store, create=False)
+    key = _key(capture)
+    found = [block for block in opened.info().blocks if block.address.folder == key.folder]
+    if not found:
+        raise StoreError(
+            f"there is no {capture!r} in this store",
+            path=opened.location,
+            fix=f"`gradkeep info {opened.location}` shows what there is",
+        )
+    block = found[0]
+    if not yes:
+        raise StoreError(
+            "nothing was deleted",
+            path=f"{opened.location}/{key.folder}",
+            found=f"{block.rows} rows, {format_size(block.bytes)}",
+            fix="add --yes to delete this for ever",
+        )
+    opened.delete(key)
+    if json:
+        print_json({"deleted": key.folder, "rows": block.rows, "bytes": block.bytes})
+    else:
+        print(f"deleted {key.folder}: {block.rows} rows, {format_size(block.bytes)}")
+
+
+def _key(name: str) -> BlockKey:
+    from gradkeep.store import CaptureKey, ScoresKey
+
+    parts = name.strip("/").split("/")
+    if len(parts) == 2 and parts[0] == "scores":
+        return ScoresKey(parts[1])
+    if len(parts) == 4:
+        run, checkpoint, split, capture = parts
+        return CaptureKey(checkpoint, split, run=run, capture=capture)
+    raise StoreError(
+        "this names no capture",
+        found=name,
+        expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, or scores/NAME",
+    )
+
+
+def trak(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The save_dir of the released TRAK package.")
+    ],
+    store: Annotated[
+        str | None,
+        typer.Option("--store", help="Folder or URL; by default beside DIR, as DIR-gradkeep."),
+    ] = None,
+    run: Annotated[str, typer.Option(help="The name that the run gets.")] = "trak",
+    json: JsonOption = False,
+) -> None:
+    """Bring projected gradients, weights and scores of TRAK into a store; DIR is left as it is."""
+    from gradkeep.compat.trak import import_save_dir
+
+    whole = folder.resolve()
+    target = store or str(whole.with_name(f"{whole.name}-gradkeep"))
+    found = import_save_dir(folder, target, run=run)
+    if json:
+        print_json(
+            {
+                "store": target,
+                "checkpoints": found.checkpoints,
+                "scores": found.scores,
+                "skipped": found.skipped,
+            }
+        )
+        return
+    for name in found.checkpoints:
+        print(f"imported   projected gradients of {name}")
+    for name in found.scores:
+        print(f"imported   scores {name}: gk.Scores.load(store, {name!r})")
+    for reason in found.skipped:
+        print(f"skipped    {reason}")
+    print(f"next       gradkeep info {target}")

@@ -1,0 +1,120 @@
+"""Names, keys and records: what is in a store, what it may be called, and where it lies."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
+
+BLOCKS = "blocks"
+SCORES = "scores"
+ROWS = "datamodels"
+RUNS = "runs"
+CATALOG = "catalog.sqlite"
+
+
+def is_name(name: str) -> bool:
+    """Whether this can be a name in a store; other folders were not made by gradkeep."""
+    return _NAME.fullmatch(name) is not None
+
+
+def checked_name(what: str, name: str) -> str:
+    """The name if it can be a file's name on every system, else a clear error."""
+    if not isinstance(name, str) or not is_name(name):
+        raise StoreError(
+            f"{what} {name!r} cannot be a name in a store",
+            expected="1 to 100 letters, digits or _ . + = @ -, not beginning with a dot or sign",
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CaptureKey:
+    """Which capture: one checkpoint of a run, replayed over one split.
+
+    >>> CaptureKey(checkpoint="final", split="train").folder
+    'blocks/main/final/train/main'
+    """
+
+    checkpoint: str
+    split: str
+    run: str = "main"
+    capture: str = "main"
+
+    def __post_init__(self) -> None:
+        for what in ("run", "checkpoint", "split", "capture"):
+            checked_name(what, getattr(self, what))
+
+    @property
+    def folder(self) -> str:
+        """Where the capture lies in the store."""
+        return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.capture}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell this capture's samples from those of others."""
+        return {
+            "run": self.run,
+            "checkpoint": self.checkpoint,
+            "split": self.split,
+            "capture": self.capture,
+        }
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScoresKey:
+    """Which saved scores.
+
+    >>> ScoresKey("digits-kernel").folder
+    'scores/digits-kernel'
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        checked_name("scores", self.name)
+
+    @property
+    def folder(self) -> str:
+        """Where the scores lie in the store."""
+        return f"{SCORES}/{self.name}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell these scores from others."""
+        return {"scores": self.name}
+
+
+BlockKey = CaptureKey | ScoresKey
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training: what it was made with."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = None
+    """The version of the code, for example a commit."""
+    data: str | None = None
+    """The fingerprint of the data set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One state of the weights of a run."""
+
+    run: str
+    name: str
+    weights: str
+    """The fingerprint of the weights."""
+    step: int | None = None
+    lr: float | None = None
+    parent: str | None = None

@@ -1,0 +1,323 @@
+"""A store in a bucket of an object store: S3, Google Cloud Storage, Azure.
+
+The commit is one PUT that the server accepts only if the name is free (`If-None-Match: *`, or what
+its service calls it): one winner per name, without a lock, and no reader ever sees half a value.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
+from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory", "file")
+_LARGEST = 5_000 << 20
+"""The largest value that one conditional PUT takes everywhere: Azure ends here, S3 at 5 GiB."""
+_TIMEOUT = "10min"
+_CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "proxy_url", "timeout")
+_OPENING_BYTES = 1 << 16
+_WORTH_LISTING = 8
+_ATTEMPTS = 5
+
+
+class Bucket(Backend):
+    """A bucket, or a folder in one, by its URL; `options` are those of `obstore.store.from_url`.
+
+    Credentials come from the environment, as the provider's own tools take them. `memory://` is a
+    new and empty place each time, `file://` a folder without fsync: both are for trying things out.
+
+    >>> bucket = Bucket("memory://")
+    >>> bucket.put_if_absent("greeting", [b"hello"], durability="full")
+    True
+    >>> bucket.read("greeting")
+    b'hello'
+    """
+
+    remote = True
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.location = url.rstrip("/")
+        self._obs = _obstore()
+        self._store = _connect(self._obs, url, options)
+        # In memory an e_tag is a counter, of a file it is made of times: neither is proof that a
+        # value is still the same.
+        self._trusted = urlsplit(url).scheme not in ("memory", "file")
+
+    def put_if_absent(
+        self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
+    ) -> bool:
+        views = [flat(part) for part in parts]
+        self._check_size(key, sum(map(len, views)))
+        errors = self._obs.exceptions
+        for _ in range(_ATTEMPTS):
+            try:
+                # A list is sent as it lies in memory; an empty one would be no value at all.
+                self._obs.put(self._store, key, views or b"", mode="create", use_multipart=False)
+            except errors.AlreadyExistsError:
+                same = self._compare(key, parts)
+                if same is None:
+                    continue  # deleted since: the name is free again
+                if not same:
+                    raise self._conflict(key) from None
+                return False
+            except (errors.BaseError, OSError) as error:
+                return self._after_failed_put(key, parts, error)
+            return True
+        raise WriteFailed(
+            "the name is taken, but there is nothing under it",
+            path=self.describe(key),
+            fix="if others write here right now, run again; else look at the bucket's own tools",
+        )
+
+    def _check_size(self, key: str, size: int) -> None:
+        if size > _LARGEST:
+            raise WriteFailed(
+                "one conditional PUT cannot take so large a value",
+                path=self.describe(key),
+                found=f"{size} bytes",
+                expected=f"at most {_LARGEST} bytes",
+                fix="choose fewer rows_per_segment, or put the store in a folder",
+            )
+
+    def _after_failed_put(
+        self, key: str, parts: Sequence[bytes | memoryview], error: Exception
+    ) -> bool:
+        """What a failed PUT means: the reply may be what was lost, not the value."""
+        refused = self._is_refusal(error)
+        try:
+            same = self._compare(key, parts)
+        except StoreError:
+            same = None
+        if same:
+            return not refused
+        if refused or same is None:
+            raise self._failure(error, key) from error
+        raise self._conflict(key) from error
+
+    def _compare(self, key: str, parts: Sequence[bytes | memoryview]) -> bool | None:
+        """Whether the value under `key` is the joined `parts`; None if there is none."""
+        try:
+            return self.same_bytes(key, parts)
+        except FileNotFoundError:
+            return None
+
+    def open(self, key: str) -> Readable:
+        with self._reading(key):
+            return _Object(self._obs, self._store, key, self, trusted=self._trusted)
+
+    def list(self, prefix: str) -> list[Entry]:
+        with self._reading(prefix):
+            found = self._obs.list_with_delimiter(self._store, prefix or None)
+        folders = [Entry(_name(path), 0, is_folder=True) for path in found["common_prefixes"]]
+        values = [
+            Entry(_name(item["path"]), item["size"], False, item["last_modified"].timestamp())
+            for item in found["objects"]
+        ]
+        return sorted([*folders, *values], key=lambda entry: entry.name)
+
+    def exists(self, key: str) -> bool:
+        try:
+            with self._reading(key):
+                self._obs.head(self._store, key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
+        # Asked first, as S3 does not tell whether there was anything to delete.
+        there = self._present(keys)
+        try:
+            self._obs.delete(self._store, there)
+        except FileNotFoundError:
+            # Somebody else was faster with one of them, and the rest may still be there.
+            return sum(self.delete([key], durability=durability) for key in self._present(there))
+        except (self._obs.exceptions.BaseError, OSError) as error:
+            raise self._failure(error, there[0]) from error
+        return len(there)
+
+    def _present(self, keys: Iterable[str]) -> Sequence[str]:
+        """Those of the keys that are there; of many in one folder, told by its listing."""
+        folders: dict[str, dict[str, None]] = {}
+        for key in keys:
+            folders.setdefault(key.rpartition("/")[0], {})[key] = None
+        found = []
+        for folder, members in folders.items():
+            if len(members) < _WORTH_LISTING:
+                found += [key for key in members if self.exists(key)]
+            else:
+                names = {entry.name for entry in self.list(folder) if not entry.is_folder}
+                found += [key for key in members if _name(key) in names]
+        return found
+
+    def move_aside(self, key: str) -> str:
+        aside = self.free_aside(key)
+        try:
+            self._obs.copy(self._store, key, aside)
+            self._obs.delete(self._store, key)
+        except (self._obs.exceptions.BaseError, OSError) as error:
+            raise self._failure(error, key) from error
+        return aside
+
+    def stamp(self, prefix: str) -> int | None:
+        return None
+
+    def leftovers(self, *, older_than: float) -> Sequence[str]:
+        return ()  # a PUT that did not finish leaves nothing
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except self._obs.exceptions.BaseError as error:
+            raise StoreError(
+                "the bucket cannot be read",
+                path=self.describe(key),
+                found=_first_line(error),
+                fix=_access(self.location),
+            ) from error
+
+    def _is_refusal(self, error: Exception) -> bool:
+        errors = self._obs.exceptions
+        denied = (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError)
+        # A disk's own words, which a file:// URL passes on as they are.
+        told = any(text in str(error) for text in ("os error 13", "os error 30"))
+        return isinstance(error, denied) or told
+
+    def _failure(self, error: Exception, key: str) -> WriteFailed:
+        path, found = self.describe(key), _first_line(error)
+        if self._is_refusal(error):
+            return ReadOnly(
+                "this place does not take writes",
+                path=path,
+                found=found,
+                fix="check the credentials and what they permit, or copy the store elsewhere",
+            )
+        if isinstance(error, FileNotFoundError):
+            return WriteFailed(
+                "there is no such bucket, or the value is gone",
+                path=path,
+                found=found,
+                fix="make the bucket first, or check its name and region",
+            )
+        return WriteFailed(
+            "the write failed, and what was written is not there",
+            path=path,
+            found=found,
+            fix=f"{_access(self.location)}; then run again: the work resumes",
+        )
+
+    def _conflict(self, key: str) -> Conflict:
+        return Conflict(
+            "the name is taken by other bytes; nothing was overwritten",
+            path=self.describe(key),
+            expected="the same bytes, or a free name",
+            fix="check that both writers use the same model, data and options; "
+            "`gradkeep verify` tells if the value is damaged",
+        )
+
+
+class _Object(Readable):
+    """One value; the request that opens it brings its first bytes along."""
+
+    def __init__(self, obs: Any, store: Any, key: str, bucket: Bucket, *, trusted: bool) -> None:
+        self._obs, self._store, self._key, self._bucket = obs, store, key, bucket
+        self._opening = b""
+        try:
+            answer = obs.get(store, key, options={"range": (0, _OPENING_BYTES)})
+            meta = answer.meta
+            self._opening = bytes(answer.bytes())
+        except obs.exceptions.BaseError:
+            # A range of an empty value is an error, in every service's own words.
+            meta = obs.head(store, key)
+            if meta["size"] > 0:
+                raise
+        self.size = meta["size"]
+        self.identity = (meta["e_tag"], meta["version"], meta["last_modified"], self.size)
+        self.settled = trusted and meta["e_tag"] is not None
+
+    def read(self, offset: int, length: int) -> bytes:
+        stop = min(offset + length, self.size)
+        if stop <= len(self._opening):
+            return self._opening[offset:stop]
+        if offset >= stop:
+            return b""
+        with self._bucket._reading(self._key):
+            return bytes(self._obs.get_range(self._store, self._key, start=offset, end=stop))
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        piece = self.read(offset, len(buffer))
+        if len(piece) != len(buffer):
+            raise EOFError(offset)
+        buffer[:] = piece
+
+    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+        if self.size <= len(self._opening):
+            return memoryview(self._opening)
+        with self._bucket._reading(self._key):
+            return memoryview(self._obs.get(self._store, self._key).bytes())
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _connect(obs: Any, url: str, options: dict[str, Any]) -> Any:
+    scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise StoreError(
+            "this is not the URL of a place for a store",
+            path=url,
+            expected="s3://bucket/folder, gs://bucket/folder, az://container/folder, "
+            "memory:// or file:///folder",
+        )
+    try:
+        if scheme == "memory":
+            return obs.store.MemoryStore()
+        if scheme == "file":
+            return obs.store.from_url(url, mkdir=True, **options)
+        client = {**_client_options(scheme), **options.pop("client_options", {})}
+        return obs.store.from_url(url, client_options=client, **options)
+    except (obs.exceptions.BaseError, OSError) as error:
+        raise StoreError(
+            "this bucket cannot be opened",
+            path=url,
+            found=_first_line(error),
+            fix="check the URL, the options and the credentials in the environment",
+        ) from error
+
+
+def _client_options(scheme: str) -> dict[str, str]:
+    """What the environment says of the connection: options that are given hide it from obstore."""
+    service = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
+    named = {name: os.environ.get(f"{service}_{name.upper()}") for name in _CLIENT_OPTIONS}
+    # The usual 30 seconds are not enough for a segment over a slow line.
+    return {"timeout": _TIMEOUT} | {name: value for name, value in named.items() if value}
+
+
+def _obstore() -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise MissingExtra(
+            "buckets need the package obstore", fix='pip install "gradkeep[s3]"'
+        ) from error
+    return obstore
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _access(location: str) -> str:
+    return f"check the network, the credentials and what they permit for {location}"

@@ -1,0 +1,446 @@
+"""A store in a folder: temp file, fsync, link, folder fsync.
+
+`link(2)` is the commit: it is atomic, and unlike `rename(2)` it fails when the name is taken. So
+there is one winner per name on every POSIX filesystem, without a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
+from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
+from gradkeep.store.backends._syscalls import Syscalls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_TEMP = ".tmp-"
+_HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
+_ONE_WRITE = 1 << 26
+_SETTLED_SECONDS = 0.1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LocalDisk(Backend):
+    """A folder on a local or shared POSIX filesystem."""
+
+    def __init__(self, path: str | os.PathLike[str], *, syscalls: Syscalls | None = None) -> None:
+        self.root = os.path.abspath(os.fspath(path))
+        self.location = os.fspath(path)
+        self._calls = Syscalls() if syscalls is None else syscalls
+        self._known_folders: set[str] = set()
+
+    def put_if_absent(
+        self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
+    ) -> bool:
+        target = self._path(key)
+        try:
+            if os.path.lexists(target):
+                return self._accept_existing(key, parts, durability=durability)
+            folder = os.path.dirname(target)
+            self._ensure_folder(folder, durability=durability)
+            created = self._write_and_link(folder, target, parts, durability=durability)
+            if not created:
+                return self._accept_existing(key, parts, durability=durability)
+            if durability == "full":
+                self._calls.sync_folder(folder)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise self._refusal(error, key) from error
+        return True
+
+    def _write_and_link(
+        self,
+        folder: str,
+        target: str,
+        parts: Sequence[bytes | memoryview],
+        *,
+        durability: Durability,
+    ) -> bool:
+        temp = _temp_in(folder)
+        fd = self._calls.create(temp)
+        try:
+            try:
+                for view in _few_buffers(parts):
+                    self._write_all(fd, view)
+                if durability == "full":
+                    self._calls.sync(fd)
+            finally:
+                self._calls.close(fd)
+            return self._commit(temp, target)
+        finally:
+            # After link the temp name is a second name of the committed file. If we cannot even
+            # unlink, the sweep will; the caller hears of the error that brought us here.
+            with contextlib.suppress(FileNotFoundError):
+                self._calls.unlink(temp)
+
+    def _write_all(self, fd: int, view: memoryview) -> None:
+        while view:
+            written = self._calls.write(fd, view[:_ONE_WRITE])
+            view = view[written:]
+
+    def _commit(self, temp: str, target: str) -> bool:
+        try:
+            self._calls.link(temp, target)
+        except FileExistsError:
+            # Over NFS the reply to a link that worked can be lost and the retry says "exists".
+            return os.stat(temp).st_nlink == 2 and _same_file(temp, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._commit_without_links(temp, target)
+        return True
+
+    def _commit_without_links(self, temp: str, target: str) -> bool:
+        try:
+            self._calls.rename_no_replace(temp, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise WriteFailed(
+                "this filesystem offers neither hard links nor rename without replacing",
+                path=target,
+                found=os.strerror(error.errno or 0),
+                expected="a filesystem on which a name can be taken exactly once",
+                fix="put the store on another filesystem and copy it here afterwards",
+            ) from error
+        return True
+
+    def _accept_existing(
+        self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
+    ) -> bool:
+        try:
+            self._require_same(key, parts)
+            if durability == "full":
+                # The other writer may not have come to its own fsync yet: what we acknowledge
+                # must be durable by our own doing.
+                self._make_durable([key])
+        except FileNotFoundError as error:
+            if not os.path.islink(self._path(key)):
+                # Deleted since we saw it, as leases and packed rows are: the name is free again.
+                return self.put_if_absent(key, parts, durability=durability)
+            raise Damaged(
+                "the name is taken by a link that leads nowhere",
+                path=self._path(key),
+                fix="remove the link, then run again",
+            ) from error
+        return False
+
+    def _require_same(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
+        if not self.same_bytes(key, parts):
+            raise Conflict(
+                "the name is taken by other bytes; nothing was overwritten",
+                path=self._path(key),
+                expected="the same bytes, or a free name",
+                fix="check that both writers use the same model, data and options; "
+                "`gradkeep verify` tells if the file is damaged",
+            )
+
+    def ensure_durable(self, keys: Iterable[str]) -> None:
+        try:
+            self._make_durable(list(keys))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._refusal(error, "") from error
+
+    def _make_durable(self, keys: Sequence[str]) -> None:
+        folders = sorted({os.path.dirname(self._path(key)) for key in keys})
+        for folder in folders:
+            self._ensure_folder(folder, durability="full")
+        for key in keys:
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._calls.sync(fd)
+            finally:
+                self._calls.close(fd)
+        for folder in folders:
+            self._calls.sync_folder(folder)
+
+    def _ensure_folder(self, folder: str, *, durability: Durability) -> None:
+        """Create the folder and make the whole chain of names up to the root durable once."""
+        if folder in self._known_folders or (durability == "process" and os.path.isdir(folder)):
+            return
+        parent = os.path.dirname(folder)
+        if folder != self.root:
+            self._ensure_folder(parent, durability=durability)
+        elif not os.path.isdir(parent):
+            self._ensure_outer(parent)
+        try:
+            self._calls.make_folder(folder)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise
+        if durability == "full":
+            # Also when it existed: whoever made it may have died before this call.
+            try:
+                self._calls.sync_folder(parent)
+            except PermissionError:
+                if folder != self.root:
+                    raise
+            self._known_folders.add(folder)
+
+    def _ensure_outer(self, folder: str) -> None:
+        if not os.path.isdir(folder):
+            self._ensure_outer(os.path.dirname(folder))
+            try:
+                self._calls.make_folder(folder)
+            except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise
+            self._calls.sync_folder(os.path.dirname(folder))
+
+    def open(self, key: str) -> Readable:
+        return _File(self._path(key))
+
+    def list(self, prefix: str) -> list[Entry]:
+        try:
+            with os.scandir(self._path(prefix)) as found:
+                return sorted(_entries(found), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, key: str) -> bool:
+        return os.path.lexists(self._path(key))
+
+    def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
+        folders: set[str] = set()
+        removed = 0
+        for key in keys:
+            path = self._path(key)
+            folders.add(os.path.dirname(path))
+            try:
+                self._calls.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._refusal(error, key) from error
+            removed += 1
+        if durability == "full":
+            # Also of names that were gone: whoever removed them may have died before this call.
+            for folder in filter(os.path.isdir, sorted(folders)):
+                try:
+                    self._calls.sync_folder(folder)
+                except OSError as error:
+                    raise self._refusal(error, folder) from error
+        return removed
+
+    def move_aside(self, key: str) -> str:
+        aside = self.free_aside(key)
+        try:
+            self._ensure_folder(self._path(QUARANTINE), durability="full")
+            self._calls.rename(self._path(key), self._path(aside))
+            # The new name first: a power cut may leave two names, but never none.
+            self._calls.sync_folder(self._path(QUARANTINE))
+            self._calls.sync_folder(os.path.dirname(self._path(key)))
+        except OSError as error:
+            raise self._refusal(error, key) from error
+        return aside
+
+    def stamp(self, prefix: str) -> int | None:
+        try:
+            return os.stat(self._path(prefix)).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def leftovers(self, *, older_than: float) -> Sequence[str]:
+        now = time.time()
+        found = []
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                if not name.startswith(_TEMP):
+                    continue
+                path = os.path.join(folder, name)
+                try:
+                    age = now - os.stat(path).st_mtime
+                except FileNotFoundError:
+                    continue
+                if age >= older_than or _writer_is_gone(name):
+                    found.append(os.path.relpath(path, self.root))
+        return sorted(found)
+
+    def local_path(self, key: str) -> str | None:
+        return self._path(key)
+
+    def replace_cache(self, key: str, data: bytes) -> bool:
+        target = self._path(key)
+        temp = _temp_in(os.path.dirname(target))
+        try:
+            fd = self._calls.create(temp)
+            try:
+                self._write_all(fd, memoryview(data))
+            finally:
+                self._calls.close(fd)
+            self._calls.rename(temp, target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._calls.unlink(temp)
+            return False
+        return True
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.root, key) if key else self.root
+
+    def _refusal(self, error: OSError, key: str) -> WriteFailed:
+        path = self.describe(key)
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            return ReadOnly(
+                "this place does not take writes",
+                path=path,
+                found=reason,
+                fix="check the permissions, or copy the store to a place you may write to",
+            )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return WriteFailed(
+                "the disk is full; nothing of this write was kept",
+                path=path,
+                found=reason,
+                fix="free some space (`gradkeep gc` removes what no version needs) and run again: "
+                "the work resumes after the last row range that was acknowledged",
+            )
+        return WriteFailed(
+            "the write failed; nothing of it was kept",
+            path=path,
+            found=reason,
+            fix="check the disk, then run again: the work resumes",
+        )
+
+
+class _File(Readable):
+    _fd = -1  # until it is open, and after it was closed
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        # Timestamps come in ticks of some milliseconds: a change within the same tick as the last
+        # one would go unnoticed, so a file counts as settled only a little later.
+        self.settled = time.time() - status.st_mtime > _SETTLED_SECONDS
+
+    def read(self, offset: int, length: int) -> bytes:
+        pieces = []
+        while length > 0:
+            piece = os.pread(self._fd, length, offset)
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+            length -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        while buffer:
+            count = os.preadv(self._fd, [buffer], offset)
+            if count == 0:
+                raise EOFError(offset)
+            if count == len(buffer):
+                return
+            buffer = buffer[count:]
+            offset += count
+
+    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+        if self.size == 0:
+            return memoryview(b"")
+        # A private mapping: torch can take it without a warning, and a write to it by mistake
+        # never reaches the file.
+        mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+        for start, stop in soon:
+            # What is in memory already is faulted in cheaply; only what is not is asked for.
+            if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
+                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+        return memoryview(mapped)
+
+    def _in_memory(self, offset: int) -> bool:
+        """Whether a byte can be read without the disk; True where the system cannot tell."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _temp_in(folder: str) -> str:
+    return os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
+    for item in found:
+        if item.name.startswith(_TEMP):
+            continue
+        if item.is_dir():
+            yield Entry(item.name, 0, is_folder=True)
+            continue
+        try:
+            status = item.stat()
+        except FileNotFoundError:
+            # A link that leads nowhere is listed, a file deleted since the listing began is not.
+            if os.path.lexists(item.path):
+                yield Entry(item.name, 0, is_folder=False)
+            continue
+        yield Entry(item.name, status.st_size, is_folder=False, modified=status.st_mtime)
+
+
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except FileNotFoundError:
+        return False  # the other was removed meanwhile
+
+
+def _few_buffers(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """Small neighbours joined, so that a small file is one write and a large one is not copied."""
+    small: list[memoryview] = []
+    gathered = 0
+    for part in parts:
+        view = flat(part)
+        if gathered + len(view) > _SMALL_BYTES:
+            if small:
+                yield memoryview(b"".join(small))
+                small, gathered = [], 0
+            if len(view) > _SMALL_BYTES:
+                yield view
+                continue
+        small.append(view)
+        gathered += len(view)
+    if small:
+        yield memoryview(b"".join(small))
+
+
+_SMALL_BYTES = 1 << 18
+
+
+def _writer_is_gone(name: str) -> bool:
+    host, _, rest = name.removeprefix(_TEMP).rpartition("-")[0].rpartition("-")
+    if host != _HOST or not rest.isdigit():
+        return False
+    try:
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,0 +1,300 @@
+"""Reading a block: the rows of one version, streamed or picked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed
+from gradkeep.store.blocks._columns import Batch, Column, check_fill, filled
+from gradkeep.store.blocks._ids import IdIndex, as_ids
+from gradkeep.store.blocks._manifest import (
+    Manifest,
+    SegmentEntry,
+    latest_manifest,
+    live_manifest,
+    load_manifest,
+    load_schema,
+    manifest_key,
+    manifest_versions,
+    open_segment,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._schema import Array
+    from gradkeep.store.blocks._segment import Segment
+
+_OPEN_SEGMENTS = 64
+_BATCH = 1 << 24
+_VERIFIED_BATCH = 1 << 22  # so small that what was hashed is still in the cache when it is used
+
+
+class Block:
+    """A sealed version of a block of rows (or, with `live=True`, what is committed so far).
+
+    Rows have an order (0 to `len(block) - 1`, as they were written) and an id each.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: str,
+        *,
+        version: int | None = None,
+        live: bool = False,
+        verify: bool = True,
+        durability: Durability = "full",
+    ) -> None:
+        self.folder = folder
+        self.path = backend.describe(folder)
+        self.schema = load_schema(backend, folder)
+        self.durability: Durability = durability
+        self.backend, self._verify = backend, verify
+        manifest = (
+            self._choose(version) if not live else live_manifest(backend, folder, self.schema)
+        )
+        self.manifest = manifest
+        self.starts = np.cumsum([0, *(entry.rows for entry in manifest.segments)], dtype=np.int64)
+        self._opened: OrderedDict[str, Segment] = OrderedDict()
+        self._index: IdIndex | None = None
+
+    def _choose(self, version: int | None) -> Manifest:
+        if version is not None:
+            manifest = load_manifest(self.backend, self.folder, version)
+        else:
+            newest = latest_manifest(self.backend, self.folder)
+            if newest is None:
+                raise NotSealed(
+                    "this block is not complete: no version of it was sealed",
+                    path=self.path,
+                    fix="finish the work that writes it (it resumes), "
+                    "or pass live=True to see the rows that are there",
+                )
+            manifest = newest
+        if manifest.schema_hash != self.schema.hash:
+            raise Damaged(
+                "the manifest belongs to another schema",
+                path=self.backend.describe(manifest_key(self.folder, manifest.version)),
+                found=manifest.schema_hash,
+                expected=self.schema.hash,
+            )
+        return manifest
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def version(self) -> int:
+        """The number of this version; -1 for the live view."""
+        return self.manifest.version
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays."""
+        return [array.name for array in self.schema.arrays]
+
+    @property
+    def ids(self) -> AnyArray:
+        """The ids of all rows `[N]`, in order."""
+        return self._ids().ids
+
+    def versions(self) -> list[int]:
+        """The versions that can still be read, oldest first."""
+        return manifest_versions(self.backend, self.folder)
+
+    def stream(
+        self, names: Sequence[str] | None = None, *, batch_rows: int | None = None
+    ) -> Iterator[Batch]:
+        """All rows in order, mapped from disk, the next segment read ahead; O(1) memory.
+
+        A batch holds `batch_rows` rows, by default some megabytes of them; none spans two segments.
+        Its bytes are verified just before it is handed out, so they are in the cache when used.
+        """
+        if batch_rows is not None and batch_rows < 1:
+            raise InvalidRows("batch_rows must be at least 1", found=batch_rows)
+        arrays = self._arrays(names)
+        with contextlib.closing(self._one_ahead(arrays)) as segments:
+            for segment, start in zip(segments, self.starts, strict=False):
+                try:
+                    rows = batch_rows or self._suitable_rows(segment, arrays)
+                    yield from _batches(segment, arrays, int(start), rows)
+                finally:
+                    segment.close()
+
+    def _one_ahead(self, arrays: Sequence[Array]) -> Generator[Segment]:
+        """The opened segments in order, the next one always being read while one is used."""
+        entries = self.manifest.segments
+        if not self.backend.remote:
+            # A local disk reads ahead by itself once it was told to.
+            coming = [self._open_ahead(entry, arrays) for entry in entries[:1]]
+            for entry in entries[1:]:
+                coming.append(self._open_ahead(entry, arrays))
+                yield coming.pop(0)
+            yield from coming
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-prefetch") as pool:
+            futures = [pool.submit(self._open_ahead, entry, arrays) for entry in entries[:1]]
+            for entry in entries[1:]:
+                opened = futures.pop().result()
+                futures.append(pool.submit(self._open_ahead, entry, arrays))
+                yield opened
+            for future in futures:
+                yield future.result()
+
+    def _suitable_rows(self, segment: Segment, arrays: Sequence[Array]) -> int:
+        extents = [segment.extents[array.name] for array in arrays]
+        row_bytes = sum(extent.stop - extent.start for extent in extents) / max(1, segment.rows)
+        batch_bytes = _VERIFIED_BATCH if self._verify else _BATCH
+        return max(1, int(batch_bytes / max(1.0, row_bytes)))
+
+    def column(self, name: str) -> Any:
+        """All rows of one array `[N, *shape]` (a list per row if ragged); meant for small arrays."""
+        array = self.schema.array(name)
+        parts = [batch[name] for batch in self.stream([name])]
+        if array.ragged:
+            return [part[row] for part in parts for row in range(len(part))]
+        empty = np.empty((0, *array.shape), array.dtype)
+        return np.concatenate(parts) if parts else empty
+
+    def read(
+        self, ids: Any, names: Sequence[str] | None = None, *, fill: float | None = None
+    ) -> Batch:
+        """The rows with these ids, in this order; reads only their bytes.
+
+        An id that is not there raises `MissingRows`. Only `fill=nan` may stand in for it, and
+        only in float arrays: a missing row never reads as a number.
+        """
+        wanted = self._wanted(ids)
+        arrays = self._arrays(names)
+        if fill is None:
+            rows = self.positions(wanted)
+            return Batch(wanted, tuple(self._gather(array, rows) for array in arrays))
+        check_fill(fill, arrays, path=self.path)
+        rows = self._ids().find(wanted)
+        there = rows >= 0
+        found = (self._gather(array, rows[there]) for array in arrays)
+        return Batch(wanted, tuple(filled(column, there) for column in found))
+
+    def read_rows(self, rows: Any, names: Sequence[str] | None = None) -> Batch:
+        """The rows at these positions (0 to N - 1), in this order."""
+        positions = np.asarray(rows, np.int64).reshape(-1)
+        outside = positions[(positions < 0) | (positions >= len(self))]
+        if len(outside):
+            raise MissingRows(
+                "there is no such row",
+                path=self.path,
+                found=f"row {int(outside[0])}",
+                expected=f"0 to {len(self) - 1}",
+            )
+        columns = tuple(self._gather(array, positions) for array in self._arrays(names))
+        return Batch(self.ids[positions], columns)
+
+    def positions(self, ids: Any) -> AnyArray:
+        """The positions (0 to N - 1) of the rows with these ids; raises `MissingRows`."""
+        return self._ids().rows(self._wanted(ids), path=self.path)
+
+    def _wanted(self, ids: Any) -> AnyArray:
+        values = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
+        if values.ndim == 0:
+            values = values.reshape(1)
+        # A row may be asked for twice: only the kind and the sign are checked here.
+        as_ids(np.unique(values), num_examples=None, path=self.path)
+        return values.astype(np.int64)
+
+    def _arrays(self, names: Sequence[str] | None) -> list[Array]:
+        if names is None:
+            return list(self.schema.arrays)
+        if isinstance(names, str):
+            names = [names]
+        return [self.schema.array(name) for name in names]
+
+    def _ids(self) -> IdIndex:
+        if self._index is None:
+            parts = [self._segment(entry).small("ids") for entry in self.manifest.segments]
+            self._index = IdIndex(np.concatenate(parts) if parts else np.empty(0, np.int64))
+        return self._index
+
+    def _segment(self, entry: SegmentEntry) -> Segment:
+        """The opened segment, from the few that are kept open."""
+        segment = self._opened.pop(entry.file, None)
+        if segment is None:
+            segment = self._open(entry)
+        self._opened[entry.file] = segment
+        if len(self._opened) > _OPEN_SEGMENTS:
+            self._opened.popitem(last=False)[1].close()
+        return segment
+
+    def _open(self, entry: SegmentEntry) -> Segment:
+        return open_segment(
+            self.backend, self.folder, entry, schema=self.schema, verify=self._verify
+        )
+
+    def _open_ahead(self, entry: SegmentEntry, arrays: Sequence[Array]) -> Segment:
+        segment = self._open(entry)
+        segment.read_ahead([array.name for array in arrays])
+        return segment
+
+    def _gather(self, array: Array, rows: AnyArray) -> Column:
+        """Stored rows at the given positions, read in the order of the file."""
+        order = np.argsort(rows, kind="stable")
+        ranked = rows[order]
+        cuts = np.searchsorted(ranked, self.starts)
+        if array.ragged:
+            return self._gather_ragged(array, ranked, cuts).take(_inverse(order))
+        values = np.empty((len(rows), *array.stored_shape), array.stored_dtype)
+        scale = np.empty(len(rows), np.float32) if array.scaled else None
+        for index, segment, within in self._touched(ranked, cuts):
+            slots = order[cuts[index] : cuts[index + 1]]
+            picked = zip(within.tolist(), slots.tolist(), strict=True)
+            segment.gather(array, [(row, row + 1, slot) for row, slot in picked], values)
+            if scale is not None:
+                scale[slots] = segment.small(f"{array.name}#scale")[within]
+        return Column(array, values, scale)
+
+    def _gather_ragged(self, array: Array, ranked: AnyArray, cuts: AnyArray) -> Column:
+        parts = []
+        for _, segment, within in self._touched(ranked, cuts):
+            bounds = segment.small(f"{array.name}#offsets")
+            starts, stops = bounds[within], bounds[within + 1]
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
+            values = np.empty((offsets[-1], *array.stored_shape), array.stored_dtype)
+            picks = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=False)
+            segment.gather(array, list(picks), values)
+            scale = None
+            if array.scaled:
+                scales = segment.small(f"{array.name}#scale")
+                ranges = [scales[low:high] for low, high in zip(starts, stops, strict=True)]
+                scale = np.concatenate([scales[:0], *ranges])
+            parts.append(Column(array, values, scale, offsets))
+        return Column.join(array, parts)
+
+    def _touched(self, ranked: AnyArray, cuts: AnyArray) -> Iterator[tuple[int, Segment, AnyArray]]:
+        """The segments that hold sorted positions, with their positions within each."""
+        for index, entry in enumerate(self.manifest.segments):
+            if cuts[index] < cuts[index + 1]:
+                within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
+                yield index, self._segment(entry), within
+
+
+def _inverse(order: AnyArray) -> AnyArray:
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return back
+
+
+def _batches(
+    segment: Segment, arrays: Sequence[Array], first_row: int, batch_rows: int
+) -> Iterator[Batch]:
+    ids = segment.small("ids")
+    for start in range(0, segment.rows, batch_rows):
+        stop = min(segment.rows, start + batch_rows)
+        columns = tuple(segment.column(array, start, stop) for array in arrays)
+        yield Batch(ids[start:stop], columns, first_row + start)

@@ -1,0 +1,172 @@
+"""Rows as they come out of a block: encoded until they are asked for, NaN where one is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.errors import InvalidRows
+from gradkeep.store.blocks._encoding import LARGEST, AnyArray, FloatArray, decode, may_overflow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._schema import Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`.
+
+    >>> rows = Ragged.of([np.zeros((2, 3)), np.ones((1, 3))])
+    >>> len(rows), rows[1].shape, rows.offsets.tolist()
+    (2, (1, 3), [0, 2, 3])
+    """
+
+    values: AnyArray
+    """`[sum T_i, *shape]`"""
+    offsets: AnyArray
+    """`[B + 1]` int64"""
+
+    @classmethod
+    def of(cls, rows: list[AnyArray]) -> Ragged:
+        """From a list of arrays `[T_i, *shape]`."""
+        lengths = [len(row) for row in rows]
+        return cls(np.concatenate(rows), np.cumsum([0, *lengths], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> AnyArray:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """Some rows of one array, as stored."""
+
+    array: Array
+    values: AnyArray
+    scale: FloatArray | None = None
+    offsets: AnyArray | None = None
+
+    def take(self, order: AnyArray) -> Column:
+        """The rows in another order, some left out or repeated."""
+        if np.array_equal(order, np.arange(len(self))):
+            return self
+        if self.offsets is None:
+            scale = None if self.scale is None else self.scale[order]
+            return Column(self.array, self.values[order], scale)
+        bounds = self.offsets
+        none = np.empty(0, np.int64)
+        ranges = (np.arange(bounds[row], bounds[row + 1]) for row in order)
+        pick = np.concatenate([none, *ranges])
+        lengths = np.diff(bounds)[order]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        scale = None if self.scale is None else self.scale[pick]
+        return Column(self.array, self.values[pick], scale, offsets)
+
+    @classmethod
+    def join(cls, array: Array, parts: Sequence[Column]) -> Column:
+        """The rows of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        empty = np.empty((0, *array.stored_shape), array.stored_dtype)
+        values = np.concatenate([empty, *(part.values for part in parts)])
+        scale = offsets = None
+        if array.scaled:
+            scales = (part.scale for part in parts if part.scale is not None)
+            scale = np.concatenate([np.empty(0, np.float32), *scales])
+        if array.ragged:
+            lengths = (np.diff(part.offsets) for part in parts if part.offsets is not None)
+            offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
+        return cls(array, values, scale, offsets)
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    def decode(self) -> AnyArray | Ragged:
+        """The values in the array's dtype; plain values are not copied and not to be written to."""
+        values = decode(self.array, self.values, self.scale)
+        if values is self.values and values.flags.writeable:
+            values = values.view()
+            values.flags.writeable = False
+        return values if self.offsets is None else Ragged(values, self.offsets)
+
+    def tensor(self) -> torch.Tensor:
+        """The values `[R, *shape]` as a torch tensor; of ragged rows, all tokens in order."""
+        import torch
+
+        # The values of a map are private and writable, which torch wants; a copy is made only
+        # where they are not.
+        values = self.values if self.values.flags.writeable else self.values.copy()
+        if self.array.encoding == "bfloat16":
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float()
+        if self.array.encoding in ("plain", "bits"):
+            return torch.from_numpy(decode(self.array, values, None))
+        wide = torch.from_numpy(values).float()
+        if self.scale is not None:
+            wide *= torch.from_numpy(self.scale.copy()).view(-1, *(1,) * (wide.dim() - 1))
+            if may_overflow(self.scale):
+                wide.clamp_(-LARGEST, LARGEST)
+        return wide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Mapping[str, "AnyArray | Ragged"]):
+    """Some rows of a block: `batch["loss"]` decodes, `batch.column("loss")` is as stored."""
+
+    ids: AnyArray
+    """`[B]` int64"""
+    columns: tuple[Column, ...]
+    first_row: int = 0
+    """The position of the first row in the block; of a gather, 0."""
+
+    def column(self, name: str) -> Column:
+        """The stored rows of one array."""
+        for column in self.columns:
+            if column.array.name == name:
+                return column
+        raise KeyError(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The values of one array as a torch tensor."""
+        return self.column(name).tensor()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.column(name).decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (column.array.name for column in self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
+def check_fill(fill: float, arrays: Sequence[Array], *, path: str) -> None:
+    """Refuse to fill with a number, and to fill arrays that cannot hold NaN."""
+    whole = [array.name for array in arrays if array.dtype[:5] != "float" or array.ragged]
+    if not math.isnan(fill) or whole:
+        raise InvalidRows(
+            "only NaN may stand for a missing row, and only in float arrays of fixed shape",
+            path=path,
+            found=f"fill={fill!r}" + (f" for {', '.join(whole)}" if whole else ""),
+            fix="pass fill=float('nan') and name only float arrays",
+        )
+
+
+def filled(found: Column, there: AnyArray) -> Column:
+    """The found rows where `there [B]` is true, NaN elsewhere."""
+    array = found.array
+    values = np.full((len(there), *array.shape), np.nan, array.dtype)
+    values[there] = found.decode()
+    return Column(array.as_plain(), values)

@@ -1,0 +1,209 @@
+"""Rows on their way in: checked against the schema, then gathered in the buffers of a segment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.errors import InvalidRows
+from gradkeep.store.blocks._columns import Ragged
+from gradkeep.store.blocks._encoding import Encoded, encode
+from gradkeep.store.blocks._packing import PackedSegment, StoredArray, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._schema import Array, Schema
+
+
+def checked_rows(
+    schema: Schema, ids: AnyArray, arrays: Mapping[str, Any], *, path: str
+) -> dict[str, AnyArray | Ragged]:
+    """Every array of the schema `[B, *shape]` (or `Ragged`), right in dtype, shape and values."""
+    names = {array.name for array in schema.arrays}
+    missing, unknown = sorted(names - set(arrays)), sorted(set(arrays) - names)
+    if missing or unknown:
+        raise InvalidRows(
+            "a batch must hold exactly the arrays of the schema",
+            path=path,
+            found=f"missing {missing}, unknown {unknown}",
+            expected=", ".join(array.name for array in schema.arrays),
+        )
+    return {
+        array.name: _checked(array, arrays[array.name], ids, path=path) for array in schema.arrays
+    }
+
+
+def _checked(array: Array, given: Any, ids: AnyArray, *, path: str) -> AnyArray | Ragged:
+    if array.ragged:
+        return _checked_ragged(array, given, ids, path=path)
+    values = _as_array(array, given, path=path)
+    expected = (len(ids), *array.shape)
+    if values.shape != expected:
+        raise _wrong(array, f"shape {values.shape}", f"shape {expected}", path=path)
+    _check_finite(array, values, ids, path=path)
+    return values
+
+
+def _checked_ragged(array: Array, given: Any, ids: AnyArray, *, path: str) -> Ragged:
+    if not isinstance(given, Ragged):
+        rows = [_as_array(array, row, path=path) for row in given]
+        empty = np.empty((0, *array.shape), array.dtype)
+        wrong = [row.shape for row in rows if row.shape[1:] != array.shape or row.ndim == 0]
+        if wrong:
+            raise _wrong(array, f"a row of shape {wrong[0]}", f"[T, {array.shape}]", path=path)
+        given = Ragged.of([empty, *rows])
+        given = Ragged(given.values, given.offsets[1:])
+    values = _as_array(array, given.values, path=path)
+    offsets = np.asarray(given.offsets, np.int64)
+    expected = f"{len(ids)} rows of shape [T, {', '.join(map(str, array.shape))}]"
+    if values.shape[1:] != array.shape or offsets.shape != (len(ids) + 1,):
+        raise _wrong(array, f"{len(offsets) - 1} rows of {values.shape[1:]}", expected, path=path)
+    if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+        raise _wrong(array, f"offsets {offsets[:5]} ...", f"0 to {len(values)}, rising", path=path)
+    _check_finite(array, values, ids, path=path, offsets=offsets)
+    return Ragged(values, offsets)
+
+
+def _as_array(array: Array, given: Any, *, path: str) -> AnyArray:
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+        # numpy has no bfloat16; float32 holds it exactly.
+        given = given.float().numpy() if str(given.dtype) == "torch.bfloat16" else given.numpy()
+    if not isinstance(given, np.ndarray | np.generic):
+        return np.asarray(given, array.dtype)
+    if not np.can_cast(given.dtype, array.dtype, "safe"):
+        raise _wrong(array, f"dtype {given.dtype}", f"dtype {array.dtype}", path=path)
+    return np.asarray(given).astype(array.dtype, copy=False)
+
+
+def _check_finite(
+    array: Array,
+    values: AnyArray,
+    ids: AnyArray,
+    *,
+    path: str,
+    offsets: AnyArray | None = None,
+) -> None:
+    if array.nan == "keep" or values.dtype.kind != "f":
+        return
+    # One fast pass: the sum is finite unless some value is not (or the sum overflows, which the
+    # slow pass then clears).
+    with np.errstate(all="ignore"):
+        if np.isfinite(values.sum()):
+            return
+    bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        if offsets is not None:
+            row = int(np.searchsorted(offsets, row, side="right")) - 1
+        raise InvalidRows(
+            f"array {array.name!r} holds NaN or infinity",
+            path=path,
+            found=f"{int(bad.sum())} rows of this batch, the first with id {int(ids[row])}",
+            expected="finite values",
+            fix="look at that example and its loss, or declare the array with nan='keep'",
+        )
+
+
+def _wrong(array: Array, found: str, expected: str, *, path: str) -> InvalidRows:
+    return InvalidRows(f"array {array.name!r}", path=path, found=found, expected=expected)
+
+
+class SegmentBuffer:
+    """The buffers of one segment while rows come in; used again for the one after next."""
+
+    def __init__(self, schema: Schema, rows: int) -> None:
+        self._schema = schema
+        self._ids = np.empty(rows, np.int64)
+        self._slots = {array.name: _ArrayBuffer(array, rows) for array in schema.arrays}
+        self.first_row = 0
+        self.count = 0
+
+    def begin(self, first_row: int) -> None:
+        self.first_row, self.count = first_row, 0
+        for slot in self._slots.values():
+            slot.begin()
+
+    def add(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
+        # Encode everything before any buffer changes: a row that cannot be encoded leaves no trace.
+        ready = [
+            (slot, *_encoded_rows(slot.array, arrays[name], chunk))
+            for name, slot in self._slots.items()
+        ]
+        self._ids[self.count : self.count + len(ids)] = ids
+        for slot, encoded, lengths in ready:
+            slot.add(self.count, encoded, lengths)
+        self.count += len(ids)
+
+    def pack(self) -> PackedSegment:
+        stored = {name: slot.stored(self.count) for name, slot in self._slots.items()}
+        return pack(self._schema, self._ids[: self.count], stored, first_row=self.first_row)
+
+
+def stored_arrays(
+    schema: Schema, arrays: Mapping[str, AnyArray | Ragged], chunk: slice
+) -> dict[str, StoredArray]:
+    """The rows of a chunk as a segment stores them, without a copy of what is stored as it is."""
+    stored = {}
+    for array in schema.arrays:
+        encoded, lengths = _encoded_rows(array, arrays[array.name], chunk)
+        stored[array.name] = StoredArray(encoded, None if lengths is None else _bounds_of(lengths))
+    return stored
+
+
+def _encoded_rows(
+    array: Array, values: AnyArray | Ragged, chunk: slice
+) -> tuple[Encoded, AnyArray | None]:
+    if isinstance(values, Ragged):
+        bounds = values.offsets[chunk.start : chunk.stop + 1]
+        return encode(array, values.values[bounds[0] : bounds[-1]]), np.diff(bounds)
+    return encode(array, values[chunk]), None
+
+
+class _ArrayBuffer:
+    """The encoded rows of one array of one segment."""
+
+    def __init__(self, array: Array, rows: int) -> None:
+        self.array = array
+        fixed = 0 if array.ragged else rows
+        self._values = np.empty((fixed, *array.stored_shape), array.stored_dtype)
+        self._scale = np.empty(fixed, np.float32) if array.scaled else None
+        self.begin()
+
+    def begin(self) -> None:
+        self._pieces: list[Encoded] = []
+        self._lengths: list[AnyArray] = []
+        self._nonzero = self._flushed = 0
+
+    def add(self, at: int, encoded: Encoded, lengths: AnyArray | None) -> None:
+        self._nonzero += encoded.nonzero
+        self._flushed += encoded.flushed
+        if lengths is not None:
+            # The caller may reuse its memory as soon as append returns.
+            own = encoded.values.copy() if self.array.encoding == "plain" else encoded.values
+            self._pieces.append(Encoded(own, encoded.scale))
+            self._lengths.append(lengths)
+            return
+        self._values[at : at + len(encoded.values)] = encoded.values
+        if self._scale is not None and encoded.scale is not None:
+            self._scale[at : at + len(encoded.values)] = encoded.scale
+
+    def stored(self, count: int) -> StoredArray:
+        if not self.array.ragged:
+            scale = None if self._scale is None else self._scale[:count]
+            counts = (self._nonzero, self._flushed)
+            return StoredArray(Encoded(self._values[:count], scale, *counts))
+        values = np.concatenate([self._values, *(piece.values for piece in self._pieces)])
+        scale = None
+        if self._scale is not None:
+            scales = [piece.scale for piece in self._pieces if piece.scale is not None]
+            scale = np.concatenate([self._scale, *scales])
+        offsets = _bounds_of(np.concatenate([np.empty(0, np.int64), *self._lengths]))
+        return StoredArray(Encoded(values, scale, self._nonzero, self._flushed), offsets)
+
+
+def _bounds_of(lengths: AnyArray) -> AnyArray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,369 @@
+"""Versions of a block: numbered manifests, read, chosen, sealed.
+
+A manifest lists the segments of a version, and a version is never changed. Sealing, extending,
+dropping rows and compaction all publish the next number with `put_if_absent`; who loses a race for
+a number reads again and tries the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
+from gradkeep.store import _document
+from gradkeep.store.blocks._ids import IdSet
+from gradkeep.store.blocks._packing import SUFFIX, pack_batch
+from gradkeep.store.blocks._schema import Schema
+from gradkeep.store.blocks._segment import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.blocks._block import Block
+
+MANIFESTS = "manifest"
+SEGMENTS = "seg"
+REWRITTEN = "without-"
+"""How the names of segments begin that were written anew when rows were dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEntry:
+    """One segment of a version."""
+
+    file: str
+    """Its key below the block's folder."""
+    rows: int
+    bytes: int
+    xxh3: str
+    """The digest of its header, which holds the digests of its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version of a block: its segments, in the order of their rows."""
+
+    version: int
+    schema_hash: str
+    segments: tuple[SegmentEntry, ...]
+    written: tuple[int, ...]
+    """The rows of every numbered segment that was ever written, left out since or not."""
+
+    @property
+    def next_segment(self) -> int:
+        """The first number that was never used: a later segment is work in progress, not waste."""
+        return len(self.written)
+
+    @property
+    def next_row(self) -> int:
+        """How many rows were ever written, those left out since included."""
+        return sum(self.written)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all segments."""
+        return sum(segment.rows for segment in self.segments)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.bytes for segment in self.segments)
+
+
+def manifest_key(folder: str, version: int) -> str:
+    """The name of a version's manifest."""
+    return f"{folder}/{MANIFESTS}/{version:06d}.json"
+
+
+def manifest_versions(backend: Backend, folder: str) -> list[int]:
+    """The published versions, oldest first."""
+    names = (entry.name.removesuffix(".json") for entry in backend.list(f"{folder}/{MANIFESTS}"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def load_manifest(backend: Backend, folder: str, version: int) -> Manifest:
+    """A version's manifest, checked."""
+    name = manifest_key(folder, version)
+    try:
+        data = backend.read(name)
+    except FileNotFoundError:
+        have = ", ".join(map(str, manifest_versions(backend, folder))) or "none"
+        raise MissingRows(
+            f"there is no version {version} of this block",
+            path=backend.describe(folder),
+            found=f"versions {have}",
+            fix="older versions are removed by `gradkeep gc`; open the block without `version=`",
+        ) from None
+    fields = _document.from_bytes(data, path=backend.describe(name))
+    if fields["version"] != version:
+        raise Damaged(
+            "a manifest under another's name",
+            path=backend.describe(name),
+            found=f"version {fields['version']}",
+            expected=f"version {version}",
+        )
+    return Manifest(
+        version=version,
+        schema_hash=fields["schema_hash"],
+        segments=tuple(SegmentEntry(**segment) for segment in fields["segments"]),
+        written=tuple(fields["written"]),
+    )
+
+
+def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
+    """The newest version's manifest; None if nothing was published yet."""
+    numbers = manifest_versions(backend, folder)
+    return load_manifest(backend, folder, numbers[-1]) if numbers else None
+
+
+def publish_manifest(
+    backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
+) -> bool:
+    """Put the manifest under its number; raises `Conflict` if another one took it."""
+    data = _document.to_bytes(dataclasses.asdict(manifest))
+    return backend.put_if_absent(
+        manifest_key(folder, manifest.version), [data], durability=durability
+    )
+
+
+def open_segment(
+    backend: Backend, folder: str, entry: SegmentEntry, *, schema: Schema, verify: bool = True
+) -> Segment:
+    """Open a segment of a manifest and check that it is the one the manifest means."""
+    key = f"{folder}/{entry.file}"
+    try:
+        segment = Segment(backend, key, verify=verify)
+    except FileNotFoundError:
+        raise MissingRows(
+            f"a segment with {entry.rows} rows is gone",
+            path=backend.describe(key),
+            fix="it was written when rows were dropped and nothing can write it again: open an older "
+            "version, or delete the block and capture it again"
+            if REWRITTEN in entry.file
+            else "if it was moved to quarantine, run the work again to recreate it; if an old "
+            "version was cleaned up meanwhile, open the block again",
+        ) from None
+    problem = None
+    if segment.schema_hash != schema.hash:
+        problem = ("it belongs to another schema", segment.schema_hash, schema.hash)
+    elif (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
+        found, expected = (
+            f"{segment.digest}, {segment.rows} rows",
+            f"{entry.xxh3}, {entry.rows} rows",
+        )
+        problem = ("it is not the segment that the manifest names", found, expected)
+    if problem is not None:
+        segment.close()
+        raise Damaged(
+            problem[0],
+            path=backend.describe(key),
+            found=problem[1],
+            expected=problem[2],
+            fix="`gradkeep verify STORE --repair` moves the file aside; "
+            "run the work again to recreate it",
+        )
+    return segment
+
+
+def schema_key(folder: str) -> str:
+    """The name of a block's schema."""
+    return f"{folder}/schema.json"
+
+
+def load_schema(backend: Backend, folder: str) -> Schema:
+    """The schema of a block, checked."""
+    key = schema_key(folder)
+    try:
+        data = backend.read(key)
+    except FileNotFoundError:
+        raise StoreError(
+            "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"
+        ) from None
+    return Schema.from_fields(_document.from_bytes(data, path=backend.describe(key)))
+
+
+def segment_numbers(backend: Backend, folder: str) -> list[int]:
+    """The numbers of the segments that are committed, sealed or not."""
+    names = (entry.name.removesuffix(SUFFIX) for entry in backend.list(f"{folder}/{SEGMENTS}"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def segment_file(number: int) -> str:
+    """The key of a segment below its block's folder."""
+    return f"{SEGMENTS}/{number:06d}{SUFFIX}"
+
+
+def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
+    """What is committed now as if it were a version: the newest one and the segments after it."""
+    newest = latest_manifest(backend, folder)
+    segments = () if newest is None else newest.segments
+    first = 0 if newest is None else newest.next_segment
+    numbers = [number for number in segment_numbers(backend, folder) if number >= first]
+    fresh = tuple(entry_of(backend, folder, number, schema=schema) for number in numbers)
+    written = (() if newest is None else newest.written) + tuple(entry.rows for entry in fresh)
+    return Manifest(-1, schema.hash, segments + fresh, written)
+
+
+def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema) -> SegmentEntry:
+    """The manifest entry of a committed segment, from its header."""
+    file = segment_file(number)
+    segment = Segment(backend, f"{folder}/{file}")
+    try:
+        if segment.schema_hash != schema.hash:
+            raise Damaged(
+                "this segment belongs to another schema",
+                path=backend.describe(f"{folder}/{file}"),
+                found=segment.schema_hash,
+                expected=schema.hash,
+            )
+        return SegmentEntry(file, segment.rows, segment.size, segment.digest)
+    finally:
+        segment.close()
+
+
+def seal(
+    backend: Backend,
+    folder: str,
+    *,
+    durability: Durability,
+    own: Collection[str] = (),
+    adding: bool = True,
+) -> Manifest:
+    """Publish a version of everything that is committed, after checking that nothing is missing.
+
+    Sealing again is free: if nothing came since the last version, that version is returned; so it
+    is, checked, unless `adding`. `own` are segments that the caller has put with this durability
+    itself.
+    """
+    schema = load_schema(backend, folder)
+    while True:
+        newest = latest_manifest(backend, folder)
+        candidate = _candidate(backend, folder, schema, newest, adding=adding)
+        if candidate is newest and newest is not None:
+            if durability == "full":
+                backend.ensure_durable([manifest_key(folder, newest.version)])
+            return newest
+        if durability == "full":
+            # A version must not outlive its segments, whoever put them.
+            fresh = candidate.segments[0 if newest is None else len(newest.segments) :]
+            backend.ensure_durable(
+                f"{folder}/{entry.file}" for entry in fresh if entry.file not in own
+            )
+        try:
+            publish_manifest(backend, folder, candidate, durability=durability)
+        except Conflict:
+            continue
+        return candidate
+
+
+def _candidate(
+    backend: Backend, folder: str, schema: Schema, newest: Manifest | None, *, adding: bool
+) -> Manifest:
+    first = 0 if newest is None else newest.next_segment
+    old = () if newest is None else newest.segments
+    fresh = [number for number in segment_numbers(backend, folder) if number >= first and adding]
+    present = {f"{SEGMENTS}/{item.name}" for item in backend.list(f"{folder}/{SEGMENTS}")}
+    gone = [entry.file for entry in old if entry.file not in present]
+    holes = sorted(set(range(first, max(fresh, default=first - 1) + 1)) - set(fresh))
+    if gone or holes:
+        names = gone + [segment_file(number) for number in holes]
+        raise MissingRows(
+            f"{len(names)} segments are missing",
+            path=backend.describe(folder),
+            found=", ".join(names[:5]) + (" ..." if len(names) > 5 else ""),
+            fix="open an older version, or delete the block and capture it again: what was written "
+            "when rows were dropped cannot be written again"
+            if any(REWRITTEN in name for name in names)
+            else "run the work again: it recreates exactly the missing ones",
+        )
+    if newest is not None and not fresh:
+        return newest
+    entries = [entry_of(backend, folder, number, schema=schema) for number in fresh]
+    candidate = Manifest(
+        version=0 if newest is None else newest.version + 1,
+        schema_hash=schema.hash,
+        segments=(*old, *entries),
+        written=(*(() if newest is None else newest.written), *(x.rows for x in entries)),
+    )
+    _check_rows(backend, folder, schema, candidate, fresh_from=len(old))
+    return candidate
+
+
+def _check_rows(
+    backend: Backend, folder: str, schema: Schema, candidate: Manifest, *, fresh_from: int
+) -> None:
+    path = backend.describe(folder)
+    if schema.num_rows is not None and candidate.next_row != schema.num_rows:
+        raise MissingRows(
+            "the block is not complete",
+            path=path,
+            found=f"{candidate.next_row} rows",
+            expected=f"{schema.num_rows} rows",
+            fix="run the work again: it resumes after the rows that are there",
+        )
+    seen = IdSet()
+    for index, entry in enumerate(candidate.segments):
+        segment = open_segment(backend, folder, entry, schema=schema)
+        try:
+            ids = segment.small("ids")
+            repeated = seen.among(ids)
+            seen.add(ids)
+            short = entry.rows != schema.rows_per_segment
+            last = index == len(candidate.segments) - 1
+        finally:
+            segment.close()
+        if len(repeated):
+            raise InvalidRows(
+                "ids occur in two segments",
+                path=backend.describe(f"{folder}/{entry.file}"),
+                found=f"id {int(repeated[0])}" + (" and more" if len(repeated) > 1 else ""),
+                expected="each id once in a block",
+                fix="delete the block and write it again with ids that differ",
+            )
+        if short and not last and index >= fresh_from:
+            raise MissingRows(
+                "a segment in the middle is short",
+                path=backend.describe(f"{folder}/{entry.file}"),
+                found=f"{entry.rows} rows",
+                expected=f"{schema.rows_per_segment} rows",
+            )
+
+
+def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
+    """Publish a version without these rows; touched segments are written anew, the rest shared.
+
+    The old version stays readable until `gc`.
+    """
+    backend, folder = block.backend, block.folder
+    unwanted = np.unique(np.asarray(ids, np.int64).reshape(-1))
+    block.read(unwanted, [])  # raises for ids that are not there
+    newest = latest_manifest(backend, folder)
+    if newest is None or newest.version != block.version:
+        raise Conflict(
+            "this is not the newest version",
+            path=block.path,
+            found=f"version {block.version}",
+            expected=f"version {None if newest is None else newest.version}",
+            fix="open the block again and repeat",
+        )
+    kept: list[SegmentEntry] = []
+    for entry, start in zip(newest.segments, block.starts, strict=False):
+        stay = np.flatnonzero(~np.isin(block.ids[start : start + entry.rows], unwanted))
+        if len(stay) == entry.rows:
+            kept.append(entry)
+        elif len(stay):
+            rows = stay + start
+            packed = pack_batch(block.schema, block.read_rows(rows), first_row=int(rows[0]))
+            # Named by content: a second try after a crash, for other rows even, takes no wrong file,
+            # and a seal does not mistake it for new rows.
+            file = f"{SEGMENTS}/{REWRITTEN}{packed.digest}{SUFFIX}"
+            backend.put_if_absent(f"{folder}/{file}", packed.parts, durability=durability)
+            kept.append(SegmentEntry(file, len(stay), packed.size, packed.digest))
+    manifest = dataclasses.replace(newest, version=newest.version + 1, segments=tuple(kept))
+    publish_manifest(backend, folder, manifest, durability=durability)
+    return manifest

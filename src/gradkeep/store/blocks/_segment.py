@@ -1,0 +1,380 @@
+"""Reading one segment: what is handed out was verified first, once per process.
+
+Single rows are read by position and checked group by group: cold rows read through a map cost fifty
+times more than `preadv`, as each fault reads far ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from gradkeep.errors import Damaged
+from gradkeep.store.backends._backend import flat
+from gradkeep.store.blocks._columns import Column
+from gradkeep.store.blocks._encoding import decompress
+from gradkeep.store.blocks._packing import (
+    DIGEST_AT,
+    DIGEST_END,
+    DTYPES,
+    OPENING,
+    block_digests,
+    tensor_digest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.store.backends._backend import Backend, Readable
+    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._schema import Array
+
+Pick = tuple[int, int, int]
+"""Stored rows `[start, stop)` that go to row `at` of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor lies in the file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def damaged(path: str, part: str, what: str) -> Damaged:
+    """The error for a part of a segment that is not as it was written."""
+    return Damaged(
+        f"{part} {what}",
+        path=path,
+        fix="`gradkeep verify STORE --repair` moves the file aside; "
+        "run the work again to recreate it",
+    )
+
+
+def gather_plain(
+    file: Readable, extent: Extent, size: int, picks: Sequence[Pick], target: memoryview
+) -> None:
+    """Rows of `size` bytes that need no check, because their tensor was verified before."""
+    read_into, base = file.read_into, extent.start
+    for start, stop, at in picks:
+        read_into(target[at * size : (at + stop - start) * size], base + start * size)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRows:
+    """The rows of one tensor with an xxh3-64 for every group of them."""
+
+    file: Readable
+    path: str
+    name: str
+    extent: Extent
+    size: int
+    """Bytes of a row."""
+    group: int
+    """Rows that share a check."""
+    checks: list[int]
+
+    def gather(self, picks: Sequence[Pick], target: memoryview) -> None:
+        """Read whole groups, check them, and keep the rows that were picked."""
+        size, group = self.size, self.group
+        kept, piece = -1, target[:0]
+        for start, stop, at in picks:
+            row, to = start, at * size
+            while row < stop:
+                index, within = divmod(row, group)
+                until = min(stop, (index + 1) * group)
+                count = (until - row) * size
+                whole = min(
+                    group * size, self.extent.stop - self.extent.start - index * group * size
+                )
+                if count == whole:
+                    self._read(index, target[to : to + count])
+                else:
+                    if index != kept:
+                        piece = memoryview(bytearray(whole))
+                        self._read(index, piece)
+                        kept = index
+                    target[to : to + count] = piece[within * size : within * size + count]
+                to += count
+                row = until
+
+    def _read(self, index: int, buffer: memoryview) -> None:
+        self.file.read_into(buffer, self.extent.start + index * self.group * self.size)
+        if xxhash.xxh3_64_intdigest(buffer) != self.checks[index]:
+            what = f"does not fit its check for the rows from {index * self.group}"
+            raise damaged(self.path, f"tensor {self.name!r}", what)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedRows:
+    """The compressed rows of one tensor."""
+
+    file: Readable
+    path: str
+    name: str
+    start: int
+    bounds: list[int]
+    checks: list[int] | None
+    """An xxh3-64 for every frame; None if reads are not verified."""
+    rows: int
+    """Rows of a frame; the last has fewer."""
+    total: int
+
+    def gather(self, picks: Sequence[Pick], out: AnyArray) -> None:
+        """Unpack the frames that hold the picked rows, each run of neighbours once."""
+        opened, content = -1, out[:0]
+        for start, stop, at in picks:
+            row = start
+            while row < stop:
+                index, within = divmod(row, self.rows)
+                if index != opened:
+                    shape = (min(self.rows, self.total - index * self.rows), *out.shape[1:])
+                    content, opened = np.empty(shape, out.dtype), index
+                    decompress(self._frame(index), content)
+                until = min(stop, (index + 1) * self.rows)
+                out[at : at + until - row] = content[within : within + until - row]
+                at += until - row
+                row = until
+
+    def _frame(self, index: int) -> bytes:
+        low, high = self.bounds[index], self.bounds[index + 1]
+        frame = self.file.read(self.start + low, high - low)
+        if self.checks is not None and xxhash.xxh3_64_intdigest(frame) != self.checks[index]:
+            what = f"does not fit its check for frame {index}"
+            raise damaged(self.path, f"tensor {self.name!r}", what)
+        return frame
+
+
+_verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
+"""The blocks of tensors that this process has already verified, by the identity of the file."""
+
+_ALL = -1  # the block number that stands for all blocks of a tensor
+
+
+class Segment:
+    """A segment opened for reading; whatever is read is verified first, once per process."""
+
+    def __init__(self, backend: Backend, key: str, *, verify: bool = True) -> None:
+        self.key = key
+        self.path = backend.describe(key)
+        self._file: Readable = backend.open(key)
+        try:
+            self._verify = verify
+            self._open_header()
+        except BaseException:
+            self._file.close()
+            raise
+        self._map: memoryview | None = None
+        identity = (self.path, *self._file.identity)
+        self._known = _verified.setdefault(identity, set()) if self._file.settled else set()
+        self._small: dict[str, AnyArray] = {}
+        self._checked: dict[str, CheckedRows] = {}
+        self._digests: dict[str, tuple[int, list[str]]] = {}
+
+    def _open_header(self) -> None:
+        head = self._file.read(0, min(16384, self._file.size))
+        length = int.from_bytes(head[:8], "little")
+        if len(head) < DIGEST_END or length > self._file.size - 8:
+            raise self._damage("the header", "is cut off or not a segment's")
+        if len(head) < 8 + length:
+            head += self._file.read(len(head), 8 + length - len(head))
+        head = head[: 8 + length]
+        self.digest = head[DIGEST_AT:DIGEST_END].decode("ascii", "replace")
+        zeroed = head[:DIGEST_AT] + b"0" * 32 + head[DIGEST_END:]
+        if head[8:DIGEST_AT] != OPENING or xxhash.xxh3_128_hexdigest(zeroed) != self.digest:
+            raise self._damage("the header", "does not fit its checksum")
+        layout = json.loads(head[8:])
+        self.metadata: dict[str, str] = layout.pop("__metadata__")
+        self._layout: dict[str, Any] = layout
+        self._base = 8 + length
+        end = self._base + max((item["data_offsets"][1] for item in layout.values()), default=0)
+        if end != self._file.size:
+            what = "is cut off" if end > self._file.size else "has bytes at its end"
+            raise self._damage("the file", f"{what}: {self._file.size} bytes instead of {end}")
+
+    @cached_property
+    def extents(self) -> dict[str, Extent]:
+        """Where each tensor lies; worked out when asked for, as a scan needs only the header."""
+        return {
+            name: Extent(
+                DTYPES[item["dtype"]],
+                tuple(item["shape"]),
+                self._base + item["data_offsets"][0],
+                self._base + item["data_offsets"][1],
+            )
+            for name, item in self._layout.items()
+        }
+
+    @property
+    def rows(self) -> int:
+        """How many rows the segment holds."""
+        return int(self.metadata["rows"])
+
+    @property
+    def first_row(self) -> int:
+        """The position of its first row when it was written."""
+        return int(self.metadata["first_row"])
+
+    @property
+    def schema_hash(self) -> str:
+        """The schema it was written for."""
+        return self.metadata["schema"]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.size
+
+    def read_ahead(self, names: Sequence[str]) -> None:
+        """Map the file and have the tensors of these names read in now."""
+        extents = (self.extents[name] for name in names)
+        self._map = self._file.map([(extent.start, extent.stop) for extent in extents])
+
+    def view(self, name: str, start: int = 0, stop: int | None = None) -> AnyArray:
+        """Rows `[start, stop)` of a tensor as stored, mapped and verified, without a copy.
+
+        The memory is private to the process: torch may take it, and writes never reach the file.
+        """
+        if self._map is None:
+            self._map = self._file.map()
+        extent = self.extents[name]
+        stop = extent.shape[0] if stop is None else stop
+        part = self._map[extent.start : extent.stop]
+        row_bytes = len(part) // extent.shape[0] if extent.shape[0] else 0
+        low, high = start * row_bytes, stop * row_bytes
+        if self._verify and (name, _ALL) not in self._known:
+            self._check_blocks(name, part, low, high)
+        values = np.frombuffer(part[low:high], extent.dtype)
+        return values.reshape(stop - start, *extent.shape[1:])
+
+    def small(self, name: str) -> AnyArray:
+        """A small tensor read into memory and kept: ids, offsets, scales, checks."""
+        if name not in self._small:
+            extent = self.extents[name]
+            data = self._file.read(extent.start, extent.stop - extent.start)
+            if self._verify and (name, _ALL) not in self._known:
+                self._check_blocks(name, memoryview(data), 0, len(data))
+            self._small[name] = np.frombuffer(data, extent.dtype).reshape(extent.shape)
+        return self._small[name]
+
+    def _check_blocks(self, name: str, data: memoryview, low: int, high: int) -> None:
+        """Verify the blocks of a tensor that hold its bytes `[low, high)`."""
+        step, digests = self._blocks(name, len(data))
+        last = max(low, high - 1)
+        for index in range(low // step, min(len(digests), last // step + 1)):
+            if (name, index) in self._known:
+                continue
+            block = data[index * step : (index + 1) * step]
+            if xxhash.xxh3_128_hexdigest(block) != digests[index]:
+                raise self._damage(f"tensor {name!r}", "does not fit its checksum")
+            self._known.add((name, index))
+        if low == 0 and high == len(data):
+            self._known.add((name, _ALL))
+
+    def _blocks(self, name: str, size: int) -> tuple[int, list[str]]:
+        """The bytes of a block of the tensor, and the digest of each."""
+        if name not in self._digests:
+            noted = self.metadata.get(f"blocks:{name}")
+            if noted is None:
+                self._digests[name] = (max(1, size), [self.metadata[f"xxh3:{name}"]])
+            else:
+                step, _, joined = noted.partition(":")
+                digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+                self._digests[name] = (int(step), digests)
+        return self._digests[name]
+
+    def values(self, array: Array, start: int, stop: int) -> AnyArray:
+        """Stored rows `[start, stop)` of an array: mapped, or decompressed."""
+        if array.compression is None:
+            return self.view(array.name, start, stop)
+        out = np.empty((stop - start, *array.stored_shape), array.stored_dtype)
+        self.gather(array, [(start, stop, 0)], out)
+        return out
+
+    def column(self, array: Array, start: int = 0, stop: int | None = None) -> Column:
+        """The rows `[start, stop)` of an array, as stored."""
+        stop = self.rows if stop is None else stop
+        offsets = None
+        if array.ragged:
+            bounds = self.small(f"{array.name}#offsets")[start : stop + 1]
+            start, stop = int(bounds[0]), int(bounds[-1])
+            offsets = bounds - start
+        scale = self.small(f"{array.name}#scale")[start:stop] if array.scaled else None
+        return Column(array, self.values(array, start, stop), scale, offsets)
+
+    def _stored_rows(self, array: Array) -> int:
+        return int(self.small(f"{array.name}#offsets")[-1]) if array.ragged else self.rows
+
+    def gather(self, array: Array, picks: Sequence[Pick], out: AnyArray) -> None:
+        """Read stored rows `[start, stop)` of each pick to row `at` of `out`, verified.
+
+        Reads only what it needs: one `preadv` per pick, or per group of rows that share a check.
+        """
+        name, size = array.name, _row_bytes(array)
+        target = flat(out.reshape(-1).view(np.uint8))
+        if array.compression is not None:
+            self._frames(array).gather(picks, out)
+        elif not self._verify or (name, _ALL) in self._known:
+            gather_plain(self._file, self.extents[name], size, picks, target)
+        elif f"check_rows:{name}" in self.metadata:
+            self._checks(name, size).gather(picks, target)
+        else:
+            values = self.small(name)
+            for start, stop, at in picks:
+                out[at : at + stop - start] = values[start:stop]
+
+    def _checks(self, name: str, size: int) -> CheckedRows:
+        if name not in self._checked:
+            group = int(self.metadata[f"check_rows:{name}"])
+            # A list: comparing plain integers is several times faster than numpy's.
+            checks = self.small(f"{name}#check").tolist()
+            extent = self.extents[name]
+            self._checked[name] = CheckedRows(
+                self._file, self.path, name, extent, size, group, checks
+            )
+        return self._checked[name]
+
+    def _frames(self, array: Array) -> CompressedRows:
+        name = array.name
+        return CompressedRows(
+            file=self._file,
+            path=self.path,
+            name=name,
+            start=self.extents[name].start,
+            bounds=self.small(f"{name}#frames").tolist(),
+            checks=self.small(f"{name}#check").tolist() if self._verify else None,
+            rows=int(self.metadata[f"frame_rows:{name}"]),
+            total=self._stored_rows(array),
+        )
+
+    def check_everything(self) -> list[Damaged]:
+        """Every tensor that is not as it was written."""
+        found = []
+        mapped = self._file.map()
+        for name, extent in self.extents.items():
+            part = mapped[extent.start : extent.stop]
+            if tensor_digest(block_digests(part, extent.shape[0])) != self.metadata.get(
+                f"xxh3:{name}"
+            ):
+                found.append(self._damage(f"tensor {name!r}", "does not fit its checksum"))
+        return found
+
+    def close(self) -> None:
+        """Let go of the file; arrays that were handed out stay valid."""
+        self._file.close()
+        self._map = None
+
+    def _damage(self, part: str, what: str) -> Damaged:
+        return damaged(self.path, part, what)
+
+
+def _row_bytes(array: Array) -> int:
+    return array.stored_dtype.itemsize * math.prod(array.stored_shape)

@@ -1,0 +1,425 @@
+"""Writing a block: rows in, whole segments out, in the background, resumable.
+
+There is no progress file: a segment that exists is done. A second run passes over those, compares
+their ids with the ones it is given, and writes only the rest.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from gradkeep.errors import Conflict, InvalidRows, MissingRows, StoreError
+from gradkeep.store import _document
+from gradkeep.store.blocks._block import Block
+from gradkeep.store.blocks._ids import IdSet, as_ids
+from gradkeep.store.blocks._incoming import SegmentBuffer, checked_rows, stored_arrays
+from gradkeep.store.blocks._manifest import (
+    latest_manifest,
+    load_schema,
+    schema_key,
+    seal,
+    segment_file,
+    segment_numbers,
+)
+from gradkeep.store.blocks._packing import PackedSegment, pack
+from gradkeep.store.blocks._segment import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.blocks._columns import Ragged
+    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._manifest import Manifest
+    from gradkeep.store.blocks._schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class WriterShare:
+    """Which segments this writer makes: those with `number % of == rank`."""
+
+    rank: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.of:
+            raise StoreError("a share needs 0 <= rank < of", found=f"{self.rank} of {self.of}")
+
+
+class Writer:
+    """Appends rows to a block; a context manager that seals the block when all went well.
+
+    Rows are given in the same order in every run. `append` returns when the rows are taken over;
+    they are acknowledged when `flush`, `seal` or the end of the `with` block returns. Memory: two
+    segments.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: str,
+        schema: Schema,
+        *,
+        durability: Durability = "full",
+        extend: bool = False,
+        share: WriterShare | None = None,
+        on_seal: Callable[[Manifest], None] | None = None,
+    ) -> None:
+        self.folder, self.schema = folder, schema
+        self.path = backend.describe(folder)
+        self._backend, self._durability = backend, durability
+        self._share = WriterShare() if share is None else share
+        self._on_seal = on_seal
+        ensure_schema(backend, folder, schema, durability=durability)
+        newest = latest_manifest(backend, folder)
+        written = () if newest is None else newest.written
+        self._starts = list(itertools.accumulate(written, initial=0))
+        """Where each numbered segment begins that a version knows; then come full ones."""
+        self._first_row = self._first_number = 0
+        self._sealed_rows: int | None = None
+        self._sealed: dict[str, str] = {}
+        self._present = set(segment_numbers(backend, folder))
+        self._done = set(self._present)
+        if self._present and durability == "full":
+            # One is enough: what they may lack is their names in the folder.
+            backend.ensure_durable([f"{folder}/{segment_file(max(self._present))}"])
+        self._own: set[str] = set()
+        self._seen = IdSet()
+        if newest is not None and extend:
+            self._first_row, self._first_number = newest.next_row, newest.next_segment
+            self._seen.add(Block(backend, folder).ids)
+        elif newest is not None:
+            self._sealed_rows = newest.next_row
+            # What the version does not list was left out of it on purpose: only what it lists
+            # and is gone (moved to quarantine) has to be made again.
+            self._sealed = {entry.file: entry.xxh3 for entry in newest.segments}
+            self._done |= {
+                number
+                for number in range(newest.next_segment)
+                if segment_file(number) not in self._sealed
+            }
+        self._position = self._first_row
+        self._filling: SegmentBuffer | None = None
+        self._spare: SegmentBuffer | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="gradkeep-write")
+        self._under_way: Future[SegmentBuffer] | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def position(self) -> int:
+        """The row that the next `append` begins with."""
+        return self._position
+
+    def needs(self, count: int) -> bool:
+        """Whether any of the next `count` rows has to be written by this writer."""
+        if count <= 0:
+            return False
+        numbers = range(self._number(self._position), self._number(self._position + count - 1) + 1)
+        return any(number not in self._done and self._mine(number) for number in numbers)
+
+    def skip(self, ids: Any) -> None:
+        """Pass over rows that `needs` said are not needed; their ids are compared all the same."""
+        self._take(as_ids(ids, num_examples=self.schema.num_examples, path=self.path), None)
+
+    def append(self, ids: Any, arrays: Mapping[str, Any]) -> None:
+        """Add rows: ids `[B]` and every array of the schema `[B, *shape]` (ragged: a list)."""
+        self._check_alive()
+        numbers = as_ids(ids, num_examples=self.schema.num_examples, path=self.path)
+        self._take(numbers, checked_rows(self.schema, numbers, arrays, path=self.path))
+
+    def flush(self) -> None:
+        """Wait until every full segment is acknowledged; raises what a background write raised."""
+        self._check_alive()
+        self._await_background()
+
+    def seal(self) -> Manifest:
+        """Write the last rows, check that nothing is missing, publish a version, and close."""
+        self._check_alive()
+        self._check_complete()
+        if self._filling is not None:
+            self._hand_over()
+        self._await_background()
+        manifest = seal(
+            self._backend,
+            self.folder,
+            durability=self._durability,
+            own=self._own,
+            # A run that repeats a sealed block must not publish rows that another is adding.
+            adding=self._sealed_rows is None,
+        )
+        if self._on_seal is not None:
+            self._on_seal(manifest)
+        self._shut()
+        return manifest
+
+    def close(self) -> None:
+        """Stop without sealing: full segments stay, a later run resumes after them."""
+        if self._closed:
+            return
+        try:
+            if self._failure is None:
+                self._await_background()
+        finally:
+            self._shut()
+        if self._failure is not None:
+            raise self._failure
+        if self._filling is not None:
+            raise MissingRows(
+                f"{self._filling.count} rows were given but not kept: the block was not sealed",
+                path=self.path,
+                fix="call seal() when all rows are in, or use the writer as a context manager",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._closed:
+            return
+        if error is None:
+            try:
+                if self._others_work_to_do():
+                    self._finish_share()
+                else:
+                    self.seal()
+            finally:
+                self._shut()
+            return
+        # The error that ended the block is the one to show; what is committed stays.
+        self._filling = None
+        if self._under_way is not None and self._failure is None:
+            self._under_way.exception()
+        self._shut()
+
+    def _take(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged] | None) -> None:
+        self._check_alive()
+        self._check_room(len(ids))
+        repeated = self._seen.among(ids)
+        if len(repeated):
+            raise InvalidRows(
+                "an id was given before",
+                path=self.path,
+                found=f"id {int(repeated[0])}",
+                expected="each id once in a block",
+            )
+        self._seen.add(ids)
+        try:
+            self._place(ids, arrays)
+        except BaseException as error:
+            # Some of the rows may be in and some not: only a new writer can tell.
+            self._failure = error
+            raise
+
+    def _place(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged] | None) -> None:
+        at = 0
+        while at < len(ids):
+            number = self._number(self._position)
+            count = min(len(ids) - at, self._end_of(number) - self._position)
+            chunk = slice(at, at + count)
+            if number in self._done:
+                self._compare(number, ids[chunk])
+            elif self._mine(number):
+                if arrays is None:
+                    raise MissingRows(
+                        "rows were skipped that are not in the store yet",
+                        path=self.path,
+                        found=f"row {self._position}",
+                        fix="skip only while needs() is False",
+                    )
+                if self._filling is None and count == self._rows_of(number):
+                    self._write_whole(number, ids[chunk], arrays, chunk)
+                else:
+                    self._fill(ids[chunk], arrays, chunk)
+            at += count
+            self._position += count
+            if self._filling is not None and self._position == self._end_of(number):
+                self._hand_over()
+
+    def _fill(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
+        if self._filling is None:
+            if self._spare is None:
+                rows = self.schema.rows_per_segment
+                if self.schema.num_rows is not None:
+                    rows = min(rows, self.schema.num_rows)
+                self._spare = SegmentBuffer(self.schema, rows)
+            self._filling, self._spare = self._spare, None
+            self._filling.begin(self._position)
+        self._filling.add(ids, arrays, chunk)
+
+    def _write_whole(
+        self,
+        number: int,
+        ids: AnyArray,
+        arrays: Mapping[str, AnyArray | Ragged],
+        chunk: slice,
+    ) -> None:
+        """Write a segment that came in one piece from where it lies, without a copy."""
+        self._await_background()
+        stored = stored_arrays(self.schema, arrays, chunk)
+        self._put(number, pack(self.schema, ids, stored, first_row=self._position))
+        self._done.add(number)
+
+    def _hand_over(self) -> None:
+        """Give the full buffer to the background; waits for the one before it."""
+        assert self._filling is not None
+        self._await_background()
+        filling, self._filling = self._filling, None
+        number = self._number(filling.first_row)
+        self._under_way = self._pool.submit(self._commit, number, filling)
+        self._done.add(number)
+
+    def _commit(self, number: int, filling: SegmentBuffer) -> SegmentBuffer:
+        self._put(number, filling.pack())
+        return filling
+
+    def _put(self, number: int, packed: PackedSegment) -> None:
+        file = segment_file(number)
+        key = f"{self.folder}/{file}"
+        sealed = self._sealed.get(file, packed.digest)
+        if packed.digest != sealed:
+            raise InvalidRows(
+                "these are not the rows that the sealed version lacks; nothing was written",
+                path=self._backend.describe(key),
+                found=f"a segment with digest {packed.digest}",
+                expected=f"the one with digest {sealed}",
+                fix="run the work with the same model, data and order as before, "
+                "or write to another capture name",
+            )
+        self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+        self._own.add(file)
+
+    def _await_background(self) -> None:
+        if self._under_way is None:
+            return
+        future, self._under_way = self._under_way, None
+        try:
+            self._spare = future.result()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _check_alive(self) -> None:
+        if self._failure is None and self._under_way is not None and self._under_way.done():
+            self._await_background()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise StoreError("this writer is closed", path=self.path)
+
+    def _check_room(self, count: int) -> None:
+        end = self._position + count
+        limit = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
+        if limit is not None and end > limit:
+            raise InvalidRows(
+                "more rows than the block has",
+                path=self.path,
+                found=f"rows up to {end}",
+                expected=f"{limit} rows",
+                fix="give the data set's real size as num_rows"
+                if self.schema.num_rows is not None
+                else "this block is sealed; pass extend=True to add rows to it",
+            )
+
+    def _check_complete(self) -> None:
+        wanted = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
+        if wanted is not None and self._position != wanted:
+            raise MissingRows(
+                f"{wanted - self._position} rows are missing; the block was not sealed",
+                path=self.path,
+                found=f"{self._position} rows",
+                expected=f"{wanted} rows",
+                fix="run again with all rows: full segments are kept and not written twice",
+            )
+
+    def _others_work_to_do(self) -> bool:
+        if self._share.of == 1:
+            return False
+        self._check_complete()
+        last = self._number(max(self._position, 1) - 1)
+        there = set(segment_numbers(self._backend, self.folder)) | self._done
+        return any(
+            number not in there and not self._mine(number)
+            for number in range(self._first_number, last + 1)
+        )
+
+    def _finish_share(self) -> None:
+        self._check_alive()
+        if self._filling is not None:
+            self._hand_over()
+        self._await_background()
+
+    def _compare(self, number: int, ids: AnyArray) -> None:
+        if number not in self._present:
+            return
+        start = self._position - self._start_of(number)
+        stored = self._stored_ids(number)[start : start + len(ids)]
+        if not np.array_equal(stored, ids):
+            raise InvalidRows(
+                "the rows come in another order than when this block was begun",
+                path=self._backend.describe(f"{self.folder}/{segment_file(number)}"),
+                found=f"ids {ids[:5].tolist()} ... at row {self._position}",
+                expected=f"ids {stored[:5].tolist()} ...",
+                fix="give the rows in the same order (no shuffling without a fixed seed), "
+                "or write to another capture name",
+            )
+
+    def _stored_ids(self, number: int) -> AnyArray:
+        segment = Segment(self._backend, f"{self.folder}/{segment_file(number)}")
+        try:
+            return segment.small("ids")
+        finally:
+            segment.close()
+
+    def _mine(self, number: int) -> bool:
+        return number % self._share.of == self._share.rank
+
+    def _number(self, row: int) -> int:
+        if row < self._starts[-1]:
+            return bisect.bisect_right(self._starts, row) - 1
+        beyond = (row - self._starts[-1]) // self.schema.rows_per_segment
+        return len(self._starts) - 1 + beyond
+
+    def _start_of(self, number: int) -> int:
+        if number < len(self._starts):
+            return self._starts[number]
+        beyond = number - len(self._starts) + 1
+        return self._starts[-1] + beyond * self.schema.rows_per_segment
+
+    def _end_of(self, number: int) -> int:
+        return self._start_of(number + 1)
+
+    def _rows_of(self, number: int) -> int:
+        """The rows of a segment, where that is known; of the last one, only with `num_rows`."""
+        end = self._end_of(number)
+        if self.schema.num_rows is not None:
+            end = min(end, self.schema.num_rows)
+        return end - self._start_of(number)
+
+    def _shut(self) -> None:
+        self._closed = True
+        self._pool.shutdown(wait=True)
+
+
+def ensure_schema(backend: Backend, folder: str, schema: Schema, *, durability: Durability) -> None:
+    """Write the schema of a new block, or require that it is the one that is there."""
+    key = schema_key(folder)
+    if not backend.exists(key):
+        data = _document.to_bytes(schema.to_fields())
+        # On a conflict another process entered one in this very moment: that one is compared.
+        with contextlib.suppress(Conflict):
+            backend.put_if_absent(key, [data], durability=durability)
+    load_schema(backend, folder).require_same(schema, path=backend.describe(key))

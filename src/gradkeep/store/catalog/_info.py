@@ -1,0 +1,239 @@
+"""What a store holds, as a tree: runs, checkpoints, captures; scores; sets of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradkeep._display import (
+    describe_rows,
+    describe_state,
+    format_ratio,
+    format_size,
+    format_time,
+    html_table,
+    text_table,
+)
+from gradkeep.errors import GradkeepError
+from gradkeep.store.catalog._catalog import current_catalog
+from gradkeep.store.rows._rows import Rows
+
+if TYPE_CHECKING:
+    from gradkeep.store._store import Store
+    from gradkeep.store.catalog._scan import BlockFacts, CheckpointFacts, RunFacts
+
+_COLUMNS = ("kind", "name", "rows", "size", "dense", "ratio", "state", "modified (UTC)")
+_RIGHT = {2, 3, 4, 5}
+_ROW_STATES = ("done", "leased", "failed", "pending")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint and its captures."""
+
+    name: str
+    record: CheckpointFacts | None
+    """What was recorded about it, if anything was."""
+    captures: tuple[BlockFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run and its checkpoints."""
+
+    name: str
+    record: RunFacts | None
+    """What was recorded about it, if anything was."""
+    checkpoints: tuple[CheckpointInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSetInfo:
+    """A set of rows that many processes write, and how far they are now."""
+
+    facts: BlockFacts
+    done: int = 0
+    leased: int = 0
+    failed: int = 0
+    pending: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """All that a store holds; shows itself as a table."""
+
+    location: str
+    uuid: str
+    runs: tuple[RunInfo, ...]
+    scores: tuple[BlockFacts, ...]
+    row_sets: tuple[RowSetInfo, ...]
+
+    @property
+    def captures(self) -> tuple[BlockFacts, ...]:
+        """All captures of all runs."""
+        return tuple(
+            capture
+            for run in self.runs
+            for checkpoint in run.checkpoints
+            for capture in checkpoint.captures
+        )
+
+    @property
+    def blocks(self) -> tuple[BlockFacts, ...]:
+        """Everything that holds rows."""
+        return (*self.captures, *self.scores, *(item.facts for item in self.row_sets))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all blocks, older versions included."""
+        return sum(block.bytes for block in self.blocks)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense gradients that the captures stand for."""
+        return sum(block.dense_bytes for block in self.captures)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller than dense gradients all captures are together."""
+        compared = [block for block in self.captures if block.ratio is not None]
+        stored = sum(block.data_bytes for block in compared)
+        return sum(block.dense_bytes for block in compared) / stored if stored else None
+
+    @property
+    def title(self) -> str:
+        """One line: where, how much of what, how large."""
+        counts = [
+            _count(len(self.captures), "capture"),
+            _count(len(self.scores), "scores", "scores"),
+            _count(len(self.row_sets), "row set"),
+        ]
+        return f"Store {self.location!r}: {', '.join(counts)}, {format_size(self.bytes)}"
+
+    def __repr__(self) -> str:
+        if not self.blocks:
+            return self.title
+        return f"{self.title}\n{text_table(_COLUMNS, self._lines(), right=_RIGHT)}"
+
+    def _repr_html_(self) -> str:
+        title = f"<p>{html.escape(self.title)}</p>"
+        return title + html_table(_COLUMNS, self._lines(), right=_RIGHT) if self.blocks else title
+
+    def _lines(self) -> list[list[str]]:
+        return [
+            [
+                block.address.kind,
+                block.address.folder.partition("/")[2],
+                describe_rows(block),
+                format_size(block.data_bytes),
+                format_size(block.dense_bytes) if block.dense_bytes else "-",
+                format_ratio(block.ratio),
+                describe_state(block),
+                format_time(block.modified),
+            ]
+            for block in self.blocks
+        ]
+
+    def to_fields(self) -> dict[str, Any]:
+        """The tree as JSON fields."""
+        return {
+            "location": self.location,
+            "uuid": self.uuid,
+            "bytes": self.bytes,
+            "dense_bytes": self.dense_bytes,
+            "ratio": self.ratio,
+            "runs": [_run_fields(run) for run in self.runs],
+            "scores": [_block_fields(block) for block in self.scores],
+            "row_sets": [_row_set_fields(item) for item in self.row_sets],
+        }
+
+
+def store_info(store: Store) -> StoreInfo:
+    """Look at a store: what the catalog knows, and where the workers on sets of rows are now."""
+    with current_catalog(store) as catalog:
+        captures, scores = catalog.blocks("capture"), catalog.blocks("scores")
+        row_sets = catalog.blocks("rows")
+        runs = {run.name: run for run in catalog.runs()}
+        checkpoints = catalog.checkpoints()
+    names = dict.fromkeys([*runs, *(str(capture.address.run) for capture in captures)])
+    return StoreInfo(
+        location=store.location,
+        uuid=store.uuid,
+        runs=tuple(
+            RunInfo(
+                name,
+                runs.get(name),
+                _checkpoints(
+                    [x for x in checkpoints if x.run == name],
+                    [x for x in captures if x.address.run == name],
+                ),
+            )
+            for name in sorted(names)
+        ),
+        scores=tuple(scores),
+        row_sets=tuple(_row_set(store, facts) for facts in row_sets),
+    )
+
+
+def _checkpoints(
+    records: list[CheckpointFacts], captures: list[BlockFacts]
+) -> tuple[CheckpointInfo, ...]:
+    """In the order of their steps; those that were never recorded after the others."""
+    recorded = {record.name: record for record in records}
+    of: dict[str, list[BlockFacts]] = {name: [] for name in recorded}
+    for capture in captures:
+        of.setdefault(str(capture.address.checkpoint), []).append(capture)
+    return tuple(CheckpointInfo(name, recorded.get(name), tuple(of[name])) for name in of)
+
+
+def _row_set(store: Store, facts: BlockFacts) -> RowSetInfo:
+    if facts.state == "unreadable":
+        return RowSetInfo(facts)
+    try:
+        states = Rows(store.backend, facts.address.folder).states()
+    except (GradkeepError, FileNotFoundError) as error:
+        problem = error.what if isinstance(error, GradkeepError) else f"{error.filename} is gone"
+        return RowSetInfo(dataclasses.replace(facts, state="unreadable", problem=problem))
+    counts = Counter(str(row.state) for row in states)
+    return RowSetInfo(facts, *(counts[state] for state in _ROW_STATES))
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _run_fields(run: RunInfo) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "record": None if run.record is None else dataclasses.asdict(run.record),
+        "checkpoints": [
+            {
+                "name": checkpoint.name,
+                "record": None
+                if checkpoint.record is None
+                else dataclasses.asdict(checkpoint.record),
+                "captures": [_block_fields(block) for block in checkpoint.captures],
+            }
+            for checkpoint in run.checkpoints
+        ],
+    }
+
+
+def _block_fields(block: BlockFacts) -> dict[str, Any]:
+    fields = dataclasses.asdict(block)
+    address = fields.pop("address")
+    return {
+        **address,
+        "folder": block.address.folder,
+        **fields,
+        "dense_bytes": block.dense_bytes,
+        "ratio": block.ratio,
+    }
+
+
+def _row_set_fields(item: RowSetInfo) -> dict[str, Any]:
+    counts = {state: getattr(item, state) for state in _ROW_STATES}
+    return {**_block_fields(item.facts), **counts}

@@ -1,0 +1,113 @@
+"""Per-sample scalars as Parquet, beside the segments they were taken from.
+
+The file is derived: it can be deleted and is made again when it is needed. Its name carries the
+version it belongs to and the digest of its own bytes, so it is immutable and checks itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from gradkeep.errors import Damaged, MissingExtra, ReadOnly
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.blocks._block import Block
+
+_PREFIX = "samples-"
+_SUFFIX = ".parquet"
+
+
+def find_samples(backend: Backend, folder: str, version: int) -> str | None:
+    """The key of a version's Parquet file, if it was made."""
+    start = f"{_PREFIX}{version:06d}-"
+    for entry in backend.list(folder):
+        if entry.name.startswith(start) and entry.name.endswith(_SUFFIX):
+            return f"{folder}/{entry.name}"
+    return None
+
+
+def is_samples(name: str) -> bool:
+    """Whether a file name is that of a Parquet file of samples."""
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+
+
+def check_samples(data: bytes | memoryview, name: str, *, path: str) -> None:
+    """Raise `Damaged` unless the bytes are those that the name promises."""
+    if xxhash.xxh3_128_hexdigest(data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
+        raise Damaged(
+            "this Parquet file is not as it was written",
+            path=path,
+            fix="delete it, or run `gradkeep verify STORE --repair`: it is made again when needed",
+        )
+
+
+def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
+    """An Arrow table: the labels, `id`, and every array that holds one value per row."""
+    pa = _pyarrow()
+    columns: dict[str, Any] = {}
+    rows = len(block)
+    for name, value in labels.items():
+        indices = pa.array(np.zeros(rows, np.int32))
+        columns[name] = pa.DictionaryArray.from_arrays(indices, pa.array([value]))
+    names = [array.name for array in block.schema.arrays if not array.shape and not array.ragged]
+    parts: dict[str, list[Any]] = {name: [] for name in ("id", *names)}
+    for batch in block.stream(names):
+        parts["id"].append(batch.ids)
+        for name in names:
+            parts[name].append(batch[name])
+    for name, pieces in parts.items():
+        dtype = "int64" if name == "id" else block.schema.array(name).dtype
+        columns[name] = pa.array(np.concatenate([np.empty(0, dtype), *pieces]))
+    return pa.table(columns)
+
+
+def ensure_samples(
+    backend: Backend, block: Block, labels: Mapping[str, str], *, durability: Durability
+) -> bytes:
+    """The Parquet bytes of a block's version: read and checked, or made now and kept."""
+    key = find_samples(backend, block.folder, block.version)
+    if key is not None:
+        data = backend.read(key)
+        check_samples(data, key.rpartition("/")[2], path=backend.describe(key))
+        return data
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    # A dictionary of ids, which all differ, would only cost time.
+    pq.write_table(
+        samples_table(block, labels), buffer, compression="zstd", use_dictionary=list(labels)
+    )
+    data = buffer.getvalue()
+    digest = xxhash.xxh3_128_hexdigest(data)
+    name = f"{_PREFIX}{block.version:06d}-{digest}{_SUFFIX}"
+    # A store that may only be read is queried all the same.
+    with contextlib.suppress(ReadOnly):
+        backend.put_if_absent(f"{block.folder}/{name}", [data], durability=durability)
+    return data
+
+
+def samples_available() -> bool:
+    """Whether Parquet can be written here."""
+    try:
+        _pyarrow()
+    except MissingExtra:
+        return False
+    return True
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise MissingExtra(
+            "SQL and Parquet need pyarrow and duckdb", fix='pip install "gradkeep[sql]"'
+        ) from error
+    return pa

@@ -1,0 +1,449 @@
+"""Find out what a store holds by looking at its files; the files are the truth.
+
+Of a sealed block only the manifest is read; of segments that no manifest names yet, the headers.
+Nothing here raises because a file is damaged: a block that cannot be read is found `unreadable`,
+with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from gradkeep.errors import Damaged, GradkeepError
+from gradkeep.store import _document
+from gradkeep.store._keys import BLOCKS, ROWS, RUNS, SCORES, CaptureKey, is_name
+from gradkeep.store.blocks._manifest import (
+    MANIFESTS,
+    SEGMENTS,
+    load_manifest,
+    load_schema,
+    manifest_key,
+    schema_key,
+)
+from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.rows._row_files import LOOSE, PACKED, SIZES
+from gradkeep.store.rows._rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from gradkeep.store.backends._backend import Backend, Entry
+    from gradkeep.store.blocks._manifest import Manifest
+    from gradkeep.store.blocks._schema import Array, Schema
+
+BlockKind = Literal["capture", "scores", "rows"]
+BlockState = Literal["sealed", "open", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAddress:
+    """Which block: a capture, saved scores, or a set of rows."""
+
+    kind: BlockKind
+    name: str
+    run: str | None = None
+    checkpoint: str | None = None
+    split: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """Where it lies in the store.
+
+        >>> BlockAddress("capture", "main", run="main", checkpoint="final", split="train").folder
+        'blocks/main/final/train/main'
+        """
+        if self.kind == "capture":
+            return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
+        return f"{SCORES if self.kind == 'scores' else ROWS}/{self.name}"
+
+    @property
+    def capture(self) -> CaptureKey:
+        """The key of a capture."""
+        checkpoint, split = str(self.checkpoint), str(self.split)
+        return CaptureKey(checkpoint, split, run=str(self.run), capture=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFacts:
+    """One segment that holds rows of a block."""
+
+    file: str
+    """Its key below the block's folder."""
+    rows: int
+    bytes: int
+    xxh3: str
+    sealed: bool
+    """Whether the newest version names it; else it was committed since."""
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One captured layer, and what its arrays take."""
+
+    name: str
+    type: str
+    parameters: int
+    row_bytes: float
+    """Bytes per row on disk; of ragged or compressed arrays, those of the first segment."""
+
+    @property
+    def dense_row_bytes(self) -> int:
+        """Bytes of one row's dense float32 gradient."""
+        return 4 * self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """A block as its files show it.
+
+    `rows`, `num_segments` and `data_bytes` are those of the newest version, or of everything that
+    is committed if nothing was sealed yet.
+    """
+
+    address: BlockAddress
+    state: BlockState
+    problem: str | None
+    """What cannot be read, and where."""
+    version: int | None
+    rows: int
+    num_rows: int | None
+    """How many rows it is meant to have."""
+    unsealed_rows: int
+    """Rows committed after the newest version."""
+    num_segments: int
+    data_bytes: int
+    bytes: int
+    """Bytes of all its files, older versions included."""
+    modified: float
+    """When its newest file came, in seconds since the epoch; 0 where the backend does not know."""
+    schema_hash: str | None
+    fingerprints: Mapping[str, str | int | float | bool | None]
+    layers: tuple[LayerFacts, ...]
+    arrays: tuple[Array, ...]
+
+    @property
+    def kind(self) -> BlockKind:
+        """A capture, saved scores, or a set of rows."""
+        return self.address.kind
+
+    @property
+    def place(self) -> BlockAddress:
+        """The name of `address` in an earlier version."""
+        warnings.warn("BlockFacts.place is now .address", DeprecationWarning, stacklevel=2)
+        return self.address
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense float32 gradients of these rows."""
+        return self.rows * sum(layer.dense_row_bytes for layer in self.layers)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller than dense gradients; None where there is nothing to compare."""
+        if not self.dense_bytes or not self.data_bytes:
+            return None
+        return self.dense_bytes / self.data_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A recorded run; without its fields if the record cannot be read."""
+
+    name: str
+    config: Mapping[str, object] | None = None
+    code: str | None = None
+    data: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A recorded checkpoint; without its fields if the record cannot be read."""
+
+    run: str
+    name: str
+    weights: str | None = None
+    step: int | None = None
+    lr: float | None = None
+    parent: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedBlock:
+    """One block and its segments."""
+
+    facts: BlockFacts
+    segments: tuple[SegmentFacts, ...]
+
+
+_T = TypeVar("_T")
+
+
+def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddress]:
+    """Every folder that can hold a block of these kinds (or any); some may turn out to be empty."""
+    if not kinds or "capture" in kinds:
+        for run in folders(backend, BLOCKS):
+            for checkpoint in folders(backend, f"{BLOCKS}/{run}"):
+                for split in folders(backend, f"{BLOCKS}/{run}/{checkpoint}"):
+                    for name in folders(backend, f"{BLOCKS}/{run}/{checkpoint}/{split}"):
+                        yield BlockAddress("capture", name, run, checkpoint, split)
+    if not kinds or "scores" in kinds:
+        for name in folders(backend, SCORES):
+            yield BlockAddress("scores", name)
+    if not kinds or "rows" in kinds:
+        for name in folders(backend, ROWS):
+            yield BlockAddress("rows", name)
+
+
+def folders(backend: Backend, prefix: str) -> list[str]:
+    """The names of the folders directly below `prefix` that can be names in a store."""
+    return [item.name for item in backend.list(prefix) if item.is_folder and is_name(item.name)]
+
+
+def watched_folders(backend: Backend, address: BlockAddress) -> list[str]:
+    """The folders whose names decide what a scan of this block finds."""
+    folder = address.folder
+    if address.kind != "rows":
+        return [folder, f"{folder}/{MANIFESTS}", f"{folder}/{SEGMENTS}"]
+    loose = [f"{folder}/{LOOSE}/{name}" for name in folders(backend, f"{folder}/{LOOSE}")]
+    parts = (MANIFESTS, PACKED, SIZES, LOOSE)
+    return [folder, *(f"{folder}/{part}" for part in parts), *loose]
+
+
+def scan_block(
+    backend: Backend, address: BlockAddress, known: Mapping[str, SegmentFacts] | None = None
+) -> ScannedBlock | None:
+    """What the files of one block say; None if there are none.
+
+    `known` are segments of an earlier scan: a file is immutable, so one with the same name, size
+    and time is not opened again. Costs a listing, a manifest, and a header per new segment.
+    """
+    scan = _BlockScan(backend, address, {} if known is None else known)
+    if not any(scan.listed.values()):
+        return None
+    sealed = scan.sealed()
+    if address.kind == "rows":
+        return ScannedBlock(scan.facts(sealed, rows=scan.done_rows()), tuple(sealed))
+    fresh = scan.fresh()
+    if scan.version is None:
+        return ScannedBlock(scan.facts(fresh), tuple(fresh))
+    unsealed = sum(segment.rows for segment in fresh)
+    return ScannedBlock(scan.facts(sealed, unsealed_rows=unsealed), (*sealed, *fresh))
+
+
+class _BlockScan:
+    """One block while it is looked at: what is there, and the first thing that is wrong."""
+
+    def __init__(
+        self, backend: Backend, address: BlockAddress, known: Mapping[str, SegmentFacts]
+    ) -> None:
+        self.folder = address.folder
+        self.listed = {name: _files(backend, name) for name in watched_folders(backend, address)}
+        self.problem: str | None = None
+        self._backend, self._address, self._known = backend, address, known
+        self._schema = self._load_schema()
+        numbers = [entry.name.removesuffix(".json") for entry in self._files(MANIFESTS)]
+        self.version = max((int(name) for name in numbers if name.isdigit()), default=None)
+        self._manifest = None if self.version is None else self._load_manifest(self.version)
+
+    def sealed(self) -> list[SegmentFacts]:
+        """The segments that the newest version names."""
+        if self._manifest is None:
+            return []
+        part = PACKED if self._address.kind == "rows" else SEGMENTS
+        there = {f"{part}/{entry.name}": entry for entry in self._files(part)}
+        found = []
+        for entry in self._manifest.segments:
+            file = there.get(entry.file)
+            if file is None:
+                self._note(f"{self.folder}/{entry.file}", f"missing, with {entry.rows} rows")
+            elif file.size != entry.bytes:
+                what = f"{file.size} bytes instead of {entry.bytes}"
+                self._note(f"{self.folder}/{entry.file}", what)
+            when = 0.0 if file is None else file.modified
+            found.append(
+                SegmentFacts(
+                    entry.file, entry.rows, entry.bytes, entry.xxh3, sealed=True, modified=when
+                )
+            )
+        return found
+
+    def fresh(self) -> list[SegmentFacts]:
+        """The segments that were committed after the newest version, from their headers."""
+        first = 0 if self._manifest is None else self._manifest.next_segment
+        if self.version is not None and self._manifest is None:
+            return []  # which ones are new is written in a manifest that cannot be read
+        found = []
+        for entry in self._files(SEGMENTS):
+            name = entry.name.removesuffix(SUFFIX)
+            if name.isdigit() and int(name) >= first:
+                segment = self._attempt(
+                    f"{self.folder}/{SEGMENTS}/{entry.name}", partial(self._from_header, entry)
+                )
+                found += [] if segment is None else [segment]
+        return found
+
+    def done_rows(self) -> int:
+        """How many rows of a set of rows are done."""
+        read = self._attempt(
+            self.folder, lambda: len(Rows(self._backend, self.folder).done().tolist())
+        )
+        return 0 if read is None else read
+
+    def facts(
+        self, segments: Sequence[SegmentFacts], *, rows: int | None = None, unsealed_rows: int = 0
+    ) -> BlockFacts:
+        """All that was found, the problem included."""
+        schema = self._schema
+        entries = [entry for files in self.listed.values() for entry in files]
+        loose = [
+            entry for name in self.listed if f"/{LOOSE}/" in name for entry in self.listed[name]
+        ]
+        layers = self._layers(segments)  # may still find a problem
+        return BlockFacts(
+            address=self._address,
+            state="unreadable" if self.problem else "open" if self.version is None else "sealed",
+            problem=self.problem,
+            version=self.version,
+            rows=sum(segment.rows for segment in segments) if rows is None else rows,
+            num_rows=self._expected_rows(),
+            unsealed_rows=unsealed_rows,
+            num_segments=len(segments),
+            data_bytes=sum(item.bytes for item in segments) + sum(item.size for item in loose),
+            bytes=sum(entry.size for entry in entries),
+            modified=max((entry.modified for entry in entries), default=0.0),
+            schema_hash=None if schema is None else schema.hash,
+            fingerprints={} if schema is None else schema.fingerprints,
+            layers=layers,
+            arrays=() if schema is None else schema.arrays,
+        )
+
+    def _expected_rows(self) -> int | None:
+        if self._address.kind != "rows":
+            return None if self._schema is None else self._schema.num_rows
+        names = [entry.name.removesuffix(".json") for entry in self._files(SIZES)]
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
+    def _load_schema(self) -> Schema | None:
+        key = schema_key(self.folder)
+        if not any(f"{self.folder}/{entry.name}" == key for entry in self.listed[self.folder]):
+            self._note(key, "it is gone")
+            return None
+        return self._attempt(key, lambda: load_schema(self._backend, self.folder))
+
+    def _load_manifest(self, version: int) -> Manifest | None:
+        def load() -> Manifest:
+            manifest = load_manifest(self._backend, self.folder, version)
+            if self._schema is not None and manifest.schema_hash != self._schema.hash:
+                raise Damaged("the manifest belongs to another schema")
+            return manifest
+
+        return self._attempt(manifest_key(self.folder, version), load)
+
+    def _from_header(self, entry: Entry) -> SegmentFacts:
+        file = f"{SEGMENTS}/{entry.name}"
+        known = self._known.get(file)
+        if known is not None and (known.bytes, known.modified) == (entry.size, entry.modified):
+            return dataclasses.replace(known, sealed=False)
+        segment = Segment(self._backend, f"{self.folder}/{file}")
+        segment.close()
+        if self._schema is not None and segment.schema_hash != self._schema.hash:
+            raise Damaged("it belongs to another schema")
+        return SegmentFacts(
+            file, segment.rows, segment.size, segment.digest, sealed=False, modified=entry.modified
+        )
+
+    def _layers(self, segments: Sequence[SegmentFacts]) -> tuple[LayerFacts, ...]:
+        if self._schema is None or not self._schema.layers:
+            return ()
+        sizes = {array.name: float(array.row_bytes) for array in self._schema.arrays}
+        if segments and any(array.ragged or array.compression for array in self._schema.arrays):
+            key = f"{self.folder}/{segments[0].file}"
+            measured = self._attempt(key, lambda: _measured(self._backend, key))
+            sizes |= {} if measured is None else measured
+        return tuple(
+            LayerFacts(
+                layer.name,
+                layer.type,
+                layer.parameters,
+                sum(
+                    sizes[array.name] for array in self._schema.arrays if array.layer == layer.name
+                ),
+            )
+            for layer in self._schema.layers
+        )
+
+    def _files(self, part: str) -> Sequence[Entry]:
+        return self.listed[f"{self.folder}/{part}"]
+
+    def _attempt(self, key: str, read: Callable[[], _T]) -> _T | None:
+        """What `read` returns; None, and a problem noted, if a file is damaged or gone."""
+        try:
+            return read()
+        except FileNotFoundError:
+            self._note(key, "it is gone")
+        except GradkeepError as error:
+            self._note(key, error.what)
+        return None
+
+    def _note(self, key: str, what: str) -> None:
+        # The first problem only: later ones tend to follow from it.
+        if self.problem is None:
+            self.problem = f"{key}: {what}"
+
+
+def _measured(backend: Backend, key: str) -> dict[str, float]:
+    """Bytes per row of every array in one segment, with its scales, offsets and checks."""
+    segment = Segment(backend, key)
+    segment.close()
+    sizes: dict[str, float] = {}
+    for name, extent in segment.extents.items():
+        array = name.partition("#")[0]
+        sizes[array] = sizes.get(array, 0.0) + (extent.stop - extent.start) / max(1, segment.rows)
+    return sizes
+
+
+def scan_runs(backend: Backend) -> list[RunFacts]:
+    """All recorded runs, readable or not, by name."""
+    found = []
+    for name in folders(backend, RUNS):
+        fields, problem = _record(backend, f"{RUNS}/{name}/run.json")
+        if fields is not None:
+            found.append(RunFacts(**fields))
+        elif problem is not None:
+            found.append(RunFacts(name, problem=problem))
+    return found
+
+
+def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
+    """All recorded checkpoints of all runs, readable or not, by name."""
+    found = []
+    for run in folders(backend, RUNS):
+        for name in folders(backend, f"{RUNS}/{run}/ckpt"):
+            fields, problem = _record(backend, f"{RUNS}/{run}/ckpt/{name}/ckpt.json")
+            if fields is not None:
+                found.append(CheckpointFacts(**fields))
+            elif problem is not None:
+                found.append(CheckpointFacts(run, name, problem=problem))
+    return found
+
+
+def _record(backend: Backend, key: str) -> tuple[dict[str, Any] | None, str | None]:
+    """A record's fields, or the reason why it cannot be read; neither if there is none."""
+    try:
+        return _document.from_bytes(backend.read(key), path=key), None
+    except FileNotFoundError:
+        return None, None
+    except GradkeepError as error:
+        return None, f"{key}: {error.what}"
+
+
+def _files(backend: Backend, prefix: str) -> list[Entry]:
+    return [entry for entry in backend.list(prefix) if not entry.is_folder]

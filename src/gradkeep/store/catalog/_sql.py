@@ -1,0 +1,396 @@
+"""SQL over a store: DuckDB in memory, offline, reading only.
+
+| view | a row for every |
+| --- | --- |
+| `samples` | sample of every sealed capture: run, checkpoint, split, capture, id, all scalars |
+| `captures`, `scores` | capture, saved scores, sealed or not |
+| `runs`, `checkpoints` | recorded run, recorded checkpoint |
+
+Only what a query names is loaded, and of `samples` only the columns it needs. Captures may have
+different scalars: what one of them lacks is NULL there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from gradkeep._display import html_table, text_table
+from gradkeep.errors import Damaged, MissingExtra, SqlError
+from gradkeep.store.catalog._catalog import current_catalog
+from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from gradkeep.store._store import Store
+    from gradkeep.store.catalog._scan import BlockFacts, CheckpointFacts, RunFacts
+
+_SHOWN_ROWS = 20
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SqlResult:
+    """The rows of an answer: `.rows()`, `.arrow()`, `.to_pandas()`; shows itself as a table."""
+
+    _table: Any
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return list(self._table.column_names)
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """All rows as tuples of Python values; NULL is None."""
+        columns = [column.to_pylist() for column in self._table.columns]
+        return list(zip(*columns, strict=True))
+
+    def arrow(self) -> Any:
+        """The answer as a `pyarrow.Table`, without a copy."""
+        return self._table
+
+    def to_pandas(self) -> Any:
+        """The answer as a `pandas.DataFrame`."""
+        return self._table.to_pandas()
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def text(self, *, limit: int | None = None, width: int | None = None) -> str:
+        """A plain table of the first `limit` rows (or all), no cell wider than `width`."""
+        cells, right = self._cells(limit, width)
+        shown = text_table(self.columns, cells, right=right)
+        left = len(self) - len(cells)
+        return shown if left <= 0 else f"{shown}\n... {left} more rows"
+
+    def __repr__(self) -> str:
+        return self.text(limit=_SHOWN_ROWS, width=_SHOWN_CHARACTERS)
+
+    def _repr_html_(self) -> str:
+        cells, right = self._cells(_SHOWN_ROWS, _SHOWN_CHARACTERS)
+        left = len(self) - len(cells)
+        more = f"<p>{left} more rows</p>" if left > 0 else ""
+        return html_table(self.columns, cells, right=right) + more
+
+    def _cells(self, limit: int | None, width: int | None) -> tuple[list[list[str]], set[int]]:
+        import pyarrow.types as kinds
+
+        shown = SqlResult(self._table if limit is None else self._table.slice(0, limit)).rows()
+        types = enumerate(self._table.schema.types)
+        numbers = (kinds.is_integer, kinds.is_floating, kinds.is_decimal)
+        right = {at for at, kind in types if any(is_kind(kind) for is_kind in numbers)}
+        return [[_cell(value, width) for value in row] for row in shown], right
+
+
+def _cell(value: object, width: int | None) -> str:
+    if value is None:
+        return "NULL"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if width is None:
+        return text  # as it is: a plan of EXPLAIN is drawn with line breaks
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+_Record = TypeVar("_Record", "RunFacts", "CheckpointFacts")
+
+
+@dataclass(frozen=True, slots=True)
+class SqlView:
+    """A table by name; `load` gives an Arrow table or data set of that schema."""
+
+    name: str
+    schema: Any
+    load: Callable[[], Any]
+
+
+def samples_view(store: Store, captures: Sequence[BlockFacts]) -> SqlView:
+    """A row for every sample of the newest version of every capture."""
+    sealed = [capture for capture in captures if capture.version is not None]
+    schema = _samples_schema(sealed)
+    return SqlView("samples", schema, lambda: _all_samples(store, sealed, schema))
+
+
+def captures_view(found: Sequence[BlockFacts]) -> SqlView:
+    """A row for every capture, sealed or not."""
+    names = ("run", "checkpoint", "split", "capture")
+    schema = _schema({**dict.fromkeys(names, "string"), **_BLOCK})
+    return SqlView(
+        "captures",
+        schema,
+        lambda: _table(
+            schema,
+            (
+                (x.address.run, x.address.checkpoint, x.address.split, x.address.name, *_block(x))
+                for x in found
+            ),
+        ),
+    )
+
+
+def scores_view(found: Sequence[BlockFacts]) -> SqlView:
+    """A row for every block of saved scores."""
+    schema = _schema({"name": "string", **_BLOCK})
+    return SqlView(
+        "scores", schema, lambda: _table(schema, ((x.address.name, *_block(x)) for x in found))
+    )
+
+
+def runs_view(found: Sequence[RunFacts]) -> SqlView:
+    """A row for every recorded run."""
+    schema = _schema(dict.fromkeys(("run", "config", "code", "data"), "string"))
+    return SqlView(
+        "runs",
+        schema,
+        lambda: _table(
+            schema,
+            ((x.name, json.dumps(x.config), x.code, x.data) for x in _readable(found)),
+        ),
+    )
+
+
+def checkpoints_view(found: Sequence[CheckpointFacts]) -> SqlView:
+    """A row for every recorded checkpoint."""
+    schema = _schema(
+        {"run": "string", "checkpoint": "string", "weights": "string", "step": "int64"}
+        | {"lr": "float64", "parent": "string"}
+    )
+    return SqlView(
+        "checkpoints",
+        schema,
+        lambda: _table(
+            schema,
+            ((x.run, x.name, x.weights, x.step, x.lr, x.parent) for x in _readable(found)),
+        ),
+    )
+
+
+def _readable(found: Sequence[_Record]) -> Sequence[_Record]:
+    """The records; raises if one cannot be read, as an answer without it would be wrong."""
+    for record in found:
+        if record.problem is not None:
+            raise Damaged(
+                record.problem, fix="`gradkeep verify STORE --repair` moves the file aside"
+            )
+    return found
+
+
+_BLOCK = {
+    "state": "string",
+    "problem": "string",
+    "version": "int64",
+    "rows": "int64",
+    "num_rows": "int64",
+    "unsealed_rows": "int64",
+    "segments": "int64",
+    "bytes": "int64",
+    "data_bytes": "int64",
+    "dense_bytes": "int64",
+    "ratio": "float64",
+    "layers": "int64",
+    "modified": "timestamp",
+    "schema_hash": "string",
+    "fingerprints": "string",
+}
+
+
+def _block(facts: BlockFacts) -> tuple[object, ...]:
+    when = datetime.fromtimestamp(facts.modified, UTC).replace(tzinfo=None)
+    return (
+        *(facts.state, facts.problem, facts.version, facts.rows),
+        *(facts.num_rows, facts.unsealed_rows, facts.num_segments, facts.bytes),
+        *(facts.data_bytes, facts.dense_bytes, facts.ratio, len(facts.layers)),
+        *(
+            when if facts.modified else None,
+            facts.schema_hash,
+            json.dumps(dict(facts.fingerprints)),
+        ),
+    )
+
+
+def _schema(columns: dict[str, str]) -> Any:
+    import pyarrow as pa
+
+    known = {
+        "string": pa.string(),
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "timestamp": pa.timestamp("us"),
+    }
+    return pa.schema([(name, known[kind]) for name, kind in columns.items()])
+
+
+def _table(schema: Any, rows: Iterable[tuple[object, ...]]) -> Any:
+    import pyarrow as pa
+
+    lines = list(rows)
+    columns = [[line[at] for line in lines] for at in range(len(schema))]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _all_samples(store: Store, sealed: Sequence[BlockFacts], schema: Any) -> Any:
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    form = ds.ParquetFileFormat()
+    fragments = [
+        form.make_fragment(pa.BufferReader(pa.py_buffer(_parquet(store, capture))))
+        for capture in sealed
+    ]
+    return ds.FileSystemDataset(fragments, schema, form) if fragments else schema.empty_table()
+
+
+def _parquet(store: Store, capture: BlockFacts) -> Any:
+    """A capture's scalars as Parquet: mapped and checked, or derived from the segments now."""
+    assert capture.version is not None
+    address, backend = capture.address, store.backend
+    name = find_samples(backend, address.folder, capture.version)
+    if name is not None:
+        file = backend.open(name)
+        try:
+            data = file.map()
+        finally:
+            file.close()
+        check_samples(data, name.rpartition("/")[2], path=backend.describe(name))
+        return data
+    block = store.read(address.capture, version=capture.version)
+    return ensure_samples(backend, block, address.capture.labels, durability=store.durability)
+
+
+def _samples_schema(sealed: Sequence[BlockFacts]) -> Any:
+    """Labels, id, and every scalar of any capture in a type that holds them all."""
+    import pyarrow as pa
+
+    types: dict[str, list[str]] = {}
+    for capture in sealed:
+        for array in capture.arrays:
+            if not array.shape and not array.ragged:
+                types.setdefault(array.name, []).append(array.dtype)
+    fields = [(name, pa.string()) for name in ("run", "checkpoint", "split", "capture")]
+    fields.append(("id", pa.int64()))
+    for name, dtypes in types.items():
+        dtype = np.result_type(*dtypes)
+        # DuckDB knows no half precision.
+        wide = np.dtype("float32") if dtype == np.float16 else dtype
+        fields.append((name, pa.from_numpy_dtype(wide)))
+    return pa.schema(fields)
+
+
+_READING = ("SELECT", "EXPLAIN", "PRAGMA", "MULTI")  # MULTI: PIVOT over values not known yet
+_CLOSED = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",  # a query must not see the caller's variables
+    "temp_directory": "",  # nothing is spilled to disk
+    "lock_configuration": "true",
+}
+
+
+def sql(store: Store, query: str) -> SqlResult:
+    """Run one reading statement over the store's views."""
+    duckdb = _duckdb()
+    connection = duckdb.connect(":memory:", config=_CLOSED)
+    try:
+        wanted = _views_in(connection, query)
+        _register(connection, store, wanted)
+        return SqlResult(_whole_numbers(_interruptible(connection, query)))
+    except duckdb.Error as error:
+        raise SqlError(
+            str(error).strip(),
+            expected="tables samples, captures, scores, runs, checkpoints",
+            fix="DESCRIBE samples lists the columns of a table",
+        ) from None
+    finally:
+        connection.close()
+
+
+def _interruptible(connection: Any, query: str) -> Any:
+    """Run the query in a thread: DuckDB itself does not notice every interrupt, we do."""
+
+    def answer() -> Any:
+        relation = connection.sql(query)
+        if relation is None:
+            raise SqlError("the statement gives no rows", fix="begin with SELECT")
+        return relation.to_arrow_table()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-sql") as pool:
+        future = pool.submit(answer)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            # Until it ends: an interrupt that comes before the query has begun is forgotten.
+            while not wait([future], timeout=0.05).done:
+                connection.interrupt()
+            raise
+
+
+def _views_in(connection: Any, query: str) -> set[str]:
+    """The views that a query names, after checking that it only reads."""
+    statements = connection.extract_statements(query)
+    if len(statements) != 1:
+        raise SqlError(
+            "one statement at a time", found=f"{len(statements)} statements", expected="1"
+        )
+    kind = statements[0].type.name
+    if kind not in _READING:
+        raise SqlError(
+            "a store is only read by SQL; nothing was done",
+            found=f"{kind} statement",
+            expected="SELECT, DESCRIBE, SHOW, SUMMARIZE, EXPLAIN or PRAGMA",
+            fix="write to a store with gk.capture or store.write",
+        )
+    import duckdb
+
+    try:
+        # The connection holds no table yet, so every name that is not a CTE is one of ours.
+        return {str(name).lower() for name in connection.get_table_names(query)}
+    except duckdb.Error:
+        # Some statements cannot be taken apart before their tables are there.
+        return {word.lower() for word in re.findall(r"\w+", query)}
+
+
+def _register(connection: Any, store: Store, wanted: set[str]) -> None:
+    with current_catalog(store) as catalog:
+        views = (
+            samples_view(store, catalog.blocks("capture")),
+            captures_view(catalog.blocks("capture")),
+            scores_view(catalog.blocks("scores")),
+            runs_view(catalog.runs()),
+            checkpoints_view(catalog.checkpoints()),
+        )
+    for view in views:
+        # Views that the query does not name are there, for SHOW and DESCRIBE, but empty.
+        content = view.load() if view.name in wanted else view.schema.empty_table()
+        connection.register(view.name, content)
+
+
+def _whole_numbers(table: Any) -> Any:
+    """The table with sums of whole numbers as int64; DuckDB hands them over as wide decimals."""
+    import pyarrow as pa
+
+    for at, field in enumerate(table.schema):
+        if pa.types.is_decimal(field.type) and field.type.scale == 0:
+            with contextlib.suppress(pa.ArrowInvalid):  # it does not fit: the decimal stays
+                table = table.set_column(at, field.name, table.column(at).cast(pa.int64()))
+    return table
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+        import pyarrow  # noqa: F401 - what DuckDB reads from and answers with
+    except ImportError as error:
+        raise MissingExtra(
+            "SQL needs duckdb and pyarrow", found=str(error), fix='pip install "gradkeep[sql]"'
+        ) from error
+    return duckdb

@@ -1,0 +1,390 @@
+"""Rows in files of their own, and packed: one row, one file, one winner.
+
+Each row is put as a small segment of its own. When many are done they are compacted into packed
+segments under a manifest. A row is in the packed part if the manifest says so, else in its own file,
+else it is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows
+from gradkeep.store import _document
+from gradkeep.store.blocks._block import Block
+from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
+from gradkeep.store.blocks._ids import as_ids
+from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
+from gradkeep.store.blocks._manifest import (
+    Manifest,
+    SegmentEntry,
+    latest_manifest,
+    load_schema,
+    manifest_key,
+    manifest_versions,
+    publish_manifest,
+)
+from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack, pack_batch
+from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.rows._leases import ROWS_PER_FOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.blocks._encoding import AnyArray
+    from gradkeep.store.blocks._schema import Schema
+
+LOOSE = "rows"
+PACKED = "packed"
+SIZES = "size"
+
+_log = logging.getLogger("gradkeep")
+
+
+class RowFiles:
+    """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: str,
+        *,
+        durability: Durability = "full",
+        verify: bool = True,
+    ) -> None:
+        self.folder, self.path = folder, backend.describe(folder)
+        self.schema: Schema = load_schema(backend, folder)
+        self._backend, self._durability, self._verify = backend, durability, verify
+        self._packed: Block | None = None
+        self._packed_ids: frozenset[int] = frozenset()
+        self._known_done: set[int] = set()
+        self._refresh_packed()
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are to be; the largest size that was ever set."""
+        return max((size for size, _ in _sizes(self._backend, self.folder)), default=0)
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for more rows; never fewer."""
+        sizes = list(_sizes(self._backend, self.folder))
+        largest = max((size for size, _ in sizes), default=0)
+        if num_rows < largest:
+            raise InvalidRows(
+                "rows can only be added",
+                path=self.path,
+                found=f"{num_rows} rows",
+                expected=f"{largest} or more",
+            )
+        if num_rows > 0:
+            # Also when it is known: whoever set it may have died before it was durable.
+            set_size(self._backend, self.folder, num_rows, durability=self._durability)
+
+    def put(
+        self, row: int, arrays: Mapping[str, Any], *, differing: Literal["raise", "keep"] = "raise"
+    ) -> bool:
+        """Put one row; True if it is now the stored one, False if the row was there already.
+
+        If the row that is there has other values, `differing="raise"` raises `Conflict`;
+        `"keep"` keeps the first and logs both digests (trainings may differ in the last bit),
+        but a different mask raises all the same.
+        """
+        self._check_row(row)
+        ids = np.array([row], np.int64)
+        given = {name: _one_row(value) for name, value in arrays.items()}
+        rows = checked_rows(self.schema, ids, given, path=self.path)
+        stored = stored_arrays(self.schema, rows, slice(0, 1))
+        packed = pack(self.schema, ids, stored, first_row=row)
+        self._refresh_packed()
+        created = False
+        if row not in self._packed_ids:
+            try:
+                created = self._backend.put_if_absent(
+                    self._row_key(row), packed.parts, durability=self._durability
+                )
+            except Conflict:
+                if self._durability == "full":
+                    with contextlib.suppress(FileNotFoundError):
+                        self._backend.ensure_durable([self._row_key(row)])
+            if created:
+                # Compaction may have packed and removed an earlier winner's file in between.
+                self._refresh_packed()
+                created = row not in self._packed_ids
+        if not created:
+            self._compare_with_stored(row, stored, packed.digest, differing=differing)
+        self._known_done.add(row)
+        return created
+
+    def _compare_with_stored(
+        self,
+        row: int,
+        stored: Mapping[str, StoredArray],
+        digest: str,
+        *,
+        differing: Literal["raise", "keep"],
+    ) -> None:
+        first = self.read([row])
+        unlike = [
+            column.array for column in first.columns if not _same(column, stored[column.array.name])
+        ]
+        if not unlike:
+            return
+        if differing == "raise" or any(array.kind == "mask" for array in unlike):
+            raise Conflict(
+                f"row {row} was put before with other values; the first was kept",
+                path=self.path,
+                found=f"different {', '.join(array.name for array in unlike)}",
+                expected="the same values, or a row that nobody has put",
+                fix="check that both workers use the same code, data and seed; "
+                'differing="keep" accepts other outputs for the same mask',
+            )
+        names = ", ".join(array.name for array in unlike)
+        _log.info("%s: row %d put again with other %s (%s)", self.path, row, names, digest)
+
+    def has(self, row: int) -> bool:
+        """Whether the row is done."""
+        if row in self._known_done or self._backend.exists(self._row_key(row)):
+            return True
+        self._refresh_packed()
+        return row in self._packed_ids
+
+    def done(self) -> AnyArray:
+        """The rows that are done, sorted `[D]`."""
+        # Loose first: compaction publishes before it removes, so a row that moves in between is
+        # seen in at least one of the two places.
+        loose = set(self._loose())
+        self._refresh_packed()
+        self._known_done = loose | self._packed_ids
+        return np.array(sorted(self._known_done), np.int64)
+
+    @property
+    def packed_rows(self) -> frozenset[int]:
+        """The rows that are in packed segments."""
+        self._refresh_packed()
+        return self._packed_ids
+
+    def read(
+        self, rows: Any, names: Sequence[str] | None = None, *, fill: float | None = None
+    ) -> Batch:
+        """These rows, in this order; a row that is not done raises `MissingRows`.
+
+        `fill=nan` stands in for missing rows, in float arrays only.
+        """
+        wanted = np.asarray(rows, np.int64).reshape(-1)
+        self._refresh_packed()
+        if fill is not None:
+            return self._read_filled(wanted, names, fill=fill)
+        batches, order = self._collect(wanted, names)
+        columns = tuple(
+            Column.join(array, [batch.column(array.name) for batch in batches]).take(order)
+            for array in self._arrays(names)
+        )
+        return Batch(wanted, columns)
+
+    def _collect(
+        self, wanted: AnyArray, names: Sequence[str] | None
+    ) -> tuple[list[Batch], AnyArray]:
+        """Batches that hold the wanted rows, and where in them each one is."""
+        batches: list[Batch] = []
+        place: dict[int, int] = {}
+        for row in sorted(set(wanted.tolist()) - self._packed_ids):
+            batch = self._read_loose(row, names)
+            if batch is not None:
+                place[row] = len(place)
+                batches.append(batch)
+        packed = sorted(set(wanted.tolist()) & self._packed_ids)
+        if packed and self._packed is not None:
+            batches.append(self._packed.read(packed, names))
+            place.update(zip(packed, range(len(place), len(place) + len(packed)), strict=True))
+        missing = sorted(set(wanted.tolist()) - set(place))
+        if missing:
+            raise MissingRows(
+                f"{len(missing)} of {len(wanted)} rows are not done",
+                path=self.path,
+                found=f"no row {', '.join(map(str, missing[:5]))}"
+                + (" ..." if len(missing) > 5 else ""),
+                fix="wait for the workers, ask for rows in done(), or pass fill=nan",
+            )
+        return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
+
+    def _read_loose(self, row: int, names: Sequence[str] | None) -> Batch | None:
+        try:
+            segment = Segment(self._backend, self._row_key(row), verify=self._verify)
+        except FileNotFoundError:
+            # Packed since we looked: the manifest is published before the file is removed.
+            self._refresh_packed()
+            return None
+        try:
+            if segment.schema_hash != self.schema.hash or segment.small("ids").tolist() != [row]:
+                raise Damaged(
+                    "this file is not the row its name says",
+                    path=segment.path,
+                    fix="`gradkeep verify STORE --repair` moves it aside",
+                )
+            columns = tuple(segment.column(array) for array in self._arrays(names))
+            return Batch(np.array([row], np.int64), columns)
+        finally:
+            segment.close()
+
+    def _read_filled(self, wanted: AnyArray, names: Sequence[str] | None, *, fill: float) -> Batch:
+        check_fill(fill, self._arrays(names), path=self.path)
+        there = np.isin(wanted, self.done())
+        found = self.read(wanted[there], names)
+        return Batch(wanted, tuple(filled(column, there) for column in found.columns))
+
+    def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
+        """Move done rows from their own files into packed segments; returns how many moved.
+
+        Readers may read and writers may put meanwhile, and several processes may compact. Full
+        files only, unless `partial`. A kill at any moment leaves every row readable.
+        """
+        moved = 0
+        while True:
+            # The manifest first: what it packs must be known when rows are chosen to be packed.
+            newest = latest_manifest(self._backend, self.folder)
+            self._refresh_packed()
+            self._remove_packed_files()
+            number = 0 if newest is None else newest.next_segment
+            file = f"{PACKED}/{number:06d}{SUFFIX}"
+            key = f"{self.folder}/{file}"
+            if not self._backend.exists(key):
+                waiting = sorted(set(self._loose()) - self._packed_ids)[:rows_per_file]
+                if not waiting or (len(waiting) < rows_per_file and not partial):
+                    return moved
+                moved += len(waiting)
+                self._write_packed(key, waiting)
+            # Whoever finds a packed file that no manifest names yet, finishes the work of the one
+            # that wrote it.
+            self._adopt(newest, file)
+
+    def _write_packed(self, key: str, rows: list[int]) -> None:
+        packed = pack_batch(self.schema, self.read(rows), first_row=0)
+        try:
+            self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+        except Conflict:
+            return  # another process packed other rows under this number; that is adopted
+
+    def _adopt(self, newest: Manifest | None, file: str) -> None:
+        segment = Segment(self._backend, f"{self.folder}/{file}")
+        try:
+            damage = segment.check_everything()
+            if damage:
+                raise damage[0]
+            entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
+        finally:
+            segment.close()
+        if self._durability == "full":
+            # Whoever wrote it may have died before its fsync, and its rows' own files go next.
+            self._backend.ensure_durable([f"{self.folder}/{file}"])
+        manifest = Manifest(
+            version=0 if newest is None else newest.version + 1,
+            schema_hash=self.schema.hash,
+            segments=(*(() if newest is None else newest.segments), entry),
+            written=(*(() if newest is None else newest.written), entry.rows),
+        )
+        try:
+            publish_manifest(self._backend, self.folder, manifest, durability=self._durability)
+        except Conflict:
+            return  # another process was first; the caller looks again
+
+    def _remove_packed_files(self) -> None:
+        """Remove the own files of rows that the manifest says are packed."""
+        surplus = [self._row_key(row) for row in self._loose() if row in self._packed_ids]
+        if surplus and self._packed is not None and self._durability == "full":
+            # Gone if a later version came and gc ran, which saw to that one.
+            with contextlib.suppress(FileNotFoundError):
+                manifest = manifest_key(self.folder, self._packed.version)
+                self._backend.ensure_durable([manifest])
+        self._backend.delete(surplus, durability=self._durability)
+
+    def _refresh_packed(self) -> None:
+        versions = manifest_versions(self._backend, self.folder)
+        if not versions or (self._packed is not None and self._packed.version == versions[-1]):
+            return
+        self._packed = Block(self._backend, self.folder, verify=self._verify)
+        self._packed_ids = frozenset(self._packed.ids.tolist())
+
+    def _loose(self) -> Iterator[int]:
+        for bucket in self._buckets(LOOSE):
+            for entry in self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"):
+                name = entry.name.removesuffix(SUFFIX)
+                if name.isdigit():
+                    yield int(name)
+
+    def _buckets(self, kind: str) -> list[int]:
+        names = (entry.name for entry in self._backend.list(f"{self.folder}/{kind}"))
+        return [int(name) for name in names if name.isdigit()]
+
+    def _row_key(self, row: int) -> str:
+        return f"{self.folder}/{LOOSE}/{row // ROWS_PER_FOLDER:06d}/{row}{SUFFIX}"
+
+    def _check_row(self, row: int) -> None:
+        as_ids([row], num_examples=None, path=self.path)
+        total = self.num_rows
+        if row >= total:
+            raise InvalidRows(
+                "there is no such row",
+                path=self.path,
+                found=f"row {row}",
+                expected=f"0 to {total - 1}",
+                fix="call grow() to make room for more rows",
+            )
+
+    def _arrays(self, names: Sequence[str] | None) -> list[Any]:
+        return list(self.schema.arrays) if names is None else [self.schema.array(n) for n in names]
+
+
+def drop_packed_file(backend: Backend, folder: str, key: str) -> bool:
+    """Publish a version without a packed file that is gone, so that its rows are made again."""
+    newest = latest_manifest(backend, folder)
+    segments = () if newest is None else newest.segments
+    kept = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
+    if newest is None or kept == segments:
+        return False
+    manifest = dataclasses.replace(newest, version=newest.version + 1, segments=kept)
+    return publish_manifest(backend, folder, manifest, durability="full")
+
+
+def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:
+    """Record a new number of rows; of several, the largest counts."""
+    key = f"{folder}/{SIZES}/{num_rows:012d}.json"
+    backend.put_if_absent(key, [_document.to_bytes({"num_rows": num_rows})], durability=durability)
+
+
+def _sizes(backend: Backend, folder: str) -> Iterator[tuple[int, str]]:
+    for entry in backend.list(f"{folder}/{SIZES}"):
+        name = entry.name.removesuffix(".json")
+        if name.isdigit():
+            yield int(name), entry.name
+
+
+def _one_row(value: Any) -> Any:
+    """A single row's value as a batch of one."""
+    if isinstance(value, Ragged):
+        return value
+    if hasattr(value, "detach"):
+        return value.detach().unsqueeze(0)
+    return value[None] if isinstance(value, np.ndarray) else [value]
+
+
+def _same(column: Column, stored: StoredArray) -> bool:
+    def equal(one: AnyArray | None, other: AnyArray | None) -> bool:
+        if one is None or other is None:
+            return one is other
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+
+    return (
+        equal(column.values, stored.encoded.values)
+        and equal(column.scale, stored.encoded.scale)
+        and equal(column.offsets, stored.offsets)
+    )

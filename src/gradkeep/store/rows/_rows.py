@@ -1,0 +1,222 @@
+"""Rows written by many processes: claimed, computed, put or failed.
+
+A worker claims rows (advisory), computes them, and puts each; a row that fails is recorded with its
+traceback and tried again, but not for ever.
+"""
+
+from __future__ import annotations
+
+import traceback as tracebacks
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
+
+from gradkeep.store import _document
+from gradkeep.store.rows._leases import (
+    LEASES,
+    ROWS_PER_FOLDER,
+    Lease,
+    default_owner,
+    lease_key,
+    lease_numbers,
+    load_lease,
+    release_lease,
+    renew_lease,
+    take_lease,
+)
+from gradkeep.store.rows._row_files import RowFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+RowStateName = Literal["pending", "leased", "done", "failed"]
+
+FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What is known about one row."""
+
+    row: int
+    state: RowStateName
+    attempts: int = 0
+    """How many attempts failed so far."""
+    owner: str | None = None
+    """Who holds the lease."""
+    expires: float | None = None
+    error: str | None = None
+    """The traceback of the last failed attempt."""
+
+
+class Rows(RowFiles):
+    """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
+
+    def claim(
+        self,
+        *,
+        owner: str | None = None,
+        seconds: float = 600.0,
+        count: int = 1,
+        max_attempts: int = 3,
+    ) -> list[Lease]:
+        """Up to `count` rows that are neither done, leased nor failed too often.
+
+        Workers begin their search at different rows, so that they seldom meet.
+        """
+        owner = default_owner() if owner is None else owner
+        total = self.num_rows
+        if total == 0:
+            return []
+        self._refresh_packed()
+        taken: list[Lease] = []
+        buckets = -(-total // ROWS_PER_FOLDER)
+        start = hash_owner(owner) % total
+        first = start // ROWS_PER_FOLDER
+        for turn in range(buckets + 1):
+            bucket = (first + turn) % buckets
+            rows: Iterable[int] = range(
+                bucket * ROWS_PER_FOLDER, min(total, (bucket + 1) * ROWS_PER_FOLDER)
+            )
+            if turn == 0:
+                rows = [row for row in rows if row >= start]
+            elif turn == buckets:
+                rows = [row for row in rows if row < start]
+            try:
+                for lease in self._claim_in(bucket, rows, owner, seconds, max_attempts):
+                    taken.append(lease)
+                    if len(taken) == count:
+                        return taken
+            except BaseException:  # a full disk, say: the caller never learns of these
+                for lease in taken:
+                    self.release(lease)
+                raise
+        return taken
+
+    def _claim_in(
+        self, bucket: int, rows: Iterable[int], owner: str, seconds: float, max_attempts: int
+    ) -> Iterator[Lease]:
+        leases = lease_numbers(self._backend, self.folder, bucket)
+        failures = self._failures(bucket)
+        for row in rows:
+            if row in self._known_done or row in self._packed_ids:
+                continue
+            if len(failures.get(row, ())) >= max_attempts:
+                continue
+            number = leases[row][-1] if row in leases else None
+            if number is not None:
+                held = load_lease(self._backend, self.folder, row, number)
+                if held is not None and not held.expired:
+                    continue
+            if self.has(row):
+                self._known_done.add(row)
+                continue
+            following = 0 if number is None else number + 1
+            lease = take_lease(
+                self._backend, self.folder, row, following, owner=owner, seconds=seconds
+            )
+            if lease is None:
+                continue
+            stale = [lease_key(self.folder, row, old) for old in leases.get(row, ())]
+            self._backend.delete(stale, durability="process")
+            if self.has(row):
+                release_lease(self._backend, self.folder, lease)
+                self._known_done.add(row)
+                continue
+            yield lease
+
+    def renew(self, lease: Lease, *, seconds: float = 600.0) -> Lease:
+        """A later end for a lease: a worker's sign of life."""
+        return renew_lease(self._backend, self.folder, lease, seconds=seconds)
+
+    def release(self, lease: Lease) -> None:
+        """Give a row back without having done it."""
+        release_lease(self._backend, self.folder, lease)
+
+    def finish(
+        self,
+        lease: Lease,
+        arrays: Mapping[str, Any],
+        *,
+        differing: Literal["raise", "keep"] = "keep",
+    ) -> bool:
+        """Put the leased row and end the lease."""
+        created = self.put(lease.row, arrays, differing=differing)
+        release_lease(self._backend, self.folder, lease)
+        return created
+
+    def fail(self, lease: Lease, error: BaseException | str) -> None:
+        """Record a failed attempt with its traceback and end the lease."""
+        text = error if isinstance(error, str) else "".join(tracebacks.format_exception(error))
+        fields = {"row": lease.row, "owner": lease.owner, "error": text}
+        # Named by the lease's token: two workers that fail the same row are two attempts.
+        name = f"{lease.row}-{lease.token}.json"
+        key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
+        self._backend.put_if_absent(key, [_document.to_bytes(fields)], durability=self._durability)
+        release_lease(self._backend, self.folder, lease)
+
+    def retry(self, rows: Iterable[int] | None = None) -> int:
+        """Forget failed attempts (of all rows, or these), so that they are tried again."""
+        wanted = None if rows is None else set(rows)
+        keys = []
+        for bucket in self._buckets(FAILED):
+            for row, names in self._failures(bucket).items():
+                if wanted is None or row in wanted:
+                    keys += [f"{self.folder}/{FAILED}/{bucket:06d}/{name}" for name in names]
+        return self._backend.delete(keys, durability=self._durability)
+
+    def states(self, *, max_attempts: int = 3) -> list[RowState]:
+        """The state of every row, in order."""
+        done = set(self.done().tolist())
+        total = self.num_rows
+        leases: dict[int, Lease] = {}
+        failures: dict[int, list[str]] = {}
+        for bucket in self._buckets(LEASES):
+            for row, numbers in lease_numbers(self._backend, self.folder, bucket).items():
+                lease = load_lease(self._backend, self.folder, row, numbers[-1])
+                if lease is not None and not lease.expired:
+                    leases[row] = lease
+        for bucket in self._buckets(FAILED):
+            failures.update(self._failures(bucket))
+        return [
+            self._state(row, done, leases, failures, max_attempts=max_attempts)
+            for row in range(total)
+        ]
+
+    def _state(
+        self,
+        row: int,
+        done: set[int],
+        leases: Mapping[int, Lease],
+        failures: Mapping[int, list[str]],
+        *,
+        max_attempts: int,
+    ) -> RowState:
+        names = failures.get(row, [])
+        error = self._last_error(row, names) if names else None
+        if row in done:
+            return RowState(row, "done", len(names), error=error)
+        if row in leases:
+            lease = leases[row]
+            return RowState(row, "leased", len(names), lease.owner, lease.expires, error)
+        state: RowStateName = "failed" if len(names) >= max_attempts else "pending"
+        return RowState(row, state, len(names), error=error)
+
+    def _last_error(self, row: int, names: list[str]) -> str:
+        key = f"{self.folder}/{FAILED}/{row // ROWS_PER_FOLDER:06d}/{names[-1]}"
+        fields = _document.from_bytes(self._backend.read(key), path=self._backend.describe(key))
+        return str(fields["error"])
+
+    def _failures(self, bucket: int) -> dict[int, list[str]]:
+        found: dict[int, list[tuple[float, str]]] = {}
+        for entry in self._backend.list(f"{self.folder}/{FAILED}/{bucket:06d}"):
+            row = entry.name.partition("-")[0]
+            if row.isdigit():
+                found.setdefault(int(row), []).append((entry.modified, entry.name))
+        return {row: [name for _, name in sorted(named)] for row, named in found.items()}
+
+
+def hash_owner(owner: str) -> int:
+    """Where a worker begins its search."""
+    return int(xxhash.xxh3_64_intdigest(owner.encode()))

@@ -1,0 +1,175 @@
+"""A store in a place that gradkeep does not know, as somebody outside of it would add one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradkeep as gk
+from gradkeep.errors import NotAStore, StoreError
+from gradkeep.store import Bucket, LocalDisk, Memory, backend_for, register_backend
+from gradkeep.testing import StoreTests
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from own_backend import SqliteFile  # noqa: E402
+
+KEY = gk.CaptureKey(checkpoint="final", split="train")
+SCHEMA = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
+
+
+@pytest.fixture
+def url(tmp_path):
+    register_backend("sqlite", SqliteFile)
+    return f"sqlite://{tmp_path}/store.db"
+
+
+def fill(store):
+    with store.write(KEY, SCHEMA) as writer:
+        writer.append([3, 1, 2], {"loss": [0.5, 2.0, 4.0]})
+
+
+class TestSqliteFile(StoreTests):
+    @pytest.fixture
+    def backend(self, url):
+        return SqliteFile(url)
+
+
+def test_a_url_of_a_registered_scheme_is_opened_like_a_path(url):
+    store = gk.open(url)
+    fill(store)
+    again = gk.open(url, create=False)
+    assert isinstance(again.backend, SqliteFile)
+    assert again.location == url
+    assert again.read(KEY).read([2])["loss"].tolist() == [4.0]
+    assert again.sql("select sum(loss) from samples").rows() == [(6.5,)]
+    assert again.info().blocks[0].rows == 3
+
+
+def test_a_capture_goes_to_a_url(url):
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    batch = (torch.ones(4, 3), torch.tensor([0, 1, 1, 0]))
+    for split in ("train", "test"):
+        gk.capture(
+            url,
+            model,
+            [batch],
+            task=gk.Classification(),
+            checkpoint="final",
+            split=split,
+            progress=False,
+        )
+    assert gk.attribute(gk.open(url), method="dot").shape == (4, 4)
+
+
+def test_registering_the_same_again_is_free(url):
+    register_backend("sqlite", SqliteFile)
+    assert isinstance(backend_for(url), SqliteFile)
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "s3", "memory", "file"])
+def test_a_scheme_that_is_taken_is_refused_and_stays(scheme, url):
+    with pytest.raises(StoreError, match="taken") as caught:
+        register_backend(scheme, lambda url: Memory())
+    assert "another scheme" in str(caught.value)
+    assert isinstance(backend_for(url), SqliteFile)
+
+
+@pytest.mark.parametrize("scheme", ["", "S3", "a b", "1x", "mem://", "mem:", None])
+def test_what_cannot_be_a_scheme_is_refused(scheme):
+    with pytest.raises(StoreError, match="scheme"):
+        register_backend(scheme, SqliteFile)
+
+
+def test_a_factory_that_cannot_be_called_is_refused():
+    with pytest.raises(StoreError, match="called"):
+        register_backend("uncalled", "own_backend:SqliteFile")
+
+
+def test_a_factory_that_returns_no_backend_is_named():
+    register_backend("nothing", lambda url: None)
+    with pytest.raises(StoreError, match="returned no backend") as caught:
+        gk.open("nothing://x")
+    assert "NoneType" in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["nosuch://bucket/x", "http://x/y", "S3://bucket", "://x"])
+def test_an_unknown_scheme_says_which_there_are_and_how_to_add_one(url):
+    with pytest.raises(StoreError, match="nothing is registered") as caught:
+        gk.open(url)
+    assert caught.value.path == url
+    assert "s3://" in str(caught.value)
+    assert "register_backend" in str(caught.value)
+
+
+def test_what_was_there_before_goes_through_the_same_door(tmp_path):
+    assert isinstance(backend_for(tmp_path), LocalDisk)
+    assert isinstance(backend_for(str(tmp_path)), LocalDisk)
+    assert isinstance(backend_for("memory://x"), Bucket)
+    assert isinstance(backend_for(f"file://{tmp_path}"), Bucket)
+    own = Memory()
+    assert backend_for(own) is own
+
+
+@pytest.fixture
+def command(tmp_path):
+    """`gradkeep ARGUMENTS` where the stranger's package is installed with its entry point."""
+    installed = tmp_path / "site" / "own_backend-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: own-backend\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(
+        "[gradkeep.backends]\nsqlite = own_backend:SqliteFile\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "site"), str(HERE), os.environ.get("PYTHONPATH", "")])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "gradkeep", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+
+    return run
+
+
+def test_every_command_takes_the_url_of_an_installed_backend(command, url):
+    store = gk.open(url)
+    fill(store)
+    store.drop_rows(KEY, [1])
+    info = command("info", url, "--json")
+    assert json.loads(info.stdout)["runs"][0]["checkpoints"][0]["captures"][0]["rows"] == 2
+    asked = command("sql", url, "select sum(loss) from samples", "--csv")
+    assert asked.stdout.splitlines()[1] == "4.5"
+    assert command("verify", url).stdout.startswith("healthy")
+    assert "removed" in command("gc", url).stdout
+    deleted = command("delete", url, "main/final/train/main", "--yes")
+    assert (deleted.returncode, deleted.stderr) == (0, "")
+    assert gk.open(url, create=False).blocks() == []
+
+
+def test_a_command_imports_results_to_a_url(command, url, tmp_path):
+    saved = tmp_path / "trak_results"
+    saved.mkdir()
+    np.savez(saved / "nothing.npz")
+    failed = command("import", "trak", saved, "--store", url)
+    assert failed.returncode == 2
+    assert "trak_results" in failed.stderr
+    assert not (tmp_path / "sqlite:").exists()
+    with pytest.raises(NotAStore):
+        gk.open(url, create=False)
+
+
+def test_a_command_with_an_unknown_scheme_names_the_way_to_add_one(command):
+    told = command("info", "nosuch://x")
+    assert told.returncode == 2
+    assert "gradkeep.backends" in told.stderr
