@@ -22,15 +22,19 @@ OptionOption = Annotated[
 QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
 TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
 CheckpointOption = Annotated[
-    list[str] | None, typer.Option("--checkpoint", help="May be repeated.")
+    list[str] | None, typer.Option("--checkpoints", "--checkpoint", help="May be repeated.")
 ]
 LayerOption = Annotated[
-    list[str] | None, typer.Option("--layer", help="A layer or glob; may be repeated.")
+    list[str] | None,
+    typer.Option("--layers", "--layer", help="A layer, glob, type or '!...'; may be repeated."),
 ]
 RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
 CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
-PlanOption = Annotated[
-    str | None, typer.Option("--plan", help="naive, recon, ted or half, in place of the planner's.")
+ComputeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compute", "--plan", help="factored, half, restored or dense: not the planner's choice."
+    ),
 ]
 BudgetOption = Annotated[
     str | None, typer.Option("--memory-budget", metavar="BYTES", help="For example 512MiB.")
@@ -43,11 +47,11 @@ def attribute(
     option: OptionOption = None,
     queries: QueriesOption = "test",
     train: TrainOption = "train",
-    checkpoint: CheckpointOption = None,
-    layer: LayerOption = None,
+    checkpoints: CheckpointOption = None,
+    layers: LayerOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
-    plan: PlanOption = None,
+    compute: ComputeOption = None,
     memory_budget: BudgetOption = None,
     save: Annotated[
         str | None, typer.Option("--save", metavar="NAME", help="Keep the scores in the store.")
@@ -70,11 +74,11 @@ def attribute(
         queries=queries,
         train=train,
         method=method,
-        checkpoints=checkpoint,
-        layers=layer,
+        checkpoints=checkpoints,
+        layers=layers,
         run=run or "main",
         name=capture,
-        compute=plan,
+        compute=compute,
         memory_budget=memory_budget,
         save=save,
         progress=True,
@@ -111,8 +115,8 @@ def why(
     option: OptionOption = None,
     queries: QueriesOption = "test",
     train: TrainOption = "train",
-    checkpoint: CheckpointOption = None,
-    layer: LayerOption = None,
+    checkpoints: CheckpointOption = None,
+    layers: LayerOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
     top: Annotated[int, typer.Option(help="How many rows to show on each side.")] = 5,
@@ -127,8 +131,8 @@ def why(
         queries=queries,
         train=train,
         method=method,
-        checkpoints=checkpoint,
-        layers=layer,
+        checkpoints=checkpoints,
+        layers=layers,
         run=run or "main",
         name=capture,
         ids=[query],
@@ -179,7 +183,7 @@ def suspects(
     store: StoreArgument,
     train: TrainOption = "train",
     by: Annotated[str, typer.Option("--by", help="loss or self.")] = "loss",
-    checkpoint: CheckpointOption = None,
+    checkpoints: CheckpointOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
     top: Annotated[int, typer.Option(help="How many rows to show.")] = 20,
@@ -192,7 +196,7 @@ def suspects(
         gk.open(store, create=False),
         train=train,
         by=by,  # type: ignore[arg-type]  # the library refuses others
-        checkpoints=checkpoint,
+        checkpoints=checkpoints,
         run=run or "main",
         name=capture,
     )

@@ -1,0 +1,81 @@
+"""A method from outside: found by its name, in Python and on the command line, with options of its own."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.attribution import unregister_method
+from gradkeep.cli import main
+from gradkeep.errors import AttributionError
+
+
+@dataclass(frozen=True)
+class SignOptions:
+    """What `signs` can be told."""
+
+    scale: float = 1.0
+
+
+def signs(view, options):
+    """Products of the signs of loss gradients, restored: slow, and nobody's idea but ours."""
+    train, asked = view.train(), view.queries()
+    rows = torch.cat([v.flatten(1) for v in train.restore(train.ids).values()], 1).sign()
+    queries = torch.cat([v.flatten(1) for v in asked.restore(asked.ids).values()], 1).sign()
+    queries = queries[view.question.positions]
+    return gk.Scorer(lambda start, stop: options.scale * queries[start:stop] @ rows.T)
+
+
+SIGNS = gk.Method(
+    "signs",
+    "inner product of the signs of the loss gradients",
+    "gradients of both splits",
+    "Q x N products of restored gradients",
+    exact=True,
+    reference="this test",
+    prepare=signs,
+    options=SignOptions,
+)
+
+
+@pytest.fixture
+def registered():
+    gk.register_method(SIGNS)
+    yield
+    unregister_method("signs")
+
+
+@pytest.fixture
+def made(make_world):
+    return make_world(lambda: nn.Linear(4, 3), (4,), rows=7, queries=3)
+
+
+def test_it_scores_as_ours_do(registered, made):
+    found = gk.attribute(made.store, method="signs", scale=2.0, ids=[2, 0])
+    train, asked = (made.gradients(s).sign() for s in ("train", "test"))
+    assert np.array_equal(found.numpy(), (2 * asked[[2, 0]] @ train.T).float().numpy())
+    assert found.method == "signs"
+    assert "signs" in [method.name for method in gk.methods()]
+    with pytest.raises(AttributionError, match="scale"):
+        gk.attribute(made.store, method="signs", scael=1)
+
+
+def test_the_commands_know_it(registered, made, capsys, monkeypatch):
+    for words in (["why", made.store.location, "1", "--method", "signs"], ["methods"]):
+        monkeypatch.setattr("sys.argv", ["gradkeep", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (0, None)
+        assert "signs" in capsys.readouterr().out
+
+
+def test_taken_names_and_other_things_are_refused(registered):
+    with pytest.raises(AttributionError, match="already"):
+        gk.register_method(SIGNS)
+    with pytest.raises(AttributionError, match=r"gk\.Method"):
+        gk.register_method(signs)
+    with pytest.raises(AttributionError, match="registered"):
+        unregister_method("kernel")
