@@ -1,15 +1,22 @@
 """The public names: a change here is a change for users."""
 
+import ast
+import importlib
+import inspect
 import pickle
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
 import gradkeep
+import gradkeep.attribution
+import gradkeep.capturing
 import gradkeep.data
 import gradkeep.datamodels
 import gradkeep.errors
+import gradkeep.factors
 import gradkeep.farm
 import gradkeep.query
 import gradkeep.remat
@@ -22,11 +29,34 @@ import gradkeep.testing
 
 NAMES = {
     "gradkeep": """
-        Array CaptureKey CaptureWarning Captured Checkpoint Classification GradkeepError
-        LanguageModelling Layer Measured Projection Ragged Regression Run Schema Scores
-        ScoresKey Store Task Weights attribute capture combine data datamodels farm
-        gradients layers memory_budget methods open plan project query recording remat store
-        suspects
+        Array CaptureKey CaptureWarning Captured Checkpoint CheckpointView Classification
+        GradkeepError LanguageModelling Layer LayerGradients LayerRule Measured Method
+        Projection Ragged Regression Run Schema Scorer Scores ScoresKey Store Task Weights
+        attribute attribution capture capturing combine data datamodels errors factors farm
+        gradients layers memory_budget methods open plan project query recording
+        register_layer_rule register_method remat store suspects
+    """,
+    "gradkeep.factors": """
+        AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
+        Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
+        OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
+        VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
+        pad pairwise row_of spans squared_lengths sum_rows tiles widened
+    """,
+    "gradkeep.capturing": """
+        CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
+        KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
+        ListedLayer Measured Mode PlannedLayer PreparedCapture Regression SampleAxis Task
+        Weights batch_size by_sample capture fingerprint_weights in_mode layer_rules layers
+        load_weights plan prepare_capture put_weights recording register_layer_rule
+        rows_at_once rows_of to_device unregister_layer_rule
+    """,
+    "gradkeep.attribution": """
+        AttributionQuestion CheckpointView GradientSketch Method NoOptions Projection
+        ProjectionSum RankedRows RunCheckpoint Scorer Scores StreamedRows Suspects
+        add_damped_scores add_products add_rows attribute combine methods project
+        project_dense project_parameters register_method relative_damping require_room
+        row_blocks signs_or_normals sketch_of streamed_gram suspects unregister_method
     """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
@@ -47,8 +77,11 @@ NAMES = {
         format_seconds progress_of recent_rate run work
     """,
     "gradkeep.query": """
-        Directions Gradients Plan Products Step Top along cosine dot gradients gram mean
-        squares top total variance
+        ComputeChoice ComputeWish DEFAULT_BUDGET Directions FactorBatch GradientOf
+        GradientPair Gradients LayerChoice MemoryShares NamedLayer ProductEngine ProductTile
+        Products QueryPlan QueryStep TopRows along check_pairs choose_compute cosine dot
+        gradients gradients_of gram machine_speeds mean memory_shares open_capture
+        select_layers squares top total variance
     """,
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget
@@ -142,3 +175,46 @@ def test_no_module_keeps_an_error_of_its_own_that_users_may_see():
     assert {kind.__module__ for kind in kinds if not issubclass(kind, Warning)} == {
         "gradkeep.errors"
     }
+
+
+def defined_classes():
+    """Every class of gradkeep by its name, which exists once."""
+    found = {}
+    for module in pkgutil.walk_packages(gradkeep.__path__, "gradkeep."):
+        if module.name.endswith("__main__"):
+            continue
+        imported = importlib.import_module(module.name)
+        for name, value in vars(imported).items():
+            if inspect.isclass(value) and value.__module__ == module.name:
+                assert name not in found or name.startswith("_"), f"{name} exists twice"
+                found[name] = module.name
+    return found
+
+
+def returned_names(function):
+    """The names in the annotation of what a function returns."""
+    written = getattr(function, "__annotations__", {}).get("return", "None")
+    parsed = ast.parse(written if isinstance(written, str) else "None", mode="eval")
+    return {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
+
+
+def test_what_public_functions_and_methods_return_is_public():
+    classes = defined_classes()
+    rooms = [module for module in NAMES if module != "gradkeep.testing"]
+    rooms += ["gradkeep.datamodels.study", "gradkeep.datamodels.fitting"]
+    public = {name for room in rooms for name in importlib.import_module(room).__all__}
+    hidden = []
+    for room in NAMES:
+        for name in sys.modules[room].__all__:
+            value = getattr(sys.modules[room], name)
+            functions = {name: value} if inspect.isroutine(value) else {}
+            if inspect.isclass(value) and value.__module__.startswith("gradkeep"):
+                functions |= {
+                    f"{name}.{part}": getattr(member, "fget", None) or member
+                    for part, member in vars(value).items()
+                    if not part.startswith("_")
+                }
+            for path, function in functions.items():
+                kinds = returned_names(inspect.unwrap(function)) & classes.keys() - public
+                hidden += [f"{room}.{path} -> {kind} ({classes[kind]})" for kind in kinds]
+    assert not hidden, hidden

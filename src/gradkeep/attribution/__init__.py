@@ -16,6 +16,7 @@ from gradkeep.attribution._solve import (
 )
 from gradkeep.attribution._suspects import Suspects, suspects
 from gradkeep.attribution.projections import (
+    GradientSketch,
     Projection,
     ProjectionSum,
     add_rows,
@@ -30,6 +31,7 @@ from gradkeep.attribution.projections import (
 __all__ = [
     "AttributionQuestion",
     "CheckpointView",
+    "GradientSketch",
     "Method",
     "NoOptions",
     "Projection",

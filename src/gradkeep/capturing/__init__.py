@@ -24,6 +24,7 @@ from gradkeep.capturing.rules._rules import (
     register_layer_rule,
     unregister_layer_rule,
 )
+from gradkeep.capturing.rules._units import LayerUnit
 from gradkeep.capturing.tasks._language import LanguageModelling
 from gradkeep.capturing.tasks._supervised import Classification, Regression
 from gradkeep.capturing.tasks._task import Measured, Task
@@ -41,6 +42,7 @@ __all__ = [
     "LayerGradients",
     "LayerRule",
     "LayerTable",
+    "LayerUnit",
     "ListedLayer",
     "Measured",
     "Mode",

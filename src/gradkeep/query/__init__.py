@@ -8,7 +8,13 @@
 from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
-from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine, check_pairs
+from gradkeep.query._engine import (
+    ComputeWish,
+    GradientPair,
+    ProductEngine,
+    ProductTile,
+    check_pairs,
+)
 from gradkeep.query._gradients import (
     FactorBatch,
     GradientOf,
@@ -47,6 +53,7 @@ __all__ = [
     "MemoryShares",
     "NamedLayer",
     "ProductEngine",
+    "ProductTile",
     "Products",
     "QueryPlan",
     "QueryStep",

@@ -19,11 +19,12 @@ from gradkeep.attribution.projections._projection import (
     ProjectionKind,
     require_room,
 )
-from gradkeep.attribution.projections._sketch import sketch_of
+from gradkeep.attribution.projections._sketch import GradientSketch, sketch_of
 from gradkeep.attribution.projections._two_sided import TwoSided, two_sided, two_sided_rows
 
 __all__ = [
     "KINDS",
+    "GradientSketch",
     "Projection",
     "ProjectionKind",
     "ProjectionSum",
