@@ -52,11 +52,11 @@ NAMES = {
         rows_at_once rows_of to_device unregister_layer_rule
     """,
     "gradkeep.attribution": """
-        AttributionQuestion CheckpointView GradientSketch Method NoOptions Projection
-        ProjectionSum RankedRows RunCheckpoint Scorer Scores StreamedRows Suspects
-        add_damped_scores add_products add_rows attribute combine methods project
-        project_dense project_parameters register_method relative_damping require_room
-        row_blocks signs_or_normals sketch_of streamed_gram suspects unregister_method
+        AttributionQuestion CheckpointView Method NoOptions Projection RankedRows
+        RunCheckpoint Scorer Scores StreamedRows Suspects add_damped_scores add_products
+        attribute combine methods project project_dense project_layers project_parameters
+        register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
+        unregister_method
     """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling

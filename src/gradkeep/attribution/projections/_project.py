@@ -14,7 +14,7 @@ from gradkeep.factors import CACHED, Spans, row_of, tiles
 from gradkeep.query import memory_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -155,6 +155,22 @@ def project_parameters(
 
 _TEMPORARIES = 6
 """Arrays of k numbers that a position has while its spectrum is made."""
+
+
+def project_layers(
+    layers: Iterable[tuple[AnyForm, GradientRows]],
+    projection: Projection,
+    *,
+    rows: int,
+    device: torch.device,
+    model: object = 0,
+) -> Tensor:
+    """The projections `[rows, k]` of the gradients of several layers of the same rows, added up."""
+    sketch = sketch_of(projection, model)
+    into = ProjectionSum(rows, projection.dim, dtype=torch.float32, device=device)
+    for form, some in layers:
+        add_rows(sketch, into, form, some.widened())
+    return into.values()
 
 
 def project_rows(

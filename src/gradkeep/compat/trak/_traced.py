@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution import ProjectionSum, add_rows, sketch_of
+from gradkeep.attribution import project_layers
 from gradkeep.capturing import CaptureSettings, Measured, Task, prepare_capture, rows_at_once
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.errors import CaptureError
@@ -87,12 +87,14 @@ class LayerTracer:
     ) -> Tensor:
         if not isinstance(projector, SketchProjector):
             return projector.project(self._by_name(pieces, rows), model_id=model_id)
-        sketch = sketch_of(projector.projection, model_id)
-        device = next(self._model.parameters()).device
-        into = ProjectionSum(rows, projector.proj_dim, dtype=torch.float32, device=device)
-        for piece in pieces:
-            add_rows(sketch, into, piece.form, piece.rows.widened())
-        return into.values() * math.sqrt(projector.proj_dim)
+        made = project_layers(
+            ((piece.form, piece.rows) for piece in pieces),
+            projector.projection,
+            rows=rows,
+            device=next(self._model.parameters()).device,
+            model=model_id,
+        )
+        return made * math.sqrt(projector.proj_dim)
 
     def _by_name(self, pieces: Any, rows: int) -> dict[str, Tensor]:
         """Dense gradients in the order of the parameters; zeros for those without any."""
