@@ -12,7 +12,7 @@ import torch
 from gradkeep._budgets import parse_bytes
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._method import Over
+    from gradkeep.attribution._method import OverCheckpoints
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -30,7 +30,7 @@ class ScoreAccumulator:
         shape: tuple[int, ...],
         *,
         checkpoints: int,
-        over: Over,
+        over: OverCheckpoints,
         memory_budget: float | str | None,
     ) -> None:
         limit = IN_MEMORY if memory_budget is None else parse_bytes(memory_budget) // 2

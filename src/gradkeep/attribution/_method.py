@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution._question import AttributionQuestion, CheckpointView
     from gradkeep.query import QueryPlan
 
-Over = Literal["one", "sum", "mean"]
+OverCheckpoints = Literal["one", "sum", "mean"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class Method:
     """What is done once per checkpoint; gives what scores some queries."""
     pool: Callable[[AttributionQuestion, Any], Any] | None = field(default=None, repr=False)
     """What is done once for all checkpoints together; `prepare` finds it in `at.pooled`."""
-    over: Over = field(default="mean", repr=False)
+    over: OverCheckpoints = field(default="mean", repr=False)
     """What becomes of several checkpoints."""
     options: type = field(default=NoOptions, repr=False)
     """A frozen dataclass: what the method can be told, with defaults."""

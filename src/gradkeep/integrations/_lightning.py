@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     Base = base("lightning.pytorch", "Callback")
 
-At = Literal["epoch", "end"]
+LightningMoment = Literal["epoch", "end"]
 
 
 class GradkeepLightningCallback(Base):
@@ -38,15 +38,15 @@ class GradkeepLightningCallback(Base):
         loaders: Mapping[str, Iterable[Any]],
         *,
         task: Task,
-        at: At = "epoch",
+        at: LightningMoment = "epoch",
         every: int = 1,
         module: str = "",
         run: str = "main",
         **options: Any,
     ) -> None:
         need(Base, "lightning")
-        if at not in get_args(At):
-            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(At)))
+        if at not in get_args(LightningMoment):
+            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(LightningMoment)))
         if every < 1:
             raise CaptureError("every must be at least 1", found=every)
         self._replays = replays(store, loaders, task=task, run=run, options=options)

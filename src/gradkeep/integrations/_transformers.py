@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Base = base("transformers", "TrainerCallback")
 
-At = Literal["save", "epoch", "end"]
+TrainerMoment = Literal["save", "epoch", "end"]
 
 
 class GradkeepTrainerCallback(Base):
@@ -39,13 +39,13 @@ class GradkeepTrainerCallback(Base):
         loaders: Mapping[str, Iterable[Any]],
         *,
         task: Task,
-        at: At = "save",
+        at: TrainerMoment = "save",
         run: str = "main",
         **options: Any,
     ) -> None:
         need(Base, "transformers")
-        if at not in get_args(At):
-            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(At)))
+        if at not in get_args(TrainerMoment):
+            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(TrainerMoment)))
         self._replays = replays(store, loaders, task=task, run=run, options=options)
         self._at = at
         self._lr: float | None = None
@@ -78,7 +78,7 @@ class GradkeepTrainerCallback(Base):
         """Replay after the training."""
         self._keep("end", state, given["model"])
 
-    def _keep(self, moment: At, state: Any, model: nn.Module) -> None:
+    def _keep(self, moment: TrainerMoment, state: Any, model: nn.Module) -> None:
         if moment != self._at or not state.is_world_process_zero:
             return
         step = int(state.global_step)

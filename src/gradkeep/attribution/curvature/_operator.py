@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from gradkeep.capturing import Mode, Task
     from gradkeep.query import Gradients
 
-Kind = Literal["hessian", "ggn", "fisher"]
+CurvatureKind = Literal["hessian", "ggn", "fisher"]
 
 
 @dataclass(frozen=True, slots=True)
 class CurvatureOptions:
     """Which curvature, of what, and what is added to it: what its methods can all be told."""
 
-    curvature: Kind = "ggn"
+    curvature: CurvatureKind = "ggn"
     """Of the mean loss: its Hessian, its Gauss-Newton matrix, or, from the store alone, the
     empirical Fisher matrix."""
     model: nn.Module | None = None

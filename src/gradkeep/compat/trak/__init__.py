@@ -5,7 +5,7 @@ What is computed and kept is done by gradkeep: factors and sketches in place of 
 store in place of memory maps.
 """
 
-from gradkeep.compat.trak._imported import Imported, import_save_dir
+from gradkeep.compat.trak._imported import ImportedScores, import_save_dir
 from gradkeep.compat.trak.traker import TRAKer
 from gradkeep.compat.trak.utils import test_install
 
@@ -13,4 +13,4 @@ __version__ = "0.3.2"
 """The release whose names and signatures these are."""
 VERSION = __version__
 
-__all__ = ["VERSION", "Imported", "TRAKer", "__version__", "import_save_dir", "test_install"]
+__all__ = ["VERSION", "ImportedScores", "TRAKer", "__version__", "import_save_dir", "test_install"]

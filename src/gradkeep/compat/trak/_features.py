@@ -94,7 +94,7 @@ def add_features(out: Any, features: StreamedRows, targets: StreamedRows, *, sha
     add_products(out, features, targets, lambda g: g.T, share=share)
 
 
-class Current(Mapping[str, Any]):
+class CurrentArrays(Mapping[str, Any]):
     """The arrays of the current model id and experiment, read when they are asked for.
 
     Rows that are not there are NaN, never a number. To write, use `put` and `put_targets`.

@@ -22,7 +22,7 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedScores:
     """What was brought into the store."""
 
     checkpoints: tuple[str, ...]
@@ -38,7 +38,7 @@ def import_save_dir(
     store: gs.Store | str | os.PathLike[str],
     *,
     run: str = "trak",
-) -> Imported:
+) -> ImportedScores:
     """Bring the results of the released TRAK package into a store.
 
     Of every model id that is featurized, a capture of the split `train` with `projection` `[k]`
@@ -79,7 +79,7 @@ def import_save_dir(
         named_ids = tuple(f"id_{number}" for number in ids)
         as_scores(turned, _name(name), named_ids, "as imported").save(_name(name), store=opened)
         scored.append(_name(name))
-    return Imported(tuple(done), tuple(scored), tuple(skipped))
+    return ImportedScores(tuple(done), tuple(scored), tuple(skipped))
 
 
 def as_scores(values: Any, queries: str, checkpoints: tuple[str, ...], scale: str) -> Scores:

@@ -18,7 +18,7 @@ from gradkeep.compat.trak._abstract_saver import (
     ModelIDException,
     checked_experiment,
 )
-from gradkeep.compat.trak._features import Current, Ridge
+from gradkeep.compat.trak._features import CurrentArrays, Ridge
 from gradkeep.compat.trak._kept_rows import (
     KeptGradients,
     delete_rows,
@@ -70,7 +70,7 @@ class MmapSaver(AbstractSaver):
         self._kept: dict[str, KeptGradients] = {}
         self._opened: dict[str, gs.Rows] = {}
         self._weights = ""
-        self.current_store = Current(self)
+        self.current_store = CurrentArrays(self)
         if load_from_save_dir:
             self.refresh()
             self._tell()
