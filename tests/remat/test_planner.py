@@ -467,10 +467,10 @@ class Changing(nn.Module):
     def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.turn = 0
+        self.turn, self.growing = 0, True
 
     def forward(self, x):
-        self.turn += 1
+        self.turn += self.growing
         for part in self.parts:
             x = part(x)
         for _ in range(self.turn):
@@ -493,6 +493,25 @@ def test_a_step_that_never_does_the_same_is_given_up_after_nine_recordings():
     done = budget.report()
     assert (done.recorded, done.planned, done.kept, done.online) == (9, 0, 3, 0)
     assert done.reasons == ("the step does something else each time",)
+
+
+def test_one_recording_clears_a_doubt_or_confirms_it():
+    net = Changing()
+    net.growing = False
+    budget = gk.memory_budget(0.95, min_size=1)
+    steps(budget, net, 4)
+    plan = budget._planner.last
+    plan.doubtful = True
+    steps(budget, net, 1)
+    assert (budget.report().recorded, budget.report().planned) == (4, 1)
+    assert not plan.doubtful
+    steps(budget, net, 1)
+    assert budget.report().planned == 2
+    plan.doubtful = True
+    net.turn += 1
+    steps(budget, net, 1)
+    assert plan not in budget._planner.plans
+    assert (budget.report().recorded, budget.report().planned) == (5, 2)
 
 
 def test_by_itself_it_turns_online_then():
