@@ -231,8 +231,8 @@ def seal(
     folder: str,
     *,
     durability: Durability,
-    own: Collection[str] = (),
-    adding: bool = True,
+    own: Collection[str],
+    adding: bool,
 ) -> Manifest:
     """Publish a version of everything that is committed, after checking that nothing is missing.
 
