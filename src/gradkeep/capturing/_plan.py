@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import format_bytes, parse_bytes
+from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
@@ -63,31 +64,20 @@ class CapturePlan:
 
     def __str__(self) -> str:
         head = ("layer", "type", "T", "kept as", "on disk", "scored", "GFLOP", "seconds")
-        table = [
-            head,
-            *(
-                (
-                    p.layer.name,
-                    p.layer.type,
-                    f"{p.layer.positions:.4g}",
-                    p.layer.storage,
-                    format_bytes(p.disk_bytes),
-                    p.compute,
-                    f"{p.flops / 1e9:.3g}",
-                    f"{p.seconds:.3g}",
-                )
-                for p in self.layers
-            ),
+        rows = [
+            (
+                p.layer.name,
+                p.layer.type,
+                f"{p.layer.positions:.4g}",
+                p.layer.storage,
+                format_bytes(p.disk_bytes),
+                p.compute,
+                f"{p.flops / 1e9:.3g}",
+                f"{p.seconds:.3g}",
+            )
+            for p in self.layers
         ]
-        widths = [max(len(cells[at]) for cells in table) for at in range(len(head))]
-        text = (0, 1, 3, 5)
-        lines = [
-            "  ".join(
-                cell.ljust(width) if at in text else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in table
-        ]
+        lines = [text_table(head, rows, right={2, 4, 6, 7})]
         lines += [
             (
                 f"capture {self.rows + self.queries} rows: {format_bytes(self.disk_bytes)} on disk, "

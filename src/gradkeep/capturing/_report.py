@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from gradkeep._budgets import format_bytes
+from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
@@ -133,25 +134,16 @@ class LayerTable(Sequence["KeptLayer | ListedLayer"]):
 
     def __repr__(self) -> str:
         head = ("layer", "type", "parameters", "T", "factors", "dense", "kept as", "bytes")
-        table = [head, *(_cells(row) for row in self.rows)]
+        table = [_cells(row) for row in self.rows]
         kept = [row for row in self.rows if isinstance(row, KeptLayer)]
-        if kept:
-            factors = format_bytes(sum(row.factor_bytes for row in kept))
-            dense = format_bytes(sum(row.dense_bytes for row in kept))
-            total = format_bytes(sum(row.row_bytes for row in kept))
-            count = str(sum(row.parameters for row in kept))
-            table.append(("per sample", "", count, "", factors, dense, "", total))
-        else:
-            table = [cells[:3] for cells in table]
-        widths = [max(len(cells[at]) for cells in table) for at in range(len(table[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if at in (0, 1, 6) else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in table
-        ]
-        return "\n".join(lines)
+        if not kept:
+            return text_table(head[:3], [cells[:3] for cells in table], right={2})
+        factors = format_bytes(sum(row.factor_bytes for row in kept))
+        dense = format_bytes(sum(row.dense_bytes for row in kept))
+        total = format_bytes(sum(row.row_bytes for row in kept))
+        count = str(sum(row.parameters for row in kept))
+        table.append(("per sample", "", count, "", factors, dense, "", total))
+        return text_table(head, table, right={2, 3, 4, 5, 7})
 
 
 @renamed_arguments(select="layers", plan="keep")
