@@ -186,6 +186,8 @@ def test_of_squared_errors_the_weight_is_one(tmp_path):
     lam = x.square().sum(1).mean()
     wanted = g @ torch.linalg.inv(x.T @ x + lam * torch.eye(4)) @ x.T * -residual
     assert close(gk.attribute(store).numpy(), wanted.numpy())
+    with pytest.raises(AttributionError, match="q is about margins"):
+        gk.attribute(store, q=np.full(9, 0.5))
 
 
 def test_of_losses_alone_the_kernel_is_theirs(tmp_path):

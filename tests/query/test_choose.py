@@ -155,5 +155,5 @@ def test_the_choice_is_near_the_best_way_on_this_machine():
             form, ProductSize(train, queries, length, length), machine_speeds()
         ).compute
         worst = max(worst, times[chosen] / min(times.values()))
-    # 1.2 on a machine_speeds at rest; others may be at work here.
+    # 1.2 on a machine at rest; others may be at work here.
     assert worst < 2

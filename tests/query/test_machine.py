@@ -1,4 +1,4 @@
-"""The machine_speeds is measured once, quickly, and what is kept of it is never trusted blindly."""
+"""The machine is measured once, quickly, and what is kept of it is never trusted blindly."""
 
 import dataclasses
 import json

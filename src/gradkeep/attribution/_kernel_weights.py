@@ -42,7 +42,7 @@ def loss_slopes(
     """The pulls and weights of the training rows, from what was kept of them.
 
     Where loss = log(1 + exp(-output)), q = 1 - p is the pull, and the weight is what was asked
-    for. GradientOf other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
+    for. Of other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
     Where only losses were kept, their gradients make the kernel, and both are 1. `q [N]` may be
     given, for example the mean over models that did not see the row.
     """
