@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import gradkeep
+from gradkeep.remat.simulator import _heuristics
+from gradkeep.store.backends import _schemes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -133,6 +135,15 @@ def test_python_blocks_are_found_and_marked_ones_left_out():
     assert python_blocks(page) == [(3, "x = 1\n")]
 
 
+@pytest.fixture
+def _registries(monkeypatch):
+    """Heuristics and schemes stay registered for the life of a process: not for other tests, though."""
+    monkeypatch.setattr(_heuristics, "_registry", {**_heuristics._registry})
+    monkeypatch.setattr(_heuristics, "_own", {*_heuristics._own})
+    monkeypatch.setattr(_schemes, "_factories", {**_schemes._factories})
+
+
+@pytest.mark.usefixtures("_registries")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_python_in_the_documentation_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
