@@ -1,5 +1,6 @@
 """The project keeps its own promises: versions, pins, portable files, documentation that runs."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -100,7 +101,10 @@ def test_x_refuses_an_unknown_task_without_installing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "mkdocstrings")),
+    reason="the extra docs is not installed",
+)
 def test_documentation_builds_and_loads_nothing_from_elsewhere(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
@@ -112,6 +116,13 @@ def test_documentation_builds_and_loads_nothing_from_elsewhere(tmp_path):
         html = page.read_text()
         loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?:)?//[^\s\">]*", html)
         assert not loaded, f"{page.name} loads {loaded}"
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        room = "gradkeep" if page.stem == "gradkeep" else f"gradkeep.{page.stem}"
+        html = (tmp_path / "api" / f"{page.stem}.html").read_text()
+        names = getattr(importlib.import_module(room), "__all__", ())
+        missing = {name for name in names if f'id="{room}.{name}"' not in html}
+        missing -= {other.stem for other in page.parent.glob("*.md")}  # rooms have their own page
+        assert not missing, f"{page.name} says nothing of {missing}: they need docstrings"
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
