@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradkeep
+from gradkeep.cli._app import COMMANDS, GROUPS
 from gradkeep.remat.simulator import _heuristics
 from gradkeep.store.backends import _schemes
 
@@ -123,6 +125,20 @@ def test_documentation_builds_and_loads_nothing_from_elsewhere(tmp_path):
         missing = {name for name in names if f'id="{room}.{name}"' not in html}
         missing -= {other.stem for other in page.parent.glob("*.md")}  # rooms have their own page
         assert not missing, f"{page.name} says nothing of {missing}: they need docstrings"
+
+
+def test_every_command_is_in_the_documentation_with_its_options():
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.commands_page()
+    parts = dict(re.findall(r"^##+ (gradkeep .+)\n((?:(?!##).*\n)*)", page, re.MULTILINE))
+    assert all(f"gradkeep {group}" in parts for group in GROUPS)
+    for command in COMMANDS:
+        part = parts[f"gradkeep {command.group or ''} {command.name}".replace("  ", " ")]
+        function = command.load()
+        assert inspect.getdoc(function).splitlines()[0] in part
+        assert part.count("\n| `") == len(inspect.signature(function).parameters), command.name
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
