@@ -127,6 +127,20 @@ def test_documentation_builds_and_loads_nothing_from_elsewhere(tmp_path):
         assert not missing, f"{page.name} says nothing of {missing}: they need docstrings"
 
 
+def test_what_the_map_names_is_where_it_says():
+    text = re.sub(
+        r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL
+    )
+    source = ROOT / "src" / "gradkeep"
+    files = set(re.findall(r"`([\w/]+/\w+\.py)`", text))
+    assert len(files) > 40
+    missing = [name for name in files if not any((at / name).exists() for at in (source, ROOT))]
+    assert not missing
+    for name, file in re.findall(r"`([\w.]+)`(?: in| \()\s*`([\w/]+\.py)`", text):
+        defined = rf"^\s*(?:def|class) {name.rpartition('.')[2]}\b"
+        assert re.search(defined, (source / file).read_text(), re.MULTILINE), f"{name} in {file}"
+
+
 def test_every_command_is_in_the_documentation_with_its_options():
     spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
     hooks = importlib.util.module_from_spec(spec)
