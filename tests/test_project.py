@@ -1,6 +1,8 @@
 """The project keeps its own promises: versions, pins, portable files, documentation that runs."""
 
+import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +13,9 @@ from pathlib import Path
 import pytest
 
 import gradkeep
+from gradkeep.cli._app import COMMANDS, GROUPS
+from gradkeep.remat.simulator import _heuristics
+from gradkeep.store.backends import _schemes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -98,7 +103,10 @@ def test_x_refuses_an_unknown_task_without_installing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "mkdocstrings")),
+    reason="the extra docs is not installed",
+)
 def test_documentation_builds_and_loads_nothing_from_elsewhere(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
@@ -110,6 +118,41 @@ def test_documentation_builds_and_loads_nothing_from_elsewhere(tmp_path):
         html = page.read_text()
         loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?:)?//[^\s\">]*", html)
         assert not loaded, f"{page.name} loads {loaded}"
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        room = "gradkeep" if page.stem == "gradkeep" else f"gradkeep.{page.stem}"
+        html = (tmp_path / "api" / f"{page.stem}.html").read_text()
+        names = getattr(importlib.import_module(room), "__all__", ())
+        missing = {name for name in names if f'id="{room}.{name}"' not in html}
+        missing -= {other.stem for other in page.parent.glob("*.md")}  # rooms have their own page
+        assert not missing, f"{page.name} says nothing of {missing}: they need docstrings"
+
+
+def test_what_the_map_names_is_where_it_says():
+    text = re.sub(
+        r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL
+    )
+    source = ROOT / "src" / "gradkeep"
+    files = set(re.findall(r"`([\w/]+/\w+\.py)`", text))
+    assert len(files) > 40
+    missing = [name for name in files if not any((at / name).exists() for at in (source, ROOT))]
+    assert not missing
+    for name, file in re.findall(r"`([\w.]+)`(?: in| \()\s*`([\w/]+\.py)`", text):
+        defined = rf"^\s*(?:def|class) {name.rpartition('.')[2]}\b"
+        assert re.search(defined, (source / file).read_text(), re.MULTILINE), f"{name} in {file}"
+
+
+def test_every_command_is_in_the_documentation_with_its_options():
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.commands_page()
+    parts = dict(re.findall(r"^##+ (gradkeep .+)\n((?:(?!##).*\n)*)", page, re.MULTILINE))
+    assert all(f"gradkeep {group}" in parts for group in GROUPS)
+    for command in COMMANDS:
+        part = parts[f"gradkeep {command.group or ''} {command.name}".replace("  ", " ")]
+        function = command.load()
+        assert inspect.getdoc(function).splitlines()[0] in part
+        assert part.count("\n| `") == len(inspect.signature(function).parameters), command.name
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -133,6 +176,15 @@ def test_python_blocks_are_found_and_marked_ones_left_out():
     assert python_blocks(page) == [(3, "x = 1\n")]
 
 
+@pytest.fixture
+def _registries(monkeypatch):
+    """Heuristics and schemes stay registered for the life of a process: not for other tests, though."""
+    monkeypatch.setattr(_heuristics, "_registry", {**_heuristics._registry})
+    monkeypatch.setattr(_heuristics, "_own", {*_heuristics._own})
+    monkeypatch.setattr(_schemes, "_factories", {**_schemes._factories})
+
+
+@pytest.mark.usefixtures("_registries")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_python_in_the_documentation_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

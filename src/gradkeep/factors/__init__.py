@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 AnyForm = Form[Any]
+"""A form, whatever its rows are."""
 _FORMS: tuple[type[Any], ...] = (Outer, Convolution, Lookup, Dense, Tied)
 _KINDS = {form.kind: form for form in _FORMS}
 

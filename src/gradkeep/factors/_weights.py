@@ -73,3 +73,4 @@ class WeightVector:
 
 
 WeightBlock = WeightMatrix | WeightVector
+"""One part of a dense gradient."""

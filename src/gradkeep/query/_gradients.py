@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradkeep.store import Batch, Block, Layer, Store
 
 GradientOf = Literal["loss", "output"]
+"""Whose gradient is asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError
 
 DEFAULT_BUDGET = 1 << 30
+"""Bytes that a question may take, unless it says otherwise."""
 _MOST_TRAIN = 64 << 20
 _MOST_SCRATCH = 64 << 20
 _LEAST_SCRATCH = 1 << 20

@@ -93,6 +93,7 @@ class ScoresKey:
 
 
 BlockKey = CaptureKey | ScoresKey
+"""What names a block: a capture, or saved scores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class LayerGradients:
 
 
 SampleAxis = Literal["first", "second", "flat"]
+"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, or `[B * T, ...]`."""
 SAMPLE_AXES: tuple[SampleAxis, ...] = get_args(SampleAxis)
 
 

@@ -21,6 +21,7 @@ ArrayKind = Literal[
     "prefix", "suffix", "gradient", "projection", "embedding", "scalar", "mask", "data"
 ]
 Encoding = Literal["plain", "bfloat16", "float16", "float16-scaled", "int8-scaled", "bits"]
+"""How the numbers of an array are stored; all but `plain` and `bits` round."""
 NanPolicy = Literal["refuse", "keep"]
 
 STORED_DTYPES = (
