@@ -20,14 +20,9 @@ from gradkeep.factors import Dense, DenseRows
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from torch import nn
-
-    from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured, Task
     from gradkeep.query import GradientOf
-
-"""Whose gradient is kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,8 @@ A form is a description without numbers: which arrays a layer's per-sample gradi
 the formula that joins them. It is written into the schema of a capture, so that the arrays can be
 understood without the model that they came from. The numbers of some samples are its rows.
 
-A form of one's own is a class with this protocol in a file of its own, and its name in `_KINDS`.
+A form of one's own is a class with this protocol in a file of its own, and its name in
+`_FORMS` of this room.
 """
 
 from __future__ import annotations
