@@ -56,9 +56,11 @@ def renamed_arguments(**renamed: str) -> Callable[[Callable[P, T]], Callable[P, 
     >>> @renamed_arguments(plan="compute")
     ... def dot(*, compute=None):
     ...     return compute
-    >>> with warnings.catch_warnings(record=True):
-    ...     dot(plan="half")
-    'half'
+    >>> with warnings.catch_warnings(record=True) as told:
+    ...     warnings.simplefilter("always")
+    ...     found = dot(plan="half")
+    >>> found, str(told[0].message)[:29]
+    ('half', 'dot(plan=) is now compute=; t')
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

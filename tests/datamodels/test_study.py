@@ -147,7 +147,7 @@ def test_captured_gradients_are_autograds_of_the_models_that_gave_the_outputs(tm
             again = TRAINING.train_one(X[mask], Y[mask], training_seed(0, index))
             model = again.eval()
         for split, batch in (("train", (X, Y)), ("test", TEST)):
-            where = {"split": split, "checkpoint": str(index), "run": "study"}
+            where = {"split": split, "checkpoints": str(index), "run": "study"}
             kept = gk.query.gradients(found.store, **where)
             assert kept.ids.tolist() == list(range(len(batch[1])))
             truth = per_sample_gradients(model, task.losses, batch)

@@ -62,7 +62,7 @@ def test_a_capture_goes_to_a_url(url):
             model,
             [batch],
             task=gk.Classification(),
-            checkpoint="final",
+            checkpoints="final",
             split=split,
             progress=False,
         )

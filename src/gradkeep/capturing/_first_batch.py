@@ -36,8 +36,6 @@ from gradkeep.query import select_layers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import nn
-
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
     from gradkeep.capturing.rules._units import LayerUnit

@@ -14,13 +14,11 @@ from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
     from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.factors import AnyForm, GradientRows, Outer, Storage
     from gradkeep.store import Encoding
-
 ALIASES: dict[str, Storage | None] = {
     "exact": None,
     "auto": None,

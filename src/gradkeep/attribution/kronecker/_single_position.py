@@ -180,7 +180,7 @@ def _blocks(there: Tensor) -> tuple[EigenBlock, ...]:
     """All rows; columns up to the last that is there in these or later rows.
 
     >>> _blocks(torch.tensor([[False, True], [True, False], [False, False]]))
-    (Block(start=0, stop=2, cols=2), Block(start=2, stop=3, cols=0))
+    (EigenBlock(start=0, stop=2, cols=2), EigenBlock(start=2, stop=3, cols=0))
     """
     last = (there * torch.arange(1, there.shape[1] + 1)).amax(1)
     most = last.flip(0).cummax(0).values.flip(0)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradkeep.attribution.projections import _random
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class CountSketch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from torch.nn import functional as F
 from gradkeep.capturing._batches import digests
 from gradkeep.capturing.tasks._task import Measured, Task, call, logits_of, split_labels
 from gradkeep.errors import CaptureError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 LABELS = ("labels", "label", "targets", "target", "y")
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     Sizes = Mapping[str, int | float]
     Built = tuple[torch.nn.Module, Callable[[], torch.Tensor]]
-    from collections.abc import Callable
 
     import torch
 

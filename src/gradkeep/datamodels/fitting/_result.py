@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import os
     from typing import Literal
 
-    from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.store import Block, Store
 
 

@@ -15,8 +15,6 @@ from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradkeep.remat.simulator._program import Program
-
 
 @dataclass(frozen=True, slots=True)
 class Graph:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.store.blocks._encoding import AnyArray
     from gradkeep.store.blocks._schema import Array
 
 
