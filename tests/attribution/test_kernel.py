@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._budgets import format_bytes
-from gradkeep.attribution._solve import dual, primal
+from gradkeep.attribution._solve import dual, primal, relative_damping
 from gradkeep.errors import AttributionError, BudgetError
 
 ROWS, ASKED = 14, 6
@@ -173,6 +173,17 @@ def test_dual_and_primal_are_the_same(rows, dim, seed, damping):
     wanted = (g.double() @ inverse @ a.T) * pull
     assert torch.allclose(one.double(), wanted, rtol=1e-3, atol=1e-4)
     assert torch.allclose(other.double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_damping_is_relative_to_any_diagonal_above_zero():
+    assert relative_damping(0.5, 1e-9, what="damping") == 5e-10
+    assert relative_damping(2.0, 1e9, what="damping") == 2e9
+    for diagonal in (0.0, -1.0, float("nan")):
+        with pytest.raises(AttributionError, match="are zero"):
+            relative_damping(1.0, diagonal, what="damping")
+    for damping in (0.0, -1.0, "auto"):
+        with pytest.raises(AttributionError, match="must be positive"):
+            relative_damping(damping, 1.0, what="damping")
 
 
 def test_of_squared_errors_the_weight_is_one(tmp_path):

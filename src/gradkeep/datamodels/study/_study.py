@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gradkeep.store import Rows, Store
 
 
-_RESERVED = ("checkpoints", "run", "split")
+_RESERVED = ("checkpoint", "checkpoints", "run", "split")
 _Given = ParamSpec("_Given")
 
 
