@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -88,6 +89,20 @@ def test_recording_takes_the_model_first_as_it_did(tmp_path):
 def test_names_of_answers(old, new):
     with pytest.warns(DeprecationWarning, match=f"gradkeep.query.{old} is now"):
         assert getattr(gk.query, old) is getattr(gk.query, new)
+
+
+def test_attributes_of_answers(store):
+    rows = gk.gradients(store, split="train")
+    step = gk.query.dot(rows, rows).plan.steps[0]
+    with pytest.warns(DeprecationWarning, match=r"QueryStep.how is now .compute"):
+        assert step.how == step.compute
+    masks = np.random.default_rng(0).random((30, 8)) < 0.5
+    fit = gk.datamodels.fit(masks, masks.sum(1, keepdims=True) * 1.0)
+    with pytest.warns(DeprecationWarning, match=r"Datamodels.recipe is now .options"):
+        assert fit.recipe is fit.options
+    block = store.info().blocks[0]
+    with pytest.warns(DeprecationWarning, match=r"BlockFacts.place is now .address"):
+        assert block.place == block.address
 
 
 def test_new_names_warn_of_nothing(store):

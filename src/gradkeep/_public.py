@@ -84,3 +84,17 @@ def renamed_arguments(**renamed: str) -> Callable[[Callable[P, T]], Callable[P, 
         return call
 
     return decorate
+
+
+def renamed_attribute(old: str, new: str) -> Any:
+    """A property for a class: the attribute of an earlier version by its new name, with a warning."""
+
+    def get(self: Any) -> Any:
+        warnings.warn(
+            f"{type(self).__name__}.{old} is now .{new}; the old name goes away in the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self, new)
+
+    return property(get, doc=f"Now `{new}`.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradkeep._budgets import format_bytes
+from gradkeep._public import renamed_attribute
 from gradkeep.errors import QueryError
 from gradkeep.factors import RESTORED, VALUE, CostCounter
 
@@ -38,6 +39,8 @@ class QueryStep:
     form: str
     compute: Compute
     predicted_seconds: float
+
+    how = renamed_attribute("how", "compute")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as stores
+from gradkeep._public import renamed_attribute
 from gradkeep.datamodels.fitting._correlation import Correlation, correlation
 from gradkeep.datamodels.fitting._counts import Counts
 from gradkeep.datamodels.fitting._masks import AnyArray, Masks
@@ -65,6 +66,8 @@ class Datamodels:
     """`[t]`, what the prior's scores were multiplied by; 0 if they pointed the wrong way."""
     prior: AnyArray | None = field(default=None, repr=False)
     counts: Counts | None = field(default=None, repr=False)
+
+    recipe = renamed_attribute("recipe", "options")
 
     def __post_init__(self) -> None:
         for array in (self.weights, self.bias, self.lam, self.gap):

@@ -8,11 +8,11 @@ with the reason.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from gradkeep._public import renamed_attribute
 from gradkeep.errors import Damaged, GradkeepError
 from gradkeep.store import _document
 from gradkeep.store._keys import BLOCKS, ROWS, RUNS, SCORES, CaptureKey, is_name
@@ -127,16 +127,12 @@ class BlockFacts:
     layers: tuple[LayerFacts, ...]
     arrays: tuple[Array, ...]
 
+    place = renamed_attribute("place", "address")
+
     @property
     def kind(self) -> BlockKind:
         """A capture, saved scores, or a set of rows."""
         return self.address.kind
-
-    @property
-    def place(self) -> BlockAddress:
-        """The name of `address` in an earlier version."""
-        warnings.warn("BlockFacts.place is now .address", DeprecationWarning, stacklevel=2)
-        return self.address
 
     @property
     def dense_bytes(self) -> int:
