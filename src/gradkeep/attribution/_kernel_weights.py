@@ -1,4 +1,4 @@
-"""The slope of each training row's loss along its output, and its weight in the curvature, pooled over checkpoints."""
+"""Per training row, pooled over checkpoints: the slope of its loss, and its weight in the curvature."""
 
 from __future__ import annotations
 

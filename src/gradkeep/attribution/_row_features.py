@@ -1,4 +1,4 @@
-"""What captures keep of every row beside gradients, and projections of gradients, for both sides of a question."""
+"""Features of both sides of a question: values that captures keep, and projected gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of every row beside its gradients: losses, outputs, norms, embeddings; and alarms about them."""
+"""What is kept of every row beside its gradients, and alarms about it."""
 
 from __future__ import annotations
 

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
 from gradkeep.query._engine import (
+    DEFAULT_BUDGET,
     ComputeWish,
     GradientPair,
+    MemoryShares,
     ProductEngine,
     ProductTile,
     check_pairs,
+    memory_shares,
 )
 from gradkeep.query._gradients import (
     FactorBatch,
@@ -25,7 +28,6 @@ from gradkeep.query._gradients import (
 )
 from gradkeep.query._layers import LayerChoice, NamedLayer, select_layers
 from gradkeep.query._machine import machine_speeds
-from gradkeep.query._memory import DEFAULT_BUDGET, MemoryShares, memory_shares
 from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_compute
 from gradkeep.query._products import Products, TopRows, cosine, dot, gram, top
 from gradkeep.query._sums import Directions, along, mean, squares, total, variance

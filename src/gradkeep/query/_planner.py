@@ -1,4 +1,4 @@
-"""Which way of computing products of gradients is the fastest here: what each costs, and the choice."""
+"""What each way of computing products of gradients costs here, and the choice."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 from gradkeep.errors import QueryError
 from gradkeep.factors import tiles
-from gradkeep.query._memory import memory_shares
+from gradkeep.query._engine import memory_shares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

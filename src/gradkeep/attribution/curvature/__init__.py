@@ -1,8 +1,12 @@
 """The curvature of the loss over all chosen layers at once, as products with vectors."""
 
 from gradkeep.attribution.curvature._iterative import Eigenpairs, conjugate_gradients, lanczos
-from gradkeep.attribution.curvature._operator import CurvatureOptions, CurvatureProblem, curvature
-from gradkeep.attribution.curvature._space import GradientSpace
+from gradkeep.attribution.curvature._operator import (
+    CurvatureOptions,
+    CurvatureProblem,
+    GradientSpace,
+    curvature,
+)
 
 __all__ = [
     "CurvatureOptions",

@@ -1,4 +1,4 @@
-"""The products with a curvature that a method asked for: Gauss-Newton by replay, or Fisher from kept gradients."""
+"""Products with a curvature: Gauss-Newton by replay, or Fisher from kept gradients."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 
 from gradkeep import query
 from gradkeep.attribution.curvature._replayed import ReplayedGaussNewton
-from gradkeep.attribution.curvature._space import GradientSpace
 from gradkeep.attribution.kronecker import Damping
-from gradkeep.attribution.kronecker._row_parts import weighted
+from gradkeep.attribution.kronecker._row_parts import dense_rows, weighted
 from gradkeep.capturing import Classification
 from gradkeep.errors import AttributionError
+from gradkeep.query import Directions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
 
     from gradkeep.attribution._question import CheckpointView
     from gradkeep.capturing import Mode, Task
+    from gradkeep.factors import AnyForm, Parameter
     from gradkeep.query import Gradients
 
 CurvatureKind = Literal["hessian", "ggn", "fisher"]
@@ -107,3 +108,50 @@ def fisher_product(
     shares = query.along(train, directions, memory_budget=memory_budget) / len(train)
     found = [weighted(train, name, shares, memory_budget) for name in train.forms]
     return torch.cat(found, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientSpace:
+    """Vectors `[P]`: the layers one after the other, each layer's parameters in order."""
+
+    forms: Mapping[str, AnyForm]
+    weights: str
+    """The fingerprint of the model's weights."""
+
+    @classmethod
+    def of(cls, gradients: Gradients) -> GradientSpace:
+        """That of a capture's gradients, if they are kept unprojected."""
+        for name, form in gradients.forms.items():
+            if form.restored_parameters != form.parameters:
+                raise AttributionError(
+                    f"layer {name} is kept as a sketch, which has no curvature of its own",
+                    fix="capture it dense or as factors",
+                )
+        return cls(gradients.forms, gradients.weights)
+
+    @property
+    def size(self) -> int:
+        """P"""
+        return sum(form.gradient_size for form in self.forms.values())
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Those of all layers, in order."""
+        return [parameter for form in self.forms.values() for parameter in form.parameters]
+
+    def rows(self, gradients: Gradients, positions: list[int]) -> Tensor:
+        """The gradients `[B, P]` of some rows, float64."""
+        return torch.cat([dense_rows(gradients, n, positions).double() for n in self.forms], 1)
+
+    def directions(self, vectors: Tensor) -> Directions:
+        """Vectors `[K, P]` layer by layer, float32."""
+        sizes = [form.gradient_size for form in self.forms.values()]
+        parts = [part.float() for part in torch.split(vectors, sizes, 1)]
+        named = dict(zip(self.forms, parts, strict=True))
+        return Directions(tuple(range(len(vectors))), named, self.forms, self.weights)
+
+    def split(self, vector: Tensor) -> list[Tensor]:
+        """A vector `[P]` as the parameters' shapes."""
+        parts = torch.split(vector, [parameter.size for parameter in self.parameters])
+        shapes = [parameter.shape for parameter in self.parameters]
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

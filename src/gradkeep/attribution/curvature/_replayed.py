@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution.curvature._space import GradientSpace
+    from gradkeep.attribution.curvature._operator import GradientSpace
     from gradkeep.capturing import Mode, Task
 
 

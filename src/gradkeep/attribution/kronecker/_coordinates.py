@@ -1,4 +1,4 @@
-"""Eigencoordinates of rows, for which factors are turned before they are multiplied out, and sums of their squares."""
+"""Eigencoordinates of rows, made from turned factors, and sums of their squares."""
 
 from __future__ import annotations
 

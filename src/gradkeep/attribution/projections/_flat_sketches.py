@@ -1,4 +1,4 @@
-"""Random projections of plain vectors: dense matrices, count-sketches, folds, Hadamard transforms; and the sum they add to."""
+"""Random projections of plain vectors, and the sum that they add to."""
 
 from __future__ import annotations
 

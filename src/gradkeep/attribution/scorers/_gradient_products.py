@@ -1,4 +1,4 @@
-"""`dot`, `cos`, `tracin`, `self`: inner products of loss gradients, at one checkpoint or along training."""
+"""`dot`, `cos`, `tracin`, `self`: inner products of loss gradients."""
 
 from __future__ import annotations
 

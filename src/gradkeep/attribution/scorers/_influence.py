@@ -1,4 +1,4 @@
-"""`influence` and `arnoldi`: the inverse curvature by conjugate gradients, or through its leading eigenvectors."""
+"""`influence` and `arnoldi`: inverse curvature by conjugate gradients, or by leading eigenvectors."""
 
 from __future__ import annotations
 

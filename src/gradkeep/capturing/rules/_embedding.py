@@ -1,4 +1,4 @@
-"""Embeddings, and tables that are also the last layer: the prefix is the token, the suffix the gradient of its vector."""
+"""Embeddings, and tables that are also the last layer: the prefix is the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From kept gradients to features and scores: relative ridge, or the released formula; and the current model's arrays."""
+"""From kept gradients to features and scores, and the arrays of the current model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RELATIVE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ridge:
-    """What is added to the diagonal: a number as it is, or relative_damping to the mean diagonal."""
+    """What is added to the diagonal: a number as it is, or relative to the mean diagonal."""
 
     absolute: float | None = None
 

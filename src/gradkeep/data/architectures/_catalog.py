@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     Sizes = Mapping[str, int | float]
-    Built = tuple[torch.nn.Module, Callable[[], torch.Tensor]]
-
-    import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
