@@ -52,7 +52,7 @@ class Ridge:
                 f"{rows} rows cannot fill a matrix of {dim} x {dim}: without a ridge its inverse, "
                 "and so every score, would be noise",
                 found=f"proj_dim={dim}, train_set_size={rows}, lambda_reg=0",
-                fix="leave lambda_reg out for the relative_damping ridge, pass a positive one, or choose "
+                fix="leave lambda_reg out for the relative ridge, pass a positive one, or choose "
                 f"proj_dim={max(1, rows // 4)}",
             )
 
@@ -62,7 +62,7 @@ def add_scores(
 ) -> None:
     """Add to `out` `[n, m]` the scores of all rows for all targets, times `share`.
 
-    - relative_damping: X (X^T X + l I)^-1 G^T with l = the mean diagonal of X^T X, or of X X^T where
+    - relative: X (X^T X + l I)^-1 G^T with l = the mean diagonal of X^T X, or of X X^T where
       there are fewer rows than numbers; no other scale, so that checkpoints count alike;
     - a number: the released formula, X B G^T with B = A^-1 / mean|A^-1|, A = X^T X + number I.
     """
