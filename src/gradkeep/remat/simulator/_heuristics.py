@@ -427,7 +427,7 @@ ORIGINAL_NAMES = {
         f"Ab{old}{'Size' if size else ''}{'Stale' if stale else ''}": (
             f"ab-{new}{'-size' if size else ''}{'-stale' if stale else ''}"
         )
-        for old, new in (("E", "exact"), ("Eq", "eq"), ("LocalCost", "local"), ("", "none"))
+        for old, new in (("E", "exact"), ("Eq", "eq"), ("Local", "local"), ("", "none"))
         for size in (True, False)
         for stale in (True, False)
     },
