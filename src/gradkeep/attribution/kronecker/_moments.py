@@ -38,11 +38,17 @@ class MatrixMoments(abc.ABC):
     """
 
     def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
-        del room
         self.piece, self.form = piece, form
-        self.left = zeros(piece.groups, piece.rows)
-        self.right = zeros(piece.groups, piece.cols)
+        self.left = self._empty_left()
+        self.right = self._empty_right(room)
         self.rows = self.positions = 0
+
+    def _empty_left(self) -> Tensor:
+        return zeros(self.piece.groups, self.piece.rows)
+
+    def _empty_right(self, room: int) -> Tensor:
+        del room
+        return zeros(self.piece.groups, self.piece.cols)
 
     @property
     def nbytes(self) -> int:
@@ -73,9 +79,8 @@ class LinearMoments(MatrixMoments):
 class EmbeddingMoments(MatrixMoments):
     """Of an embedding: how often each token is read, and the suffixes of all tokens."""
 
-    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
-        super().__init__(piece, form, room=room)
-        self.left = torch.zeros(1, piece.rows, dtype=torch.float64)
+    def _empty_left(self) -> Tensor:
+        return torch.zeros(1, self.piece.rows, dtype=torch.float64)
 
     def add(self, rows: LookupRows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
@@ -93,14 +98,14 @@ class EmbeddingMoments(MatrixMoments):
 class ConvolutionMoments(MatrixMoments):
     """Of a convolution's patches and of its other array, by positions."""
 
-    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
-        super().__init__(piece, form, room=room)
-        self.right = torch.zeros(0, dtype=torch.float64)
+    patches: PixelMoments | PatchMoments
+
+    def _empty_right(self, room: int) -> Tensor:
         # Pixel by pixel where that is less work, and there is room for it.
-        fits = whole(piece.cols) and PixelMoments.bytes_of(form) <= room
-        self.patches: PixelMoments | PatchMoments = PatchMoments(form)
-        if fits and PixelMoments.operations(form) < PatchMoments.operations(form):
-            self.patches = PixelMoments(form)
+        pixels = whole(self.piece.cols) and PixelMoments.bytes_of(self.form) <= room
+        pixels = pixels and PixelMoments.operations(self.form) < PatchMoments.operations(self.form)
+        self.patches = PixelMoments(self.form) if pixels else PatchMoments(self.form)
+        return torch.zeros(0, dtype=torch.float64)  # those of patches stand in for it
 
     @property
     def nbytes(self) -> int:
