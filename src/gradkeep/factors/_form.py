@@ -15,13 +15,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
+import torch
+
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from gradkeep.factors._cost import CostCounter, ProductSize
@@ -412,7 +413,7 @@ def form_of_kinds(fields: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> 
 
 def widened(values: Tensor) -> Tensor:
     """Numbers of 32 bits at least: 16 are for keeping, not for computing."""
-    return values.float() if values.element_size() < 4 else values
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def nbytes(*arrays: torch.Tensor | None) -> int:

@@ -8,9 +8,9 @@ import torch
 
 from gradkeep.attribution.projections._flat_sketches import DenseMatrix, ProjectionSum
 from gradkeep.attribution.projections._projection import require_finite, require_room
-from gradkeep.attribution.projections._sketch import FLAT, GradientSketch, sketch_of, wide
+from gradkeep.attribution.projections._sketch import FLAT, GradientSketch, sketch_of
 from gradkeep.errors import AttributionError
-from gradkeep.factors import CACHED, Spans, row_of, tiles
+from gradkeep.factors import CACHED, Spans, row_of, tiles, widened
 from gradkeep.query import memory_shares
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def project_dense(
             found=f"shape {tuple(gradients.shape)}",
             expected="[B, P]",
         )
-    values = wide(gradients)
+    values = widened(gradients)
     into = ProjectionSum(len(values), projection.dim, dtype=values.dtype, device=values.device)
     if values.numel():
         sketch_of(projection, model).flat(FLAT, values.shape[1]).add(into, 0, values)
@@ -137,7 +137,7 @@ def project_parameters(
     """
     if not gradients:
         raise AttributionError("there is no gradient to project")
-    named = {name: wide(value) for name, value in gradients.items()}
+    named = {name: widened(value) for name, value in gradients.items()}
     like = next(iter(named.values()))
     sketch = sketch_of(projection, model)
     into = ProjectionSum(len(like), projection.dim, dtype=like.dtype, device=like.device)

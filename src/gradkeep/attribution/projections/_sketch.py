@@ -6,8 +6,6 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from gradkeep.attribution.projections._flat_sketches import (
     CountSketch,
     DenseMatrix,
@@ -101,9 +99,3 @@ class GradientSketch:
 def sketch_of(projection: Projection, model: object) -> GradientSketch:
     """The sketch of a model, kept for the next batch."""
     return GradientSketch(projection, model)
-
-
-def wide(values: Tensor) -> Tensor:
-    """Values in a dtype to compute in: float32 at least."""
-    kept = values.dtype in (torch.float32, torch.float64)
-    return values if kept else values.float()
