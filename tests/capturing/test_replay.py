@@ -137,7 +137,7 @@ def test_a_failed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, model, d
             failures += 1
             with pytest.raises(QueryError, match="not finished"):
                 gk.gradients(broken, split="train")
-            Breaks.left = 4 + failures % 3
+            Breaks.left = 4 + 2 * failures  # some kept rows are made again first
     assert 2 <= failures < 10
     files = sorted(p.name for p in (tmp_path / "whole" / KEY.folder / "seg").iterdir())
     assert len(files) > 1

@@ -1,111 +1,16 @@
-"""Loaders and batches of any shape: their ids, their rows, their digests."""
+"""Batches of any shape: their rows and their digests."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, RandomSampler
 
 from gradkeep.errors import CaptureError
-
-Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
-"""Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batches:
-    """All batches of a loader with their ids; can be gone through again and again."""
-
-    loader: Iterable[Any]
-    ids: Ids | None
-    num_rows: int | None
-    """The number of samples, if the loader knows it."""
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
-        at = 0
-        listed = self._listed()
-        for given in self.loader:
-            batch, ids = self._taken_apart(given)
-            count = batch_size(batch)
-            if ids is None and listed is None:
-                ids = np.arange(at, at + count)
-            elif ids is None:
-                assert listed is not None
-                ids = listed[at : at + count]
-            own = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids).reshape(-1)
-            if len(own) != count:
-                raise CaptureError(
-                    "every sample needs an id",
-                    found=f"{len(own)} ids for {count} samples",
-                    fix="give ids=, one for each sample of the loader, in its order",
-                )
-            yield own.astype(np.int64), batch
-            at += count
-
-    def _listed(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        if self.ids is None or isinstance(self.ids, str | int) or callable(self.ids):
-            return None
-        return np.asarray(self.ids, np.int64)
-
-    def _taken_apart(self, given: Any) -> tuple[Any, Any]:
-        """The batch without its ids, and the ids if they are in it."""
-        if callable(self.ids):
-            return given, self.ids(given)
-        if not isinstance(self.ids, str | int):
-            return given, None
-        try:
-            found = given[self.ids]
-        except (KeyError, IndexError, TypeError) as error:
-            raise CaptureError(
-                f"no ids at {self.ids!r} in the batch", found=type(given).__name__
-            ) from error
-        if isinstance(given, Mapping):
-            return {key: value for key, value in given.items() if key != self.ids}, found
-        at = range(len(given))[int(self.ids)]
-        return tuple(item for place, item in enumerate(given) if place != at), found
-
-
-def batches_of(loader: Iterable[Any], ids: Ids | None) -> Batches:
-    """The batches of a loader, once it is clear that they come in the same order every time."""
-    if isinstance(loader, Iterator):
-        raise CaptureError(
-            "a loader that can be gone through only once",
-            found=type(loader).__name__,
-            fix="pass the DataLoader itself, or a list of batches",
-        )
-    rows: int | None = None
-    if isinstance(loader, DataLoader):
-        if ids is None and isinstance(loader.sampler, RandomSampler):
-            raise CaptureError(
-                "the loader shuffles: a sample would have another id in every run",
-                fix="use a DataLoader with shuffle=False, or have the dataset give ids and "
-                "pass ids=, the key or place of them in a batch",
-            )
-        try:
-            rows = len(loader.sampler)  # type: ignore[arg-type]
-        except TypeError:
-            rows = None
-        if loader.drop_last and rows is not None and rows % (loader.batch_size or 1):
-            raise CaptureError(
-                "the loader drops its last samples",
-                found=f"drop_last=True with {rows} samples in batches of {loader.batch_size}",
-                fix="use drop_last=False",
-            )
-    elif isinstance(loader, list | tuple):
-        rows = sum(batch_size(batch) for batch in loader)
-    if not isinstance(ids, str | int | type(None)) and not callable(ids):
-        if rows is not None and len(ids) != rows:
-            raise CaptureError(
-                "every sample needs one id", found=f"{len(ids)} ids for {rows} samples"
-            )
-        rows = len(ids)
-    return Batches(loader, ids, rows)
 
 
 def batch_size(batch: Any) -> int:
@@ -114,7 +19,7 @@ def batch_size(batch: Any) -> int:
     >>> batch_size({"input_ids": torch.zeros(3, 7), "labels": torch.zeros(3)})
     3
     """
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
             return len(leaf)
     raise CaptureError(
@@ -144,52 +49,92 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
             return leaf[start:stop]
         return leaf
 
-    return _mapped(batch, cut, count=count, cut=slice(start, stop))
+    return _mapped(
+        batch, cut, listed=lambda items: items[start:stop] if len(items) == count else items
+    )
 
 
 def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A fingerprint `[B]` of each sample, by which changed or reordered data is noticed."""
+    """A fingerprint `[B]` of each sample, by which changed or reordered data is noticed.
+
+    It is the hash of the sample's bytes in every tensor and array that has a row for it, and of what
+    stands for it in lists of texts or numbers. Cost: reading the batch once.
+    """
     count = batch_size(batch)
-    parts = []
-    for leaf in _leaves(batch):
+    found: list[Any] = []
+    _mapped(batch, found.append, listed=found.append)
+    arrays: list[np.ndarray[Any, Any]] = []
+    told: list[Any] = []
+    for leaf in found:
         if isinstance(leaf, torch.Tensor) and not leaf.is_sparse:
-            leaf = leaf.detach().cpu()
-            leaf = leaf.view(torch.int16) if leaf.dtype == torch.bfloat16 else leaf
-            leaf = leaf.numpy()
+            leaf = _plain(leaf)
         if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == count:
-            parts.append(np.ascontiguousarray(leaf))
-    found = np.empty(count, np.uint64)
-    for row in range(count):
-        digest = xxhash.xxh3_64()
-        for part in parts:
-            digest.update(part[row].tobytes() if part.ndim == 1 else part[row])
-        found[row] = digest.intdigest()
+            if leaf.dtype.hasobject:
+                told.append(leaf.tolist())
+            elif leaf.size:
+                arrays.append(np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8))
+        elif isinstance(leaf, list | tuple) and len(leaf) == count:
+            told.append(leaf)
+    if sum(part.shape[1] for part in arrays) <= _JOINED:
+        arrays = [np.concatenate(arrays, 1)] if len(arrays) > 1 else arrays
+    parts = [(part.reshape(-1).data, part.shape[1]) for part in arrays]
+    if len(parts) == 1 and not told:
+        ((whole, width),) = parts
+        made = (
+            xxhash.xxh3_64_intdigest(whole[at : at + width])
+            for at in range(0, count * width, width)
+        )
+        return np.fromiter(made, np.uint64, count)
+    made = (_digest(parts, told, row) for row in range(count))
+    return np.fromiter(made, np.uint64, count)
+
+
+_JOINED = 4096
+"""Bytes of a sample up to which it is cheaper to join its parts than to hash one after the other."""
+
+
+def _digest(parts: list[tuple[memoryview, int]], told: list[Any], row: int) -> int:
+    digest = xxhash.xxh3_64()
+    for whole, width in parts:
+        digest.update(whole[row * width : (row + 1) * width])
+    for items in told:
+        digest.update(repr(items[row]).encode("utf-8", "surrogatepass"))
+    return digest.intdigest()
+
+
+def _plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    values = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    return values.numpy()
+
+
+def leaves(batch: Any) -> list[Any]:
+    """The tensors, arrays and other things in a batch, however it is nested."""
+    found: list[Any] = []
+    _mapped(batch, found.append)
     return found
 
 
-def _leaves(batch: Any) -> list[Any]:
-    leaves: list[Any] = []
-    _mapped(batch, leaves.append)
-    return leaves
+def _same(item: Any) -> Any:
+    return item
 
 
 def _mapped(
-    batch: Any, change: Callable[[Any], Any], *, count: int | None = None, cut: slice | None = None
+    batch: Any, change: Callable[[Any], Any], *, listed: Callable[[Any], Any] = _same
 ) -> Any:
-    """The same nesting with every leaf changed."""
+    """The same nesting with every leaf changed, and with every list of texts or numbers, too."""
     if isinstance(batch, Mapping):
         # Hugging Face batches are mappings with a constructor of their own: a dict serves.
-        return {name: _mapped(item, change, count=count, cut=cut) for name, item in batch.items()}
+        return {name: _mapped(item, change, listed=listed) for name, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(item, change, count=count, cut=cut) for item in batch))
+        return type(batch)(*(_mapped(item, change, listed=listed) for item in batch))
     if isinstance(batch, tuple | list):
-        scalars = batch and not any(_is_part(item) for item in batch)
-        if scalars:  # a list of texts or numbers: one per sample
-            return batch[cut] if cut is not None and len(batch) == count else batch
-        return type(batch)(_mapped(item, change, count=count, cut=cut) for item in batch)
+        if batch and not any(_is_part(item) for item in batch):
+            return listed(batch)
+        return type(batch)(_mapped(item, change, listed=listed) for item in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [part.name for part in dataclasses.fields(batch)]
-        changed = {n: _mapped(getattr(batch, n), change, count=count, cut=cut) for n in names}
+        changed = {name: _mapped(getattr(batch, name), change, listed=listed) for name in names}
         return dataclasses.replace(batch, **changed)
     return change(batch)
 

@@ -39,6 +39,22 @@ def in_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
             module.training = training
 
 
+def draws_at_random(model: nn.Module) -> bool:
+    """Whether two passes over the same samples differ, as with dropout in train mode."""
+    return any(module.training and _is_random(module) for module in model.modules())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
+    for parameter in model.parameters():
+        return parameter.device
+    raise CaptureError(
+        "the model has no parameters, so there are no gradients to keep",
+        found=type(model).__name__,
+        fix="capture a model with trainable parameters",
+    )
+
+
 def _check_training(model: nn.Module, *, chosen: bool) -> None:
     for name, module in model.named_modules():
         if not module.training:

@@ -12,7 +12,7 @@ from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
-from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.factors import ProductSize
 from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
@@ -114,7 +114,7 @@ def plan(
     """
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     with in_mode(model, mode):
-        device = next(model.parameters()).device
+        device = device_of(model)
         count = min(batch_size(batch), _TRIED)
         part = to_device(rows_of(batch, 0, count), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)

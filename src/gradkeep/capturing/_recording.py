@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +14,7 @@ import gradkeep.store as gs
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
+from gradkeep.capturing._loader import checked_ids
 from gradkeep.capturing._mode import in_mode
 from gradkeep.capturing._resume import earlier_run
 from gradkeep.capturing._row_values import arrays_for, norms, plain
@@ -28,6 +28,8 @@ from gradkeep.query import select_layers
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
 
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._gradients import LayerGradients
@@ -70,7 +72,7 @@ class GradientRecording:
         loss with another divisor (valid tokens, class weights, a loss scale) gives it here, and
         it is multiplied back. `keep` holds further values `[B]` of the samples.
         """
-        own = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids, np.int64).reshape(-1)
+        own = checked_ids(ids)
         modules = [module for unit in self._units for module in unit.modules]
         with watching(modules, by_hooks=True) as calls:
             yield

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep import remat
 from gradkeep._budgets import parse_budget
 from gradkeep._progress import progress as shown
 from gradkeep._public import renamed_arguments
-from gradkeep.capturing._batches import batch_size, batches_of, digests, rows_of, to_device
-from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
+from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
+from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
-from gradkeep.capturing._keeping import rows_to_store
-from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._loader import batches_of
+from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
-from gradkeep.capturing._resume import EarlierRun, earlier_run
-from gradkeep.capturing._row_values import (
-    RowAlarms,
-    arrays_for,
-    measured_values,
-    modules_named,
-    norms,
-    seeing_outputs,
-    vectors,
-)
+from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
+from gradkeep.capturing._row_making import GradientMaker, LossMaker, layers_of
+from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
 from gradkeep.capturing._weights import (
     Source,
     Weights,
@@ -42,19 +37,18 @@ from gradkeep.capturing._weights import (
 )
 from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
-from gradkeep.factors import form_to_fields
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    import numpy as np
     from torch import nn
 
-    from gradkeep.capturing._batches import Batches, Ids
     from gradkeep.capturing._first_batch import KeepChoice, Uncovered
+    from gradkeep.capturing._loader import Batches, Ids
     from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._row_making import MadeRows, RowMaker
     from gradkeep.query import GradientOf, LayerChoice
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
@@ -62,6 +56,9 @@ if TYPE_CHECKING:
 Checkpoints = Mapping[str, "Weights | Source"]
 _TRIED = 32
 """Samples with which it is found out how each layer is captured."""
+LOSSES = "losses"
+"""What `keep` is for a capture without gradients."""
+Report = Callable[[int, int], None]
 _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -227,7 +224,9 @@ class _Replay:
         self.mode: Mode | None = mode
         self.recompute = recompute
         self.watched = modules_named(model, embeddings)
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
+        self.contents: RowFingerprints | None = None
+        """Those of the first checkpoint: every other one must see the same rows."""
 
     def one(self, key: CaptureKey, *, step: int | None, lr: float | None) -> Captured:
         """Capture the weights that the model has now."""
@@ -241,18 +240,26 @@ class _Replay:
                     path=self.store.backend.describe(key.folder),
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
-            first = self._first_batch()
-            prepared, at_once = self._prepared(first, earlier)
-            values = self._values(prepared, rows_of(first, 0, min(2, batch_size(first))))[1]
-            schema = self._schema(prepared, values, weights, earlier)
-            self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+            first = self.batches.first
+            maker, at_once = self._maker(first, earlier)
+            made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
+            schema = self._schema(maker, made, weights, earlier)
+            proof = None if draws_at_random(self.model) else maker
             if earlier is not None and earlier.sealed:
-                reused = self._check_sealed(earlier, schema, first)
-                notes: list[str] = []
+                earlier.schema.require_same(schema, path=earlier.path)
+                self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+                with self._bar(f"compare {key.split} at {key.checkpoint}") as report:
+                    earlier.check_all(self._delivered(report), proof)
+                reused, notes = earlier.rows, list[str]()
             else:
-                reused, notes = self._write(key, schema, prepared, at_once, earlier)
+                delivered = self._delivered(None)
+                begin = next(delivered)  # what it refuses leaves no trace in the store
+                self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+                again = None if earlier is None or proof is None else RowsMadeAgain(earlier, proof)
+                passing = itertools.chain([begin], delivered)
+                reused, notes = self._write(key, schema, maker, at_once, earlier, again, passing)
         block = self.store.read(key)
-        notes = [*_about(prepared), *notes]
+        notes = [*maker.notes(), *notes]
         for note in notes:
             warnings.warn(note, CaptureWarning, stacklevel=3)
         return Captured(
@@ -260,19 +267,17 @@ class _Replay:
             rows=len(block),
             reused_rows=reused,
             bytes=block.manifest.bytes,
-            layers=tuple(kept_layer(keeping) for keeping in prepared.kept),
+            layers=tuple(kept_layer(keeping) for keeping in maker.kept),
             seconds=time.perf_counter() - started,
             cpu_seconds=time.process_time() - cpu,
             notes=tuple(notes),
         )
 
-    def _first_batch(self) -> Any:
-        for _, batch in self.batches:
-            return batch
-        raise CaptureError("the loader gave no batch", fix="check that the data set is not empty")
-
-    def _prepared(self, first: Any, earlier: EarlierRun | None) -> tuple[PreparedCapture, int]:
-        """How to capture, and how many samples at once."""
+    def _maker(self, first: Any, earlier: EarlierRun | None) -> tuple[RowMaker, int]:
+        """What makes rows of batches, and how many samples at once."""
+        if self.settings.keep == LOSSES:
+            at_once = batch_size(first)
+            return LossMaker(self.model, self.task, self.watched, self.device), at_once
         rows = min(batch_size(first), _TRIED if self.budget is None else 2)
         batch = to_device(rows_of(first, 0, rows), self.device)
         as_before = None if earlier is None else earlier.storages
@@ -282,113 +287,101 @@ class _Replay:
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
+        maker = GradientMaker(prepared, self.watched, self.recompute, self.device)
         at_once = rows_at_once(prepared, rows)
         if self.budget is None:
-            return prepared, at_once
+            return maker, at_once
         footprint = row_footprint(prepared, batch, rows)
-        return prepared, min(at_once, rows_within(self.budget, footprint))
-
-    def _values(
-        self, prepared: PreparedCapture, batch: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The gradients and the other values of one batch, by array."""
-        own = to_device(batch, self.device)
-        within: AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.recompute is not None:
-            # A part of a batch lies elsewhere in it each time: to a plan that is another step.
-            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within = self.recompute.step(own)
-        with within, seeing_outputs(self.watched) as seen:
-            light = () if self.recompute is None else prepared.light
-            traced = prepared.tracer.run(own, dense=prepared.dense, light=light)
-        with torch.no_grad():
-            factors, gradients = rows_to_store(prepared.kept, traced.pieces)
-            lengths = norms(prepared.kept, factors).cpu()
-        values = measured_values(traced.measured)
-        values |= vectors(seen, batch_size(batch))
-        values["norms"] = lengths.float().numpy()
-        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
-        values["example"] = digests(batch)
-        return gradients, values
+        return maker, min(at_once, rows_within(self.budget, footprint))
 
     def _schema(
-        self,
-        prepared: PreparedCapture,
-        values: dict[str, Any],
-        weights: str,
-        earlier: EarlierRun | None,
+        self, maker: RowMaker, made: MadeRows, weights: str, earlier: EarlierRun | None
     ) -> Schema:
-        gradients = tuple(array for keeping in prepared.kept for array in keeping.arrays)
-        rows = earlier.schema.rows_per_segment if earlier is not None else self._rows(prepared)
+        values = made.values | {"example": digests(self.batches.first)[:0]}
+        gradients = tuple(array for keeping in maker.kept for array in keeping.arrays)
+        rows = earlier.schema.rows_per_segment if earlier is not None else self._rows(maker)
         return gs.Schema(
             arrays=(*arrays_for(values), *gradients),
             num_rows=self.batches.num_rows,
             rows_per_segment=rows,
-            layers=tuple(
-                gs.Layer(k.unit.name, k.unit.type, k.unit.size, form_to_fields(k.form))
-                for k in prepared.kept
-            ),
+            layers=layers_of(maker),
             fingerprints={
                 "weights": weights,
                 "task": self.task.describe(),
-                "of": "output" if _keeps_outputs(prepared, values) else "loss",
                 "mode": "train" if self.model.training else "eval",
                 "model": type(self.model).__name__,
-                "unused": ", ".join(unit.name for unit in prepared.tracer.unused),
-                "skipped": ", ".join(unit.name for unit in prepared.skipped),
+                **maker.fingerprints(values),
             },
         )
 
-    def _rows(self, prepared: PreparedCapture) -> int:
+    def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
         most = segment_bytes(self.budget)
         rows = 1
-        while 2 * rows * prepared.row_bytes <= most and rows < 1 << 16:
+        while 2 * rows * maker.row_bytes <= most and rows < 1 << 16:
             rows *= 2
         return rows
 
-    def _check_sealed(self, earlier: EarlierRun, schema: Schema, first: Any) -> int:
-        earlier.schema.require_same(schema, path=earlier.path)
-        ids = next(iter(self.batches))[0]
-        earlier.check(ids, digests(first))
-        return earlier.rows
+    def _delivered(self, report: Report | None) -> Iterator[tuple[Any, Any, Any]]:
+        """Ids, fingerprints and batches of one pass; the first pass is what later ones must be."""
+        parts: list[tuple[Any, Any]] = []
+        done, total = 0, self.batches.num_rows
+        for ids, batch in self.batches:
+            found = digests(batch)
+            if self.contents is None:
+                parts.append((ids, found))
+            else:
+                changed = self.contents.changed(ids, found)
+                if len(changed):
+                    raise changed_rows(changed, path=self.store.location, known=len(self.contents))
+            yield ids, found, batch
+            done += len(ids)
+            if report is not None:
+                report(done, total or done)
+        if self.contents is None:
+            ids, found = (np.concatenate(part) for part in zip(*parts, strict=True))
+            self.contents = RowFingerprints.of(ids, found)
+
+    def _bar(self, title: str) -> AbstractContextManager[Report | None]:
+        return shown(title, "rows") if self.progress else contextlib.nullcontext()
 
     def _write(
         self,
         key: CaptureKey,
         schema: Schema,
-        prepared: PreparedCapture,
+        maker: RowMaker,
         at_once: int,
         earlier: EarlierRun | None,
+        again: RowsMadeAgain | None,
+        delivered: Iterable[tuple[Any, Any, Any]],
     ) -> tuple[int, list[str]]:
         alarms = RowAlarms()
         reused = done = 0
-        total = self.batches.num_rows
-        bar = shown(f"capture {key.split} at {key.checkpoint}", "rows")
         with contextlib.ExitStack() as stack:
             writer = stack.enter_context(self.store.write(key, schema))
-            report = stack.enter_context(bar) if self.progress else None
-            for ids, batch in self.batches:
+            report = stack.enter_context(self._bar(f"capture {key.split} at {key.checkpoint}"))
+            for ids, found, batch in delivered:
+                if earlier is not None:
+                    earlier.check(ids, found)
+                if again is not None:
+                    again.look(ids, batch)
                 if not writer.needs(len(ids)):
-                    if earlier is not None:
-                        earlier.check(ids, digests(batch))
                     writer.skip(ids)
                     reused += len(ids)
                 else:
-                    if earlier is not None:
-                        earlier.check(ids, digests(batch))
-                    at_once = self._append(writer, prepared, ids, batch, at_once, alarms)
+                    at_once = self._append(writer, maker, ids, found, batch, at_once, alarms)
                 done += len(ids)
                 if report is not None:
-                    report(done, total or done)
+                    report(done, self.batches.num_rows or done)
             alarms.check_all_zero()
         return reused, alarms.notes()
 
     def _append(
         self,
         writer: Writer,
-        prepared: PreparedCapture,
+        maker: RowMaker,
         ids: np.ndarray[Any, Any],
+        found: np.ndarray[Any, Any],
         batch: Any,
         at_once: int,
         alarms: RowAlarms,
@@ -401,30 +394,15 @@ class _Replay:
             stop = start + math.ceil(left / math.ceil(left / at_once))
             part = batch if stop - start == count else rows_of(batch, start, stop)
             try:
-                gradients, values = self._values(prepared, part)
+                made = maker.make(part)
             except (RuntimeError, MemoryError) as error:
                 at_once = _half_of(stop - start, error)
                 continue
-            alarms.look(ids[start:stop], values, prepared)
-            writer.append(ids[start:stop], values | gradients)
+            alarms.look(ids[start:stop], made.values, maker.kept)
+            values = made.values | {"example": found[start:stop]}
+            writer.append(ids[start:stop], values | made.gradients)
             start = stop
         return at_once
-
-
-def _keeps_outputs(prepared: PreparedCapture, values: dict[str, Any]) -> bool:
-    wanted = prepared.tracer.of
-    return wanted == "output" or (wanted is None and "slope" in values)
-
-
-def _about(prepared: PreparedCapture) -> list[str]:
-    found = []
-    if prepared.tracer.unused:
-        names = ", ".join(unit.name for unit in prepared.tracer.unused)
-        found.append(f"the task does not use these layers, so they were not kept: {names}")
-    if prepared.skipped:
-        names = ", ".join(unit.name for unit in prepared.skipped)
-        found.append(f"skipped, as no rule covers them: {names}")
-    return found
 
 
 def _half_of(rows: int, error: BaseException) -> int:

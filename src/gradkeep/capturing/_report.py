@@ -11,7 +11,7 @@ from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.capturing.tasks._task import Task, call, logits_of
 from gradkeep.errors import CaptureError
@@ -177,7 +177,7 @@ def layers(
         units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
         return LayerTable(tuple(ListedLayer(unit.name, unit.type, unit.size) for unit in units))
     with in_mode(model, mode):
-        device = next(model.parameters()).device
+        device = device_of(model)
         part = to_device(rows_of(batch, 0, min(batch_size(batch), _TRIED)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
         prepared = prepare_capture(model, task or _SumOfOutputs(), part, settings)

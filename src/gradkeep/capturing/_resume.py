@@ -1,4 +1,8 @@
-"""What an earlier run of the same capture left, and whether this run's data is the same."""
+"""What an earlier run of the same capture left, and the proof that this run goes on with the same.
+
+Contents: the fingerprint of every row that is delivered must be the one that is kept. Model and task:
+some kept rows are made again and compared before anything is added to them.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,53 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from gradkeep.capturing._batches import rows_of
+from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows, named
 from gradkeep.errors import CaptureError, NotSealed
 from gradkeep.factors import form_from_fields
+from gradkeep.query import gradients_of
 
 if TYPE_CHECKING:
-    from gradkeep.factors import Storage
-    from gradkeep.store import CaptureKey, Schema, Store
+    from collections.abc import Iterable
+
+    from gradkeep.capturing._row_making import MadeRows, RowMaker
+    from gradkeep.factors import AnyForm, GradientRows, Storage
+    from gradkeep.store import Block, CaptureKey, Schema, Store
+
+_MADE_AGAIN = 8
+"""Rows that are made again, from the first to the last."""
+_VALUES = ("loss", "output", "slope", "label")
+_WITHIN = {"float32": 1e-3, "float64": 1e-7}
+"""Relative errors of numbers that were made twice, in batches of other sizes."""
+_ENCODED = 3e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierRun:
-    """The schema and the rows of an earlier run."""
+    """The rows of an earlier run."""
 
-    path: str
-    schema: Schema
+    key: CaptureKey
+    block: Block
     sealed: bool
-    examples: dict[int, int]
-    """The fingerprint of each sample that is in the store, by id."""
+    contents: RowFingerprints
+    """The fingerprint of each sample that is in the store."""
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self.block.path
+
+    @property
+    def schema(self) -> Schema:
+        """What it holds."""
+        return self.block.schema
 
     @property
     def rows(self) -> int:
         """How many rows are there."""
-        return len(self.examples)
+        return len(self.block)
 
     @property
     def storages(self) -> dict[str, Storage]:
@@ -40,27 +68,112 @@ class EarlierRun:
 
     def check(self, ids: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
         """Raise if a sample that is in the store has other contents now."""
-        for number, digest in zip(ids.tolist(), found.tolist(), strict=True):
-            if self.examples.get(number, digest) != digest:
-                raise CaptureError(
-                    f"sample {number} is not what it was when this capture was begun",
-                    path=self.path,
-                    found="a loader with other data, another order, or random augmentation",
-                    fix="go through the same data in the same order, or use another name=",
-                )
+        changed = self.contents.changed(ids, found)
+        if len(changed):
+            raise changed_rows(changed, path=self.path, known=self.rows)
+
+    def check_all(self, delivered: Iterable[tuple[Any, Any, Any]], maker: RowMaker | None) -> None:
+        """Raise unless ids, fingerprints and batches of a whole pass are those of the store.
+
+        All rows are compared before the error is raised, so that it can name them.
+        """
+        changed, new = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        seen = 0
+        proof = None if maker is None else RowsMadeAgain(self, maker)
+        for ids, found, batch in delivered:
+            changed.append(self.contents.changed(ids, found))
+            new.append(ids[~self.contents.known(ids)])
+            seen += len(ids)
+            if proof is not None and not len(changed[-1]):
+                proof.look(ids, batch)
+        other, added = np.concatenate(changed), np.concatenate(new)
+        if len(other):
+            raise changed_rows(other, path=self.path, known=self.rows)
+        left_out = self.block.manifest.next_row - self.rows
+        if len(added) > left_out or seen - len(added) < self.rows:
+            raise CaptureError(
+                "these are not the rows of the finished capture",
+                path=self.path,
+                found=f"{seen} rows, of which {len(added)} are new"
+                + (f": {named(added)}" if len(added) else ""),
+                expected=f"the {self.rows} rows that are there",
+                fix="go through the same data; or keep these rows as another capture with name=; or "
+                "delete the old one with store.delete(key) first",
+            )
 
 
 def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
     """What is in the store of this capture; None if nothing is."""
-    if key not in store.captures():
+    if not store.has(key):
         return None
     try:
         block, sealed = store.read(key), True
     except NotSealed:
         block, sealed = store.read(key, live=True), False
-    names = block.names
-    examples: dict[int, int] = {}
-    if "example" in names:
-        digests = block.column("example")
-        examples = dict(zip(block.ids.tolist(), np.asarray(digests).tolist(), strict=True))
-    return EarlierRun(block.path, block.schema, sealed, examples)
+    contents = RowFingerprints.of(np.empty(0, np.int64), np.empty(0, np.uint64))
+    if "example" in block.names:
+        contents = RowFingerprints.of(block.ids, block.column("example"))
+    return EarlierRun(key, block, sealed, contents)
+
+
+class RowsMadeAgain:
+    """Some kept rows, made again as they come by and compared with what is kept."""
+
+    def __init__(self, earlier: EarlierRun, maker: RowMaker) -> None:
+        self._earlier, self._maker = earlier, maker
+        ids = earlier.block.ids
+        places = np.linspace(0, len(ids) - 1, min(len(ids), _MADE_AGAIN)).round().astype(int)
+        self._wanted = {int(ids[place]): int(place) for place in places}
+
+    def look(self, ids: np.ndarray[Any, Any], batch: Any) -> None:
+        """Make those of the batch's rows again that were chosen; raise if they come out otherwise."""
+        for row in np.flatnonzero(np.isin(ids, list(self._wanted))).tolist():
+            number = int(ids[row])
+            made = self._maker.make(rows_of(batch, row, row + 1), alone=True)
+            other = self._differences(self._wanted.pop(number), made)
+            if other:
+                raise CaptureError(
+                    f"sample {number} was made again and came out otherwise than it is kept: the "
+                    "model or the task is not what it was, though weights and data are",
+                    path=self._earlier.path,
+                    found="; ".join(other[:6]),
+                    expected="the same numbers, up to rounding",
+                    fix="run the model's and the task's code of then; or keep these rows as another "
+                    "capture with name=; or delete the old one with store.delete(key) first",
+                )
+
+    def _differences(self, place: int, made: MadeRows) -> list[str]:
+        block = self._earlier.block
+        found = []
+        names = [name for name in _VALUES if name in block.names and name in made.values]
+        kept = block.read_rows(np.array([place]), names)
+        for name in names:
+            was, now = np.asarray(kept[name])[0], np.asarray(made.values[name])[0]
+            near = _WITHIN.get(str(now.dtype), 0.0)
+            if not np.allclose(now, was, rtol=near, atol=near / 10, equal_nan=True):
+                found.append(f"{name} {now:.6g}, kept is {was:.6g}")
+        if not made.layers:
+            return found
+        gradients = gradients_of(block, self._earlier.key, None, _of(block))
+        before = gradients.rows([place]).factors
+        for name, form in gradients.forms.items():
+            arrays = [block.schema.array(array) for array in form.arrays]
+            encoded = any(array.encoding != "plain" for array in arrays)
+            was, now = _gradient(form, before[name]), _gradient(form, made.layers[name])
+            near = 10 * _WITHIN.get(arrays[0].dtype, 1e-3)
+            near = max(near, _ENCODED if encoded else 0.0, 3 * getattr(form, "error", 0.0))
+            error, scale = float((now - was).norm()), float(was.norm())
+            if not error <= near * scale:
+                found.append(f"gradient of {name} off by {error / max(scale, 1e-300):.1%}")
+        return found
+
+
+@torch.no_grad()
+def _gradient(form: AnyForm, rows: GradientRows) -> torch.Tensor:
+    """The whole gradient `[P]` of a single row."""
+    wide = rows.widened()
+    return form.weighted_sum(wide, wide.example.new_ones(1, 1))[0].double().cpu()
+
+
+def _of(block: Block) -> Any:
+    return "output" if block.schema.fingerprints.get("of") == "output" else "loss"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
@@ -60,6 +59,7 @@ def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
                 dtype=str(array.dtype),
                 shape=array.shape[1:],
                 kind="embedding" if name.startswith("embedding.") else "scalar",
+                encoding="float16" if name == "probabilities" else "plain",
                 ragged=ragged,
                 nan="refuse" if name in ("loss", "norm", "norms") else "keep",
             )
@@ -125,6 +125,17 @@ def vectors(seen: dict[str, torch.Tensor], rows: int) -> dict[str, np.ndarray[An
     return found
 
 
+def _check_losses(ids: np.ndarray[Any, Any], losses: np.ndarray[Any, Any]) -> None:
+    finite = np.isfinite(losses)
+    if not finite.all():
+        row = int((~finite).argmax())
+        raise CaptureError(
+            f"the loss of sample {ids[row]} is not a number; nothing of this batch was kept",
+            found=f"loss {losses[row]}",
+            fix="look at that sample, or capture an earlier checkpoint: training diverged",
+        )
+
+
 class RowAlarms:
     """Counts what looks wrong in the gradients that pass."""
 
@@ -133,16 +144,19 @@ class RowAlarms:
         self.example: int | None = None
 
     def look(
-        self, ids: np.ndarray[Any, Any], values: dict[str, Any], prepared: PreparedCapture
+        self, ids: np.ndarray[Any, Any], values: dict[str, Any], kept: Sequence[LayerKeeping]
     ) -> None:
         """Stop at NaN and infinity, which would spoil every answer; count vanished gradients."""
+        if not kept:
+            _check_losses(ids, values["loss"])
+            return
         lengths = torch.from_numpy(values["norms"])
         finite = lengths.isfinite()
         if not finite.all():
             row, layer = (~finite).nonzero()[0].tolist()
             raise CaptureError(
                 f"the gradient of sample {ids[row]} is not a number in layer "
-                f"{prepared.kept[layer].unit.name}; nothing of this batch was kept",
+                f"{kept[layer].unit.name}; nothing of this batch was kept",
                 found=f"loss {values['loss'][row]}",
                 fix="look at that sample, or capture an earlier checkpoint: training diverged",
             )

@@ -142,7 +142,8 @@ def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
     )
 
 
-def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
+def check_measured(what: str, values: torch.Tensor, rows: int) -> None:
+    """Raise unless there is one value for each sample."""
     if not isinstance(values, torch.Tensor) or values.shape != (rows,):
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         mean = isinstance(values, torch.Tensor) and values.dim() == 0
@@ -152,6 +153,10 @@ def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
             expected=f"shape ({rows},)",
             fix="compute the loss with reduction='none'; of sequences, sum over the tokens",
         )
+
+
+def _check_shape(what: str, values: torch.Tensor, rows: int) -> None:
+    check_measured(what, values, rows)
     if not values.requires_grad:
         raise CaptureError(
             f"the {what} do not depend on any trainable parameter",

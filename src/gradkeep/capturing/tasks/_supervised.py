@@ -82,6 +82,7 @@ class Classification(Task):
             slopes=-torch.sigmoid(-margins.detach()),
             labels=labels.reshape(-1).long(),
             predictions=predictions,
+            logits=torch.stack([-logits, logits], 1) / 2 if logits.dim() == 1 else logits,
         )
 
 

@@ -30,6 +30,8 @@ class Measured:
     """`[B]`"""
     tokens: torch.Tensor | None = None
     """`[B, T]`: the losses of single tokens, NaN where there is none"""
+    logits: torch.Tensor | None = None
+    """`[B, C]`: of which softmax makes the probabilities of the classes"""
 
 
 class Task(abc.ABC):

@@ -1,0 +1,160 @@
+"""Loaders: their batches, the ids of those, and whether the two belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from gradkeep._arguments import whole_numbers
+from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._order import LoaderOrder, order_of
+from gradkeep.errors import CaptureError
+
+Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
+"""Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batches:
+    """All batches of a loader with their ids; can be gone through again and again."""
+
+    loader: Iterable[Any]
+    ids: str | int | Callable[[Any], Any] | None
+    """Where the ids are in a batch, if they are."""
+    listed: np.ndarray[Any, np.dtype[np.int64]] | None
+    """The ids of all samples in order, if they were given."""
+    num_rows: int | None
+    """The number of samples, if the loader knows it."""
+    first: Any
+    """The first batch, without its ids."""
+    order: LoaderOrder | None
+    """What every pass is held against; None where ids come with the batches."""
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
+        """Ids and batches; the first ones are compared with earlier looks before any is given."""
+        at = 0
+        delivered = _filled(self.loader)
+        if self.order is not None:
+            delivered = self.order.proved(delivered)
+        for given in delivered:
+            batch, ids = _taken_apart(given, self.ids)
+            count = batch_size(batch)
+            if ids is None:
+                own = (
+                    np.arange(at, at + count)
+                    if self.listed is None
+                    else self.listed[at : at + count]
+                )
+            else:
+                own = checked_ids(ids)
+            if len(own) != count:
+                raise CaptureError(
+                    "every sample needs an id",
+                    found=f"{len(own)} ids for {count} samples",
+                    fix="give ids=, one for each sample of the loader, in its order",
+                )
+            yield own, batch
+            at += count
+
+
+def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Ids as int64 `[B]`; an error for what is not whole, which would be cut to another row's id."""
+    given = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else ids
+    if isinstance(given, np.ndarray):
+        given = given.reshape(-1)
+    return whole_numbers("ids", given, error=CaptureError)
+
+
+def batches_of(loader: Iterable[Any], ids: Ids | None) -> Batches:
+    """The batches of a loader, once it is clear that ids and contents belong together.
+
+    Ids by position, or from a list, need the same order in every pass: see `order_of`.
+    """
+    if isinstance(loader, Iterator):
+        raise CaptureError(
+            "a loader that can be gone through only once",
+            found=type(loader).__name__,
+            fix="pass the DataLoader itself, or a list of batches",
+        )
+    if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
+        raise CaptureError(
+            "this is no loader",
+            found=type(loader).__name__,
+            expected="a DataLoader, or a list of batches",
+        )
+    inside: str | int | Callable[[Any], Any] | None = None
+    listed = None
+    if ids is None or isinstance(ids, str) or type(ids) is int or callable(ids):
+        inside = ids
+    else:
+        listed = checked_ids(ids)
+    order = order_of(loader, by_position=ids is None) if inside is None else None
+    rows = order.rows if order is not None else _length(loader)
+    _check_nothing_dropped(loader)
+    if listed is not None:
+        if rows is not None and len(listed) != rows:
+            raise CaptureError(
+                "every sample needs one id", found=f"{len(listed)} ids for {rows} samples"
+            )
+        rows = len(listed)
+    first = order.first if order is not None else next(iter(_filled(loader)), None)
+    if first is None:
+        raise CaptureError(
+            "the loader gave no batch with a sample", fix="check that the data set is not empty"
+        )
+    return Batches(loader, inside, listed, rows, _taken_apart(first, inside)[0], order)
+
+
+def _filled(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches that have a sample."""
+    return (batch for batch in loader if batch_size(batch))
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """The number of samples of a loader whose order does not matter."""
+    if isinstance(loader, list | tuple):
+        return sum(batch_size(batch) for batch in loader)
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return None  # batches of unknown sizes
+    try:
+        return len(loader.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _check_nothing_dropped(loader: Iterable[Any]) -> None:
+    if not isinstance(loader, DataLoader):
+        return
+    made = loader.batch_sampler if loader.batch_sampler is not None else loader
+    size = getattr(made, "batch_size", None)
+    try:
+        rows = len(made.sampler)  # type: ignore[arg-type, union-attr]
+    except (AttributeError, TypeError):
+        return
+    if getattr(made, "drop_last", False) and rows % (size or 1):
+        raise CaptureError(
+            "the loader drops its last samples",
+            found=f"drop_last=True with {rows} samples in batches of {size}",
+            fix="use drop_last=False",
+        )
+
+
+def _taken_apart(given: Any, ids: Any) -> tuple[Any, Any]:
+    """The batch without its ids, and the ids if they are in it."""
+    if callable(ids):
+        return given, ids(given)
+    if ids is None:
+        return given, None
+    try:
+        found = given[ids]
+    except (KeyError, IndexError, TypeError) as error:
+        raise CaptureError(f"no ids at {ids!r} in the batch", found=type(given).__name__) from error
+    if isinstance(given, Mapping):
+        return {key: value for key, value in given.items() if key != ids}, found
+    at = range(len(given))[int(ids)]
+    return tuple(item for place, item in enumerate(given) if place != at), found

@@ -1,0 +1,176 @@
+"""What is made of a batch: gradients with the values beside them, or the values alone."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing._keeping import rows_to_store
+from gradkeep.capturing._row_values import measured_values, norms, plain, seeing_outputs, vectors
+from gradkeep.capturing._tracer import check_measured
+from gradkeep.factors import form_to_fields
+from gradkeep.store import Layer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.factors import GradientRows
+    from gradkeep.remat import MemoryBudget
+
+_MOST_CLASSES = 256
+"""Up to so many classes a row's probabilities are kept: more would be most of its bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeRows:
+    """Some rows as they are kept."""
+
+    values: dict[str, Any]
+    """What is kept beside gradients, by array."""
+    gradients: dict[str, Any] = field(default_factory=dict)
+    """Gradients, by array."""
+    layers: Mapping[str, GradientRows] = field(default_factory=dict)
+    """The same by layer, in their forms."""
+
+
+class RowMaker(Protocol):
+    """Makes the rows of a capture out of batches."""
+
+    @property
+    def kept(self) -> tuple[LayerKeeping, ...]:
+        """How each layer is kept; empty where no gradients are."""
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of one row's gradients, or of what is most of a row."""
+
+    def fingerprints(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """What is compared when a capture is gone on with."""
+
+    def notes(self) -> list[str]:
+        """What a user should know."""
+
+    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+        """The rows of a batch; `alone` without the plan that a run of equal batches has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientMaker:
+    """Makes rows with gradients."""
+
+    prepared: PreparedCapture
+    watched: dict[str, nn.Module]
+    recompute: MemoryBudget | None
+    device: torch.device
+
+    @property
+    def kept(self) -> tuple[LayerKeeping, ...]:
+        """How each layer is kept."""
+        return self.prepared.kept
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes on disk of one row's gradients."""
+        return self.prepared.row_bytes
+
+    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+        """The gradients and the other values of one batch."""
+        own = to_device(batch, self.device)
+        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        light: Any = ()
+        if self.recompute is not None and not alone:
+            # A part of a batch lies elsewhere in it each time: to a plan that is another step.
+            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
+            within, light = self.recompute.step(own), self.prepared.light
+        with within, seeing_outputs(self.watched) as seen:
+            traced = self.prepared.tracer.run(own, dense=self.prepared.dense, light=light)
+        with torch.no_grad():
+            factors, gradients = rows_to_store(self.kept, traced.pieces)
+            lengths = norms(self.kept, factors).cpu()
+        values = measured_values(traced.measured)
+        values |= vectors(seen, batch_size(batch))
+        values["norms"] = lengths.float().numpy()
+        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
+        layers = {unit.name: rows for unit, rows in factors.items()}
+        return MadeRows(values, gradients, layers)
+
+    def fingerprints(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Whose gradients these are, and which layers have none."""
+        wanted = self.prepared.tracer.of
+        outputs = wanted == "output" or (wanted is None and "slope" in values)
+        return {
+            "of": "output" if outputs else "loss",
+            "unused": ", ".join(unit.name for unit in self.prepared.tracer.unused),
+            "skipped": ", ".join(unit.name for unit in self.prepared.skipped),
+        }
+
+    def notes(self) -> list[str]:
+        """Which layers are not kept, and why."""
+        found = []
+        if self.prepared.tracer.unused:
+            names = ", ".join(unit.name for unit in self.prepared.tracer.unused)
+            found.append(f"the task does not use these layers, so they were not kept: {names}")
+        if self.prepared.skipped:
+            names = ", ".join(unit.name for unit in self.prepared.skipped)
+            found.append(f"skipped, as no rule covers them: {names}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossMaker:
+    """Makes rows of losses, outputs, labels, predictions and probabilities: one forward pass."""
+
+    model: nn.Module
+    task: Task
+    watched: dict[str, nn.Module]
+    device: torch.device
+
+    @property
+    def kept(self) -> tuple[LayerKeeping, ...]:
+        """No layer is."""
+        return ()
+
+    @property
+    def row_bytes(self) -> float:
+        """About what the values of a row take."""
+        return 512.0
+
+    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+        """The values of one batch, without a backward pass."""
+        own = to_device(batch, self.device)
+        with torch.no_grad(), seeing_outputs(self.watched) as seen:
+            measured = self.task.measure(self.model, own)
+        rows = batch_size(batch)
+        check_measured("losses", measured.losses, rows)
+        values = measured_values(measured)
+        logits = measured.logits
+        if logits is not None and logits.shape[1] <= _MOST_CLASSES:
+            values["probabilities"] = plain(logits.detach().float().softmax(1))
+        return MadeRows(values | vectors(seen, rows))
+
+    def fingerprints(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """That there are no gradients."""
+        return {"of": "nothing"}
+
+    def notes(self) -> list[str]:
+        """Nothing to know."""
+        return []
+
+
+def layers_of(maker: RowMaker) -> tuple[Layer, ...]:
+    """The layers as a schema has them."""
+    return tuple(
+        Layer(kept.unit.name, kept.unit.type, kept.unit.size, form_to_fields(kept.form))
+        for kept in maker.kept
+    )

@@ -1,0 +1,305 @@
+"""Ids belong to contents: a loader's order is proved by what it delivers, not by its sampler's name."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import gradkeep as gk
+from gradkeep.errors import CaptureError
+
+KEY = gk.CaptureKey("final", "train")
+ROWS = 40
+
+
+@pytest.fixture
+def store(tmp_path):
+    return gk.open(tmp_path / "store")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(3, ROWS)
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    # Each label is its row's place, so that a stored label tells whose row it is.
+    return TensorDataset(torch.randn(ROWS, 3, generator=generator), torch.arange(ROWS))
+
+
+def capture(store, model, loader, **options):
+    options = {"task": gk.Classification(), "split": "train", "progress": False} | options
+    return gk.capture(store, model, loader, **options)
+
+
+class Scrambled(Sampler):
+    """Another order in every pass, by the random module of Python."""
+
+    def __init__(self, rows, keep=0):
+        self.rows, self.keep = rows, keep
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        late = list(range(self.keep, self.rows))
+        random.shuffle(late)
+        return iter([*range(self.keep), *late])
+
+
+class Seeded(Sampler):
+    """The same other order in every pass."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(5))
+        return iter(order.tolist())
+
+
+SHUFFLERS = {
+    "random": lambda d: DataLoader(d, 8, shuffle=True),
+    "batches": lambda d: DataLoader(d, batch_sampler=BatchSampler(RandomSampler(d), 8, False)),
+    "subset": lambda d: DataLoader(d, 8, sampler=SubsetRandomSampler(range(ROWS))),
+    "weighted": lambda d: DataLoader(d, 8, sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)),
+    "own": lambda d: DataLoader(d, 8, sampler=Scrambled(ROWS)),
+    "own, late rows": lambda d: DataLoader(d, 8, sampler=Scrambled(ROWS, keep=34)),
+    "own generator": lambda d: DataLoader(
+        d, 8, sampler=RandomSampler(d, generator=torch.Generator().manual_seed(0))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLERS)
+def test_shuffling_loaders_are_refused_whatever_shuffles(store, model, kind):
+    with pytest.raises(CaptureError, match="shuffles"):
+        capture(store, model, SHUFFLERS[kind](dataset()))
+    assert store.captures() == []
+
+
+@pytest.mark.parametrize("kind", SHUFFLERS)
+def test_a_list_of_ids_does_not_belong_to_a_loader_that_shuffles(store, model, kind):
+    with pytest.raises(CaptureError, match="shuffles"):
+        capture(store, model, SHUFFLERS[kind](dataset()), ids=range(ROWS))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SHUFFLERS if kind != "weighted"])
+def test_ids_in_the_batch_go_with_any_order(store, model, kind):
+    x, y = dataset().tensors
+    capture(store, model, SHUFFLERS[kind](TensorDataset(x, y, torch.arange(ROWS))), ids=2)
+    block = store.read(KEY)
+    assert (block.column("label") == block.ids).all()
+    again = capture(store, model, SHUFFLERS[kind](TensorDataset(x, y, torch.arange(ROWS))), ids=2)
+    assert again.reused_rows == ROWS
+
+
+def test_rows_drawn_twice_are_refused(store, model):
+    x, y = dataset().tensors
+    torch.manual_seed(0)
+    loader = SHUFFLERS["weighted"](TensorDataset(x, y, torch.arange(ROWS)))
+    with pytest.raises(gk.GradkeepError, match=r"id .*(twice|before)"):
+        capture(store, model, loader, ids=2)
+
+
+@pytest.mark.parametrize(
+    "sampler", [Seeded(ROWS), [*range(ROWS)][::-1], [*range(5, 20)]], ids=["seeded", "back", "some"]
+)
+def test_a_fixed_order_that_is_not_the_data_sets_needs_ids(store, model, sampler):
+    loader = DataLoader(dataset(), 8, sampler=sampler)
+    with pytest.raises(CaptureError, match="not the data set's order") as caught:
+        capture(store, model, loader)
+    assert "ids=list(loader.sampler)" in caught.value.fix
+    capture(store, model, loader, ids=list(loader.sampler))
+    block = store.read(KEY)
+    assert (block.column("label") == block.ids).all()
+
+
+IN_ORDER = {
+    "plain": lambda d: DataLoader(d, 8),
+    "range": lambda d: DataLoader(d, 8, sampler=range(ROWS)),
+    "batches": lambda d: DataLoader(d, batch_sampler=BatchSampler(SequentialSampler(d), 7, False)),
+    "listed": lambda d: DataLoader(d, batch_sampler=[[0, 1, 2], [3], [*range(4, ROWS)]]),
+    "worker": lambda d: DataLoader(d, 8, num_workers=1),
+    "subset": lambda d: DataLoader(Subset(d, range(ROWS)), 9),
+    "list": lambda d: [d[i : i + 8] for i in range(0, ROWS, 8)],
+}
+
+
+@pytest.mark.parametrize("kind", IN_ORDER)
+def test_loaders_in_order_are_taken(store, model, kind):
+    assert capture(store, model, IN_ORDER[kind](dataset())).rows == ROWS
+    assert (store.read(KEY).column("label") == np.arange(ROWS)).all()
+
+
+def test_a_loader_whose_data_set_gives_batches_is_taken(store, model):
+    class Whole(Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, at):
+            x, y = dataset().tensors
+            return x[8 * at : 8 * at + 8], y[8 * at : 8 * at + 8]
+
+    assert capture(store, model, DataLoader(Whole(), batch_size=None)).rows == ROWS
+    assert (store.read(KEY).column("label") == np.arange(ROWS)).all()
+
+
+class Noisy(Dataset):
+    """Random augmentation: the same row, another picture."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, at):
+        x, y = dataset()[at]
+        return x + torch.randn(3), y
+
+
+@pytest.mark.parametrize("ids", [None, range(ROWS)])
+def test_random_augmentation_is_named(store, model, ids):
+    with pytest.raises(CaptureError, match="random augmentation") as caught:
+        capture(store, model, DataLoader(Noisy(), 8), ids=ids)
+    assert "shuffle" not in str(caught.value)
+    assert store.captures() == []
+
+
+def test_random_collation_is_named(store, model):
+    def masked(rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return x * (torch.rand_like(x) > 0.5), y
+
+    with pytest.raises(CaptureError, match="random augmentation"):
+        capture(store, model, DataLoader(dataset(), 8, collate_fn=masked))
+
+
+class Reordering(DataLoader):
+    """Reorders what its sampler said, the same way in every pass."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        yield from [*batches[:-2], batches[-1], batches[-2]]
+
+
+def test_late_batches_in_another_order_are_found(store, model):
+    with pytest.raises(CaptureError, match="other contents than its data set") as caught:
+        capture(store, model, Reordering(dataset(), 8))
+    assert "24" in str(caught.value)  # the first row that is another
+    with pytest.raises(gk.GradkeepError, match="not finished"):
+        gk.gradients(store, split="train")
+
+
+class Stream:
+    """Batches of a stranger: `orders` says for each pass how rows come."""
+
+    def __init__(self, *orders):
+        self.orders, self.at = orders, -1
+
+    def __iter__(self):
+        self.at = min(self.at + 1, len(self.orders) - 1)
+        order = torch.as_tensor(self.orders[self.at])
+        x, y = dataset().tensors
+        for part in order.split(8):
+            yield x[part], y[part]
+
+
+def test_streams_that_change_between_passes_are_refused(store, model):
+    order = list(range(ROWS))
+    assert capture(store, model, Stream(order)).rows == ROWS
+    swapped = [1, 0, *range(2, ROWS)]
+    with pytest.raises(CaptureError, match="shuffles"):
+        capture(store, model, Stream(order, swapped), name="other")
+
+
+def test_a_data_set_that_only_streams_is_taken(store, model):
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter([dataset()[i] for i in range(ROWS)])
+
+    assert capture(store, model, DataLoader(Rows(), 8)).rows == ROWS
+
+
+def test_streams_that_change_between_checkpoints_are_refused(store, model):
+    order = list(range(ROWS))
+    late = [*range(30), *range(39, 29, -1)]
+    weights = {name: dict(model.state_dict()) for name in ("a", "b")}
+    with pytest.raises(CaptureError, match="sample 30 is not what it was"):
+        capture(store, model, Stream(order, order, late), checkpoints=weights)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), size=st.integers(3, 50), kind=st.sampled_from(["swap", "all"])
+)
+def test_no_order_gives_a_row_anothers_id(tmp_path_factory, seed, size, kind):
+    """Whatever order a sampler has, in each pass: it is refused, or every label has its own id."""
+    draw = np.random.default_rng(seed)
+
+    class Any(Sampler):
+        def __len__(self):
+            return ROWS
+
+        def __iter__(self):
+            order = np.arange(ROWS)
+            if kind == "all":
+                draw.shuffle(order)
+            elif draw.random() < 0.7:
+                one, two = draw.integers(0, ROWS, 2)
+                order[[one, two]] = order[[two, one]]
+            return iter(order.tolist())
+
+    store = gk.open(tmp_path_factory.mktemp("any") / "store", durability="process")
+    torch.manual_seed(0)
+    try:
+        capture(store, nn.Linear(3, ROWS), DataLoader(dataset(), size, sampler=Any()))
+    except CaptureError:
+        return
+    block = store.read(KEY)
+    assert (block.column("label") == block.ids).all()
+
+
+def test_float_ids_are_refused(store, model):
+    batches = [tuple(part[i : i + 8] for part in dataset().tensors) for i in range(0, ROWS, 8)]
+    halves = np.arange(ROWS) + 0.5
+    for ids in (halves, halves.tolist(), torch.from_numpy(halves), np.arange(ROWS) * 1.0):
+        with pytest.raises(CaptureError, match="ids cannot be"):
+            capture(store, model, batches, ids=ids)
+    with_ids = [(x, y, y + 0.5) for x, y in batches]
+    with pytest.raises(CaptureError, match="ids cannot be"):
+        capture(store, model, with_ids, ids=2)
+    with pytest.raises(CaptureError, match="ids cannot be"):
+        capture(store, model, batches, ids=lambda batch: batch[0][:, 0])
+    for bad in ([-1, *range(ROWS - 1)], [True] * ROWS, ["a"] * ROWS, [2**70] * ROWS, 1.5):
+        with pytest.raises(CaptureError, match="ids"):
+            capture(store, model, batches, ids=bad)
+    assert store.captures() == []
+
+
+def test_float_ids_of_a_recording_are_refused(store, model):
+    with (
+        pytest.raises(CaptureError, match="ids cannot be"),
+        gk.recording(store, model, checkpoints="e") as rec,
+        rec.batch([0.5, 1.5]),
+    ):
+        model(torch.randn(2, 3)).sum().backward()
