@@ -8,13 +8,14 @@ batch dimension or samples that influence each other do not pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from gradkeep._arguments import instance, number, one_of, optional, text
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._keeping import choose_storage, storage_named
@@ -32,9 +33,10 @@ from gradkeep.capturing.rules._units import (
 )
 from gradkeep.errors import CaptureError
 from gradkeep.query import select_layers
+from gradkeep.store import Encoding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.factors import Storage
     from gradkeep.query import GradientOf, LayerChoice
-    from gradkeep.store import Encoding
 
 Uncovered = Literal["dense", "error", "skip"]
 """What to do with parameters that no factor rule covers."""
@@ -230,6 +231,20 @@ class CaptureSettings:
     encoding: Encoding = "plain"
     keep: KeepChoice = None
     tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        error = CaptureError
+        one_of("uncovered", self.uncovered, get_args(Uncovered), error=error)
+        one_of("of", self.of, (None, "loss", "output"), error=error)
+        one_of("encoding", self.encoding, (*get_args(Encoding), "float32", "float64"), error=error)
+        number("tolerance", self.tolerance, error=error, least=0, most=1)
+        keeps = self.keep.values() if isinstance(self.keep, Mapping) else (self.keep,)
+        for keep in keeps:
+            optional(text, "keep", keep, error=error)
+        choice = self.layers
+        several = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else ()
+        for layer in several or (choice,):
+            instance("layers", layer, (str, type, type(None)), error=error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep import remat
+from gradkeep._arguments import count, flag, instance, number, one_of, optional, texts
 from gradkeep._budgets import parse_budget
 from gradkeep._progress import progress as shown
 from gradkeep._public import renamed_arguments
@@ -24,6 +26,7 @@ from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
+from gradkeep.capturing._packed import check_not_packed
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
 from gradkeep.capturing._row_making import GradientMaker, LossMaker, layers_of
@@ -39,7 +42,6 @@ from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
@@ -170,6 +172,14 @@ def capture(
             found=type(task).__name__,
             fix="pass gk.Classification(), or a subclass of gk.Task with losses(model, batch)",
         )
+    instance("model", model, torch.nn.Module, error=CaptureError, expected="a torch.nn.Module")
+    flag("resume", resume, error=CaptureError)
+    flag("progress", progress, error=CaptureError)
+    optional(count, "step", step, error=CaptureError)
+    optional(number, "lr", lr, error=CaptureError, least=0)
+    optional(one_of, "mode", mode, words=("eval", "train"), error=CaptureError)
+    named = (checkpoints,) if isinstance(checkpoints, str) else _checked(checkpoints)
+    keys = [gs.CaptureKey(label, split, run, name) for label in named]
     budget = None if memory_budget is None else parse_budget(memory_budget)
     replay = _Replay(
         store=gs.open(store),
@@ -177,7 +187,7 @@ def capture(
         batches=batches_of(loader, ids),
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
-        embeddings=tuple(embeddings),
+        embeddings=texts("embeddings", embeddings, error=CaptureError),
         budget=budget if isinstance(budget, int) else None,
         recompute=remat.memory_budget(budget, mode="planned")
         if isinstance(budget, float)
@@ -187,18 +197,35 @@ def capture(
         mode=mode,
     )
     if isinstance(checkpoints, str):
-        return replay.one(gs.CaptureKey(checkpoints, split, run, name), step=step, lr=lr)
+        return replay.one(keys[0], step=step, lr=lr)
     original = {key: value.clone() for key, value in model.state_dict().items()}
     done = []
     try:
-        for label, given in checkpoints.items():
+        for key, given in zip(keys, checkpoints.values(), strict=True):
             weights = given if isinstance(given, Weights) else Weights(given)
-            put_weights(model, load_weights(weights.source), name=label)
-            key = gs.CaptureKey(label, split, run, name)
+            put_weights(model, load_weights(weights.source), name=key.checkpoint)
             done.append(replay.one(key, step=weights.step, lr=weights.lr))
     finally:
         model.load_state_dict(original)
     return done
+
+
+def _checked(checkpoints: object) -> Checkpoints:
+    found = instance(
+        "checkpoints",
+        checkpoints,
+        Mapping,
+        error=CaptureError,
+        expected="a name for the weights that the model has, or a mapping of names to weights",
+    )
+    if not found:
+        raise CaptureError("no checkpoint was given", fix="pass {name: weights, ...}, or a name")
+    for given in found.values():
+        source = given.source if isinstance(given, Weights) else given
+        kinds = (Mapping, str, os.PathLike)
+        expected = "a state dict, a file or a folder"
+        instance("checkpoints", source, kinds, error=CaptureError, expected=expected)
+    return found
 
 
 class _Replay:
@@ -241,6 +268,8 @@ class _Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
+            if not self.task.packed:
+                check_not_packed(first)
             maker, at_once = self._maker(first, earlier)
             made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
             schema = self._schema(maker, made, weights, earlier)
@@ -327,6 +356,8 @@ class _Replay:
         parts: list[tuple[Any, Any]] = []
         done, total = 0, self.batches.num_rows
         for ids, batch in self.batches:
+            if not self.task.packed:
+                check_not_packed(batch)
             found = digests(batch)
             if self.contents is None:
                 parts.append((ids, found))

@@ -24,6 +24,7 @@ _IN_FOLDERS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+_COUNTER = "num_batches_tracked"
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
@@ -109,10 +110,13 @@ def _unwrapped(loaded: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
 def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
     """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix."""
     own = model.state_dict()
+    known = [name for name in own if not name.endswith(_COUNTER)]
     for prefix in ("", *_PREFIXES):
         stripped = {key.removeprefix(prefix): value for key, value in state.items()}
-        if stripped.keys() == own.keys():
-            state = stripped
+        if len(stripped) == len(state) and any(name in stripped for name in known):
+            # Files from before torch counted batches have no counters: nothing is computed of them.
+            counters = {name: own[name] for name in own if name.endswith(_COUNTER)}
+            state = {**counters, **stripped}
             break
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     shapes = [

@@ -44,7 +44,7 @@ class LanguageModelling(Task):
                 found=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
                 expected="logits [B, T, V], targets [B, T]",
             )
-        targets = targets.to(logits.device)
+        targets = targets.to(logits.device, torch.int64)
         if shift:
             logits, targets = logits[:, :-1], targets[:, 1:]
         flat = F.cross_entropy(

@@ -70,6 +70,7 @@ class Classification(Task):
             predictions = (logits > 0).long()
         else:
             _check(logits, labels)
+            labels = labels.long()
             if self.labels == "sampled":
                 labels = _drawn(logits, batch, self.seed)
             right = logits.gather(1, labels.unsqueeze(1)).squeeze(1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -48,6 +49,9 @@ class Task(abc.ABC):
     torch.Size([3])
     """
 
+    packed: ClassVar[bool] = False
+    """Whether a row of several documents, as padding-free collators make it, is one sample."""
+
     @abc.abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss `[B]` of each sample."""
@@ -77,10 +81,31 @@ class Task(abc.ABC):
 def call(model: nn.Module, inputs: Any) -> Any:
     """The model's answer to the inputs of a batch: `model(x)`, `model(*xs)` or `model(**xs)`."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        if _takes(model, inputs):
+            return model(**inputs)
+        if len(inputs) == 1:
+            return model(*inputs.values())
+        raise CaptureError(
+            "the model does not take what the batch holds",
+            found=f"{', '.join(map(str, inputs))} for {type(model).__name__}"
+            f"{inspect.signature(model.forward)}",
+            expected="the names of its arguments, or a single input",
+            fix="rename or remove entries in the collate function, or subclass gk.Task",
+        )
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     return model(inputs)
+
+
+def _takes(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
+    """Whether the model's forward has arguments of these names."""
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # compiled code does not tell
+    return True
 
 
 def logits_of(answer: Any) -> torch.Tensor:
