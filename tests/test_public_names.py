@@ -52,8 +52,9 @@ NAMES = {
         rows_at_once rows_of to_device unregister_layer_rule
     """,
     "gradkeep.attribution": """
-        AttributionQuestion CheckpointView Method NoOptions Projection RankedRows
-        RunCheckpoint Scorer Scores StreamedRows Suspects add_damped_scores add_products
+        AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
+        RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold
+        add_damped_scores add_products
         attribute combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method

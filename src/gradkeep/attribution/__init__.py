@@ -2,6 +2,7 @@
 
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._combine import combine
+from gradkeep.attribution._label_noise import LabelNoise, SuspicionThreshold
 from gradkeep.attribution._method import Method, NoOptions, Scorer
 from gradkeep.attribution._question import AttributionQuestion, CheckpointView, RunCheckpoint
 from gradkeep.attribution._registry import methods, register_method, unregister_method
@@ -27,6 +28,7 @@ from gradkeep.attribution.projections import (
 __all__ = [
     "AttributionQuestion",
     "CheckpointView",
+    "LabelNoise",
     "Method",
     "NoOptions",
     "Projection",
@@ -36,6 +38,7 @@ __all__ = [
     "Scores",
     "StreamedRows",
     "Suspects",
+    "SuspicionThreshold",
     "add_damped_scores",
     "add_products",
     "attribute",

@@ -150,9 +150,11 @@ def capture(
 
     `checkpoints` names the weights that the model has now; a mapping of names to state dicts, files
     or folders captures one after the other, puts the model's weights back and gives a list. Each
-    layer is kept as `keep` says: "exact" (the default) as factors or dense, whichever is smaller.
-    Cost: about one forward and backward pass, without the gradients of weights. Interrupted, it
-    resumes after the last whole segment.
+    layer is kept as `keep` says: "exact" (the default) as factors or dense, whichever is smaller;
+    `keep="losses"` keeps no gradients at all, only losses, outputs, labels and the probabilities of
+    classes, for `gk.suspects`. Cost: about one forward and backward pass, without the gradients of
+    weights (of losses: one forward pass). Interrupted, it resumes after the last whole segment, once
+    the rows it passes are seen to be the kept ones and some of them come out the same again.
 
     `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
     is of the bytes that the batches take otherwise: activations are dropped and made again, to the

@@ -91,10 +91,13 @@ class Captured:
         ratio = self.dense_bytes / self.bytes if self.bytes else 0.0
         new = self.rows - self.reused_rows
         pace = f"{new / self.seconds:.0f} rows/s" if self.seconds > 0 and new else "nothing to do"
+        kept = f"{self.rows} rows of {len(self.layers)} layers in {format_bytes(self.bytes)}, "
+        kept += f"{ratio:.1f}x smaller than dense"
+        if not self.layers:
+            kept = f"the losses of {self.rows} rows in {format_bytes(self.bytes)}"
         lines = [
             (
-                f"{self.key.split} at {self.key.checkpoint}: {self.rows} rows of {len(self.layers)} "
-                f"layers in {format_bytes(self.bytes)}, {ratio:.1f}x smaller than dense; "
+                f"{self.key.split} at {self.key.checkpoint}: {kept}; "
                 f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
             )
         ]

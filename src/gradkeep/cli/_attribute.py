@@ -9,7 +9,7 @@ import typer
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution import Scores, Suspects
     from gradkeep.store import Store
 
 MethodOption = Annotated[str, typer.Option("--method", help="`gradkeep methods` lists them.")]
@@ -182,14 +182,20 @@ def methods(json: JsonOption = False) -> None:
 def suspects(
     store: StoreArgument,
     train: TrainOption = "train",
-    by: Annotated[str, typer.Option("--by", help="loss or self.")] = "loss",
+    by: Annotated[str, typer.Option("--by", help="loss, self or noise.")] = "loss",
     checkpoints: CheckpointOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
     top: Annotated[int, typer.Option(help="How many rows to show.")] = 20,
+    precision: Annotated[
+        float, typer.Option(help="The share of wrong labels in the list that is counted.")
+    ] = 0.8,
     json: JsonOption = False,
 ) -> None:
-    """Show the training rows whose labels are most likely wrong, the worst first."""
+    """Show the training rows whose labels are most likely wrong, the worst first.
+
+    With probabilities in the store (`keep: losses`) also how many labels are wrong.
+    """
     import gradkeep as gk
 
     found = gk.suspects(
@@ -209,15 +215,48 @@ def suspects(
         }
         for at in range(min(top, len(found)))
     ]
+    noise = _noise_facts(found, precision)
     if json:
-        print_json({"by": by, "checkpoints": found.checkpoints, "suspects": rows})
+        facts = {"by": by, "checkpoints": found.checkpoints, "suspects": rows}
+        print_json(facts if noise is None else {**facts, "noise": noise})
         return
-    measure = "mean loss" if by == "loss" else "squared length of its gradient"
+    measures = {
+        "loss": "mean loss",
+        "self": "squared length of its gradient",
+        "noise": "probability that the label is wrong",
+    }
+    measure = measures[found.by]
     print(f"{len(found)} rows of {train} by {measure} at {', '.join(found.checkpoints)}")
     for row in rows:
         told = "" if row["label"] is None else f"  label {row['label']}"
         told += "" if row["predicted"] is None else f", the model says {row['predicted']}"
         print(f"  {train} {row['id']:<8} {row[by]:>10.4g}{told}")
+    if found.noise is not None:
+        low, high = found.noise.rate_interval
+        print(f"{found.noise.rate:.1%} of the labels are wrong [{low:.1%}, {high:.1%}]")
+        print(found.noise.threshold(precision) or f"no list of them is {precision:.0%} right")
+
+
+def _noise_facts(found: Suspects, precision: float) -> dict[str, Any] | None:
+    noise = found.noise
+    if noise is None:
+        return None
+    threshold = noise.threshold(precision)
+    return {
+        "rate": noise.rate,
+        "rate_interval": noise.rate_interval,
+        "pattern": noise.pattern,
+        "threshold": None
+        if threshold is None
+        else {
+            "wrong": threshold.wrong,
+            "rows": threshold.rows,
+            "precision": threshold.precision,
+            "interval": threshold.interval,
+            "ids": found.flagged(precision).tolist(),
+        },
+        "confusion": noise.confusion.round(2).tolist(),
+    }
 
 
 def _ranked(scores: Scores, query: int, k: int) -> dict[str, Any]:

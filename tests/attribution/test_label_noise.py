@@ -1,0 +1,215 @@
+"""Suspects: planted wrong labels are the truth that thresholds and rates are held against."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradkeep as gk
+from gradkeep.attribution import LabelNoise
+from gradkeep.cli._app import run
+from gradkeep.data import dataset
+from gradkeep.errors import AttributionError
+
+
+def flipped(labels, kind, rate, seed):
+    draw = np.random.default_rng(seed)
+    at = draw.random(len(labels)) < rate
+    step = draw.integers(1, 10, len(labels)) if kind == "any" else 1
+    return np.where(at, (labels + step) % 10, labels)
+
+
+def simulated(kind, rate, seed, *, rows=3000, doubt=0.3, warp=1.0):
+    """Rows whose true class is drawn from known probabilities; a model that is off by `warp`."""
+    draw = np.random.default_rng(seed)
+    logits = draw.normal(0, 1, (rows, 10))
+    logits[np.arange(rows), draw.integers(0, 10, rows)] += 1.2 / doubt
+    right = np.exp(2 * logits)
+    right /= right.sum(1, keepdims=True)
+    true = (right.cumsum(1) < draw.random((rows, 1))).sum(1)
+    said = right**warp + 1e-9
+    return said / said.sum(1, keepdims=True), true, flipped(true, kind, rate, seed + 1)
+
+
+def inside(share, interval):
+    return interval[0] <= share <= interval[1]
+
+
+@pytest.mark.parametrize("kind", ["any", "next"])
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2])
+def test_the_precision_lies_in_its_interval_where_the_truth_is_known(kind, rate):
+    missed = tried = 0
+    for seed in range(4):
+        for warp in (0.6, 1.0, 1.5):
+            said, true, given = simulated(kind, rate, seed, warp=warp)
+            found = gk.suspects(probabilities=said, labels=given)
+            wrong = (true != given)[found.ids]
+            assert inside(wrong.mean(), found.noise.rate_interval)
+            for precision in (0.7, 0.9):
+                threshold = found.noise.threshold(precision)
+                if threshold is None:
+                    continue
+                tried += 1
+                missed += not inside(wrong[: threshold.rows].mean(), threshold.interval)
+                assert (found.flagged(precision) == found.ids[: threshold.rows]).all()
+    assert tried >= 20
+    assert missed <= tried / 20
+
+
+def out_of_fold(x, labels, *, folds=4, epochs=10):
+    """Probabilities of each row by a model that has not seen it."""
+    place = torch.arange(len(x)) % folds
+    said = torch.zeros(len(x), 10)
+    for fold in range(folds):
+        net = trained(x[place != fold], labels[place != fold], epochs=epochs, seed=fold)[-1]
+        with torch.no_grad():
+            said[place == fold] = net(x[place == fold]).softmax(1)
+    return said
+
+
+def trained(x, labels, *, epochs, seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    kept = []
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[batch]), labels[batch]).backward()
+            optimizer.step()
+        copy = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        copy.load_state_dict(net.state_dict())
+        kept.append(copy)
+    return kept
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("any", 0.05), ("any", 0.2), ("next", 0.1)])
+def test_planted_labels_of_digits_are_counted_and_found(tmp_path, kind, rate):
+    x, y = dataset("digits")[:]
+    x = x.flatten(1)
+    given = torch.from_numpy(flipped(y.numpy(), kind, rate, 0))
+    truth = (given != y).numpy()
+    found = gk.suspects(probabilities=out_of_fold(x, given), labels=given)
+    wrong = truth[found.ids]
+    threshold = found.noise.threshold(0.8)
+    assert inside(wrong.mean(), found.noise.rate_interval)
+    assert inside(wrong[: threshold.rows].mean(), threshold.interval)
+    assert wrong[: threshold.rows].sum() > 0.6 * wrong.sum()
+    assert found.noise.pattern == ("any class" if kind == "any" else "certain classes")
+    right = np.zeros((10, 10))
+    np.add.at(right, (given.numpy(), y.numpy()), 1)
+    off = ~np.eye(10, dtype=bool)
+    assert np.corrcoef(found.noise.confusion[off], right[off])[0, 1] > 0.5
+    assert found.noise.confusion.sum() == pytest.approx(len(y))
+
+    # The same from a store: captures of the middle of training, of rows that were trained on.
+    data, task = DataLoader(TensorDataset(x, given), 256), gk.Classification()
+    store = gk.open(tmp_path / "store")
+    for step, net in enumerate(trained(x, given, epochs=4, seed=9)[1:], 2):
+        gk.capture(store, net, data, task=task, split="train", checkpoints=f"epoch-{step}",
+                   keep="losses", progress=False)  # fmt: skip
+    kept = gk.suspects(store)
+    wrong = truth[kept.ids]
+    threshold = kept.noise.threshold(0.8)
+    assert not kept.noise.held_out
+    assert inside(wrong.mean(), kept.noise.rate_interval)
+    if threshold is not None:
+        assert inside(truth[kept.flagged(0.8)].mean(), threshold.interval)
+    by_noise = gk.suspects(store, by="noise")
+    assert (np.diff(by_noise.values) <= 0).all()
+    assert wrong[: truth.sum()].mean() > 0.5
+
+
+def test_clean_labels_are_left_alone():
+    said, true, _ = simulated("any", 0.0, 3)
+    found = gk.suspects(probabilities=said, labels=true)
+    assert found.noise.rate < 0.01
+    threshold = found.noise.threshold(0.8)
+    assert threshold is None or threshold.interval[0] == 0
+
+
+def test_few_rows_tell_nothing(tmp_path):
+    said, _, given = simulated("any", 0.1, 0, rows=50)
+    found = gk.suspects(probabilities=said, labels=given, by="loss")
+    assert found.noise is None
+    assert found.values[0] == pytest.approx(
+        -np.log(said[np.arange(50), given]).min() * -1 or 0, abs=99
+    )
+    with pytest.raises(AttributionError, match="at least 100 rows"):
+        found.flagged()
+    with pytest.raises(AttributionError, match="cannot be found"):
+        gk.suspects(probabilities=said, labels=given)
+
+
+def test_ids_and_kinds_of_arrays():
+    said, _, given = simulated("any", 0.1, 0, rows=500)
+    plain = gk.suspects(probabilities=said, labels=given)
+    other = gk.suspects(
+        probabilities=torch.from_numpy(said), labels=torch.from_numpy(given), ids=np.arange(500) + 7
+    )
+    assert (other.ids == plain.ids + 7).all()
+    assert isinstance(plain.noise, LabelNoise)
+    assert (plain.values == plain.noise.wrong).all()
+    assert (plain.labels == given[plain.ids]).all()
+    assert (plain.predicted == said.argmax(1)[plain.ids]).all()
+
+
+SAID, _, GIVEN = simulated("any", 0.1, 0, rows=200)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"probabilities": SAID},
+        {"probabilities": SAID, "labels": GIVEN[:-1]},
+        {"probabilities": SAID, "labels": GIVEN + 5},
+        {"probabilities": SAID, "labels": GIVEN - 1},
+        {"probabilities": SAID, "labels": GIVEN * 1.0},
+        {"probabilities": np.log(SAID), "labels": GIVEN},
+        {"probabilities": SAID * 2, "labels": GIVEN},
+        {"probabilities": SAID * np.nan, "labels": GIVEN},
+        {"probabilities": SAID[0], "labels": GIVEN},
+        {"probabilities": "text", "labels": GIVEN},
+        {"probabilities": SAID, "labels": GIVEN, "by": "self"},
+        {"probabilities": SAID, "labels": GIVEN, "by": "looks"},
+        {"probabilities": SAID, "labels": GIVEN, "ids": np.arange(200) + 0.5},
+        {"probabilities": SAID, "labels": GIVEN, "ids": [1, 2]},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_judged_is_refused(options):
+    with pytest.raises(AttributionError):
+        gk.suspects(**options)
+
+
+def test_precisions_that_are_none_are_refused():
+    found = gk.suspects(probabilities=SAID, labels=GIVEN)
+    for bad in (0, -1, 1.5, float("nan"), "much", None):
+        with pytest.raises(AttributionError, match="precision"):
+            found.noise.threshold(bad)
+
+
+def test_the_command_says_how_many(tmp_path, capsys):
+    x, y = dataset("digits")[:]
+    given = torch.from_numpy(flipped(y.numpy(), "any", 0.1, 0))
+    net = trained(x.flatten(1), given, epochs=3, seed=0)[-1]
+    data = DataLoader(TensorDataset(x.flatten(1), given), 256)
+    store = str(tmp_path / "store")
+    gk.capture(
+        store, net, data, task=gk.Classification(), split="train", keep="losses", progress=False
+    )
+
+    def told(*options):
+        with pytest.raises(SystemExit) as ended:
+            run(["suspects", store, *options])
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    assert "of the labels are wrong" in told("--top", "3")
+    told = json.loads(told("--json", "--by", "noise", "--precision", "0.7"))
+    assert 0 < told["noise"]["rate"] < 0.3
+    assert told["noise"]["threshold"]["rows"] == len(told["noise"]["threshold"]["ids"])
