@@ -22,7 +22,7 @@ def flipped(labels, kind, rate, seed):
     return np.where(at, (labels + step) % 10, labels)
 
 
-def simulated(kind, rate, seed, *, rows=3000, doubt=0.3, warp=1.0):
+def simulated(kind, rate, seed, *, rows=2000, doubt=0.3, warp=1.0):
     """Rows whose true class is drawn from known probabilities; a model that is off by `warp`."""
     draw = np.random.default_rng(seed)
     logits = draw.normal(0, 1, (rows, 10))
@@ -42,7 +42,7 @@ def inside(share, interval):
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.2])
 def test_the_precision_lies_in_its_interval_where_the_truth_is_known(kind, rate):
     missed = tried = 0
-    for seed in range(4):
+    for seed in range(2):
         for warp in (0.6, 1.0, 1.5):
             said, true, given = simulated(kind, rate, seed, warp=warp)
             found = gk.suspects(probabilities=said, labels=given)
@@ -55,8 +55,23 @@ def test_the_precision_lies_in_its_interval_where_the_truth_is_known(kind, rate)
                 tried += 1
                 missed += not inside(wrong[: threshold.rows].mean(), threshold.interval)
                 assert (found.flagged(precision) == found.ids[: threshold.rows]).all()
-    assert tried >= 20
-    assert missed <= tried / 20
+    assert tried >= 8
+    assert missed <= 1  # 95 % are promised
+
+
+@pytest.mark.parametrize("kind", ["any", "next"])
+def test_weak_models_do_not_promise_too_much(kind):
+    """Of a model that is wrong more often than right, confusions look like noise."""
+    for seed in range(3):
+        said, true, given = simulated(kind, 0.05, seed, doubt=1.0)
+        draw = np.random.default_rng(seed)
+        likely = said**0.5 * draw.gamma(1.0, 1.0, said.shape)  # it errs by itself, too
+        likely /= likely.sum(1, keepdims=True)
+        assert (likely.argmax(1) == true).mean() < 0.5
+        found = gk.suspects(probabilities=likely, labels=given)
+        threshold = found.noise.threshold(0.8)
+        if threshold is not None:
+            assert inside((true != given)[found.flagged(0.8)].mean(), threshold.interval)
 
 
 def out_of_fold(x, labels, *, folds=4, epochs=10):

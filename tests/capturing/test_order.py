@@ -250,7 +250,7 @@ def test_streams_that_change_between_checkpoints_are_refused(store, model):
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), size=st.integers(3, 50), kind=st.sampled_from(["swap", "all"])
+    seed=st.integers(0, 2**32 - 1), size=st.integers(5, 50), kind=st.sampled_from(["swap", "all"])
 )
 def test_no_order_gives_a_row_anothers_id(tmp_path_factory, seed, size, kind):
     """Whatever order a sampler has, in each pass: it is refused, or every label has its own id."""

@@ -36,6 +36,8 @@ _FITTED = 20_000
 _FLOOR = 1e-7
 _CONFIDENT, _SUREST = 0.3, 0.15
 """Shares of a class's rows, the surest first, that flips are counted in: for the upper and lower end."""
+_WEAK, _WEAKEST = 0.6, 0.5
+"""Shares of labels that a model must agree with: below the second, nothing is promised from below."""
 _Z = 1.96
 
 
@@ -122,6 +124,7 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
         return None
     some = np.random.default_rng(0).permutation(rows)[:_FITTED]
     logs, targets = _logs(given), torch.from_numpy(y)
+    agreed = float((given.argmax(1) == y).mean())
     even = _Fit(classes, "even").fitted(logs[some], targets[some])
     soft = _Fit(classes, "even", soft=True).fitted(logs[some], targets[some])
     fits = [even, soft]
@@ -133,11 +136,14 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
             chosen = free
             least = _Fit(classes, _counted(given, y, _SUREST, bound=_Z))
             fits = [free, least.fitted(logs[some], targets[some])]
+            if agreed < _WEAK:
+                fits.append(soft)  # then confusions of classes may all be doubt
     flips = _counted(given, y, _CONFIDENT)
     unmixed = _logs(_normalised(given @ np.linalg.inv(flips)))
     upper = _Fit(classes, flips).fitted(unmixed[some], targets[some])
     found = [fit.wrong(logs, targets) for fit in fits]
-    wrong, low = found[0], np.minimum(found[0], found[1])
+    wrong = found[0]
+    low = np.minimum.reduce(found) if agreed >= _WEAKEST else np.zeros_like(wrong)
     high = np.maximum(wrong, upper.wrong(unmixed, targets))
     ends = sorted(float(part.mean()) for part in (low, wrong, high))
     return LabelNoise(

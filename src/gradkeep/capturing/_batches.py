@@ -19,6 +19,11 @@ def batch_size(batch: Any) -> int:
     >>> batch_size({"input_ids": torch.zeros(3, 7), "labels": torch.zeros(3)})
     3
     """
+    first = batch
+    while isinstance(first, tuple | list) and first:
+        first = first[0]  # nearly always it is here: this is asked of every batch, many times
+    if isinstance(first, torch.Tensor) and first.ndim:
+        return len(first)
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
             return len(leaf)
@@ -80,13 +85,13 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
     parts = [(part.reshape(-1).data, part.shape[1]) for part in arrays]
     if len(parts) == 1 and not told:
         ((whole, width),) = parts
-        made = (
-            xxhash.xxh3_64_intdigest(whole[at : at + width])
-            for at in range(0, count * width, width)
-        )
-        return np.fromiter(made, np.uint64, count)
-    made = (_digest(parts, told, row) for row in range(count))
-    return np.fromiter(made, np.uint64, count)
+        hashed = xxhash.xxh3_64_intdigest
+        return np.array([hashed(whole[at : at + width]) for at in _starts(count, width)], np.uint64)
+    return np.array([_digest(parts, told, row) for row in range(count)], np.uint64)
+
+
+def _starts(count: int, width: int) -> range:
+    return range(0, count * width, width)
 
 
 _JOINED = 4096

@@ -23,8 +23,9 @@ from gradkeep.errors import CaptureError
 
 _LOOKED_AT = 2
 """Batches at the beginning of which every pass must be the same."""
-_COMPARED = 16
-"""Batches, from the first to the last, that are compared with the data set's own contents."""
+_COMPARED, _FEW = 8, 4
+"""Batches, from the first to the last, that are compared with the data set's own contents: fewer of
+many, where the sampler has more to contradict itself in."""
 _ASK = (
     "use a DataLoader with shuffle=False, or have the dataset give ids and pass ids=, the key or "
     "place of them in a batch"
@@ -109,7 +110,8 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
             if flat != list(range(len(flat))):
                 raise _reordered(flat)
             told = [batch for batch in indices if _as_list(batch)]
-            numbers = np.linspace(0, len(told) - 1, min(len(told), _COMPARED))
+            most = _COMPARED if len(told) <= 4 * _COMPARED else _FEW
+            numbers = np.linspace(0, len(told) - 1, min(len(told), most))
             compared = {int(number): told[int(number)] for number in numbers.round()}
     begin = list(itertools.islice((b for b in loader if batch_size(b)), _LOOKED_AT))
     steady = type(loader) in (list, tuple)  # it cannot change between passes

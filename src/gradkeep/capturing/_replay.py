@@ -29,7 +29,7 @@ from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._packed import check_not_packed
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
-from gradkeep.capturing._row_making import GradientMaker, LossMaker, layers_of
+from gradkeep.capturing._row_making import GradientMaker, JoinedRows, LossMaker, layers_of
 from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
 from gradkeep.capturing._weights import (
     Source,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._row_making import MadeRows, RowMaker
     from gradkeep.query import GradientOf, LayerChoice
     from gradkeep.remat import MemoryBudget
-    from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
+    from gradkeep.store import CaptureKey, Encoding, Schema, Store
 
 Checkpoints = Mapping[str, "Weights | Source"]
 _TRIED = 32
@@ -393,6 +393,8 @@ class _Replay:
         with contextlib.ExitStack() as stack:
             writer = stack.enter_context(self.store.write(key, schema))
             report = stack.enter_context(self._bar(f"capture {key.split} at {key.checkpoint}"))
+            # What goes on with earlier rows asks the writer about every batch.
+            joined = JoinedRows(writer, maker.joined if earlier is None else 1)
             for ids, found, batch in delivered:
                 if earlier is not None:
                     earlier.check(ids, found)
@@ -402,16 +404,17 @@ class _Replay:
                     writer.skip(ids)
                     reused += len(ids)
                 else:
-                    at_once = self._append(writer, maker, ids, found, batch, at_once, alarms)
+                    at_once = self._append(joined, maker, ids, found, batch, at_once, alarms)
                 done += len(ids)
                 if report is not None:
                     report(done, self.batches.num_rows or done)
+            joined.flush()
             alarms.check_all_zero()
         return reused, alarms.notes()
 
     def _append(
         self,
-        writer: Writer,
+        rows: JoinedRows,
         maker: RowMaker,
         ids: np.ndarray[Any, Any],
         found: np.ndarray[Any, Any],
@@ -433,7 +436,7 @@ class _Replay:
                 continue
             alarms.look(ids[start:stop], made.values, maker.kept)
             values = made.values | {"example": found[start:stop]}
-            writer.append(ids[start:stop], values | made.gradients)
+            rows.add(ids[start:stop], values | made.gradients)
             start = stop
         return at_once
 

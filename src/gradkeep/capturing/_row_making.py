@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -14,7 +15,7 @@ from gradkeep.capturing._keeping import rows_to_store
 from gradkeep.capturing._row_values import measured_values, norms, plain, seeing_outputs, vectors
 from gradkeep.capturing._tracer import check_measured
 from gradkeep.factors import form_to_fields
-from gradkeep.store import Layer
+from gradkeep.store import Layer, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.factors import GradientRows
     from gradkeep.remat import MemoryBudget
+    from gradkeep.store import Writer
 
 _MOST_CLASSES = 256
 """Up to so many classes a row's probabilities are kept: more would be most of its bytes."""
@@ -46,6 +48,10 @@ class MadeRows:
 
 class RowMaker(Protocol):
     """Makes the rows of a capture out of batches."""
+
+    @property
+    def joined(self) -> int:
+        """Rows that are handed to a writer at once, at least."""
 
     @property
     def kept(self) -> tuple[LayerKeeping, ...]:
@@ -73,6 +79,7 @@ class GradientMaker:
     watched: dict[str, nn.Module]
     recompute: MemoryBudget | None
     device: torch.device
+    joined: int = 1
 
     @property
     def kept(self) -> tuple[LayerKeeping, ...]:
@@ -135,6 +142,8 @@ class LossMaker:
     task: Task
     watched: dict[str, nn.Module]
     device: torch.device
+    joined: int = 4096
+    """A row takes so little that handing it over would be a good part of its price."""
 
     @property
     def kept(self) -> tuple[LayerKeeping, ...]:
@@ -150,7 +159,7 @@ class LossMaker:
         """The values of one batch, without a backward pass."""
         own = to_device(batch, self.device)
         with torch.no_grad(), seeing_outputs(self.watched) as seen:
-            measured = self.task.measure(self.model, own)
+            measured = self.task.measure_losses(self.model, own)
         rows = batch_size(batch)
         check_measured("losses", measured.losses, rows)
         values = measured_values(measured)
@@ -166,6 +175,40 @@ class LossMaker:
     def notes(self) -> list[str]:
         """Nothing to know."""
         return []
+
+
+class JoinedRows:
+    """Rows of several batches on their way to a writer: each handing over has its price."""
+
+    def __init__(self, writer: Writer, least: int) -> None:
+        self._writer, self._least = writer, least
+        self._parts: list[tuple[Any, dict[str, Any]]] = []
+        self._rows = 0
+
+    def add(self, ids: np.ndarray[Any, Any], values: dict[str, Any]) -> None:
+        """Take rows; hand them over when there are enough."""
+        self._parts.append((ids, values))
+        self._rows += len(ids)
+        if self._rows >= self._least:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what is left."""
+        if len(self._parts) == 1:
+            self._writer.append(*self._parts[0])
+        elif self._parts:
+            ids, values = zip(*self._parts, strict=True)
+            joined = {name: _concatenated([part[name] for part in values]) for name in values[0]}
+            self._writer.append(np.concatenate(ids), joined)
+        self._parts, self._rows = [], 0
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], Ragged):
+        return np.concatenate(parts)
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Ragged(np.concatenate([part.values for part in parts]), offsets)
 
 
 def layers_of(maker: RowMaker) -> tuple[Layer, ...]:

@@ -57,6 +57,23 @@ class Classification(Task):
         """The margins `[B]`"""
         return self.measure(model, batch).outputs
 
+    def measure_losses(self, model: nn.Module, batch: Any) -> Measured:
+        """Losses, labels, predictions and logits, in fewer steps than `measure` takes."""
+        own = type(self).measure is Classification.measure and self.labels == "given"
+        if not own:  # a subclass measures something else
+            return self.measure(model, batch)
+        inputs, labels = split_labels(batch, LABELS)
+        logits = logits_of(call(model, inputs))
+        if logits.dim() == 1 or logits.shape[1:] == (1,):
+            single = logits.reshape(-1)
+            logits = torch.stack([-single, single], 1) / 2
+            labels = (labels.reshape(-1) > 0).long()
+        labels = labels.to(logits.device)
+        _check(logits, labels)
+        labels = labels.long()
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return Measured(losses, labels=labels, predictions=logits.argmax(1), logits=logits)
+
     def measure(self, model: nn.Module, batch: Any) -> Measured:
         """Losses, margins, slopes, labels and predictions from one forward pass."""
         inputs, labels = split_labels(batch, LABELS)
@@ -74,7 +91,7 @@ class Classification(Task):
             if self.labels == "sampled":
                 labels = _drawn(logits, batch, self.seed)
             right = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-            own = F.one_hot(labels, logits.shape[1]).bool()
+            own = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, labels.unsqueeze(1), True)
             margins = right - logits.masked_fill(own, -torch.inf).logsumexp(1)
             predictions = logits.argmax(1)
         return Measured(
@@ -111,10 +128,11 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
             found=str(labels.dtype),
             fix="pass labels.long(), or use gk.Regression",
         )
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+    low, high = (int(end) for end in labels.aminmax()) if len(labels) else (0, 0)
+    if not 0 <= low <= high < logits.shape[1]:
         raise CaptureError(
             "a label that is no class of the model",
-            found=f"labels from {int(labels.min())} to {int(labels.max())}",
+            found=f"labels from {low} to {high}",
             expected=f"0 to {logits.shape[1] - 1}",
         )
 

@@ -64,6 +64,10 @@ class Task(abc.ABC):
         """All of it in one forward pass; by default only the losses."""
         return Measured(self.losses(model, batch))
 
+    def measure_losses(self, model: nn.Module, batch: Any) -> Measured:
+        """What a capture of losses keeps: by default all that `measure` gives."""
+        return self.measure(model, batch)
+
     def describe(self) -> str:
         """The task and its settings, kept with what was captured and compared on resuming."""
         name = f"{type(self).__module__}.{type(self).__qualname__}"
