@@ -2,7 +2,7 @@
 
 `./x bench suspects [--quick]`: labels are flipped to any other class (5, 10, 20 %) or to the next one
 (10 %), models are trained on them, and what `gk.suspects` says is held against the flips: from
-out-of-fold probabilities, and from captures of losses in the middle of training, of rows that the
+out-of-fold probabilities, and from captures of losses early in training, of rows that the
 model was trained on. Data from GRADKEEP_DATA; one thread.
 """
 
@@ -94,7 +94,9 @@ def flipped(y: torch.Tensor, kind: str, rate: float, seed: int) -> torch.Tensor:
 def from_captures(
     name: str, x: torch.Tensor, y: torch.Tensor, *, epochs: int, seed: int
 ) -> gk.attribution.Suspects:
-    nets = trained(name, x, y, epochs=epochs, seed=seed)[1 : 1 + epochs // 2]
+    nets = trained(name, x, y, epochs=epochs, seed=seed)[
+        : epochs // 3
+    ]  # before it knows them by heart
     loader = DataLoader(TensorDataset(x, y), 500)
     with tempfile.TemporaryDirectory() as folder:
         for step, net in enumerate(nets):

@@ -2,12 +2,12 @@
 
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._calls import LayerCall
+from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
 from gradkeep.capturing._mode import Mode, in_mode
 from gradkeep.capturing._plan import CapturePlan, PlannedLayer, plan
 from gradkeep.capturing._recording import GradientRecording, recording
-from gradkeep.capturing._replay import capture
 from gradkeep.capturing._report import (
     Captured,
     CaptureWarning,
