@@ -37,7 +37,8 @@ _FLOOR = 1e-7
 _CONFIDENT, _SUREST = 0.3, 0.15
 """Shares of a class's rows, the surest first, that flips are counted in: for the upper and lower end."""
 _WEAK, _WEAKEST = 0.6, 0.5
-"""Shares of labels that a model must agree with: below the second, nothing is promised from below."""
+"""Shares of labels that a model must agree with: below the first it is not asked where flips go, below
+the second nothing is promised from below."""
 _Z = 1.96
 
 
@@ -129,15 +130,14 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
     soft = _Fit(classes, "even", soft=True).fitted(logs[some], targets[some])
     fits = [even, soft]
     chosen = even
-    if classes <= _MOST_CLASSES and rows >= 2 * classes * (classes - 1):
+    # The classes that a weak model confuses would all be taken for flips.
+    if agreed >= _WEAK and classes <= _MOST_CLASSES and rows >= 2 * classes * (classes - 1):
         free = _Fit(classes, "free").fitted(logs[some], targets[some])
         # By Akaike's criterion: a parameter more must be worth a unit of log-likelihood.
         if free.score - even.score > classes * (classes - 1) - 1:
             chosen = free
             least = _Fit(classes, _counted(given, y, _SUREST, bound=_Z))
             fits = [free, least.fitted(logs[some], targets[some])]
-            if agreed < _WEAK:
-                fits.append(soft)  # then confusions of classes may all be doubt
     flips = _counted(given, y, _CONFIDENT)
     unmixed = _logs(_normalised(given @ np.linalg.inv(flips)))
     upper = _Fit(classes, flips).fitted(unmixed[some], targets[some])
