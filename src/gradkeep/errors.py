@@ -28,6 +28,8 @@
         `-- WriteFailed      the disk said no (also an OSError)
             `-- ReadOnly     the place does not take writes at all
 
+    BudgetWarning            a warning: training goes on, but not inside of its budget
+
 A message says where, what was found, what was expected and what to do next.
 """
 
@@ -39,6 +41,7 @@ from typing import Any
 __all__ = [
     "AttributionError",
     "BudgetError",
+    "BudgetWarning",
     "CaptureError",
     "Conflict",
     "Damaged",
@@ -140,6 +143,10 @@ class AttributionError(GradkeepError, ValueError):
 
 class BudgetError(GradkeepError, ValueError):
     """A budget that cannot be understood, or that is below the least possible."""
+
+
+class BudgetWarning(UserWarning):
+    """Training goes on, but not as its budget promises: over it, or without a plan."""
 
 
 class CaptureError(GradkeepError, ValueError):

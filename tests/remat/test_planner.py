@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import gradkeep as gk
 from gradkeep.errors import BudgetError
 from gradkeep.remat.planned._autograd_graph import GraphBelow
 from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment
+from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._planned_step import unpack
 from gradkeep.remat.planned._planner import (
     BudgetSettings,
@@ -432,12 +434,16 @@ def test_every_second_recording_of_a_kind_clones():
     planner = StepPlanner(BudgetSettings(0.5))
 
     def asked(size, *, training=True):
-        module = SimpleNamespace(training=training)
-        seen = {0: MODULES.setdefault(training, module)}
-        recording = SimpleNamespace(modules=SimpleNamespace(seen=seen), gradients=False)
+        flag = ModuleFlag(torch.nn.Linear, weakref.ref(layer), owns=True, training=training)
+        passing = torch.nn.Sequential(layer)
+        made_anew = ModuleFlag(
+            torch.nn.Sequential, weakref.ref(passing), owns=False, training=training
+        )
+        modules = SimpleNamespace(flags=lambda: (flag, made_anew))
+        recording = SimpleNamespace(modules=modules, gradients=False)
         return planner.cloning(recording, torch.ones(size))
 
-    MODULES = {}
+    layer = torch.nn.Linear(2, 2)
     assert [asked(3) for _ in range(4)] == [False, True, False, True]
     assert [asked(4), asked(3, training=False), asked(4)] == [False, False, True]
 

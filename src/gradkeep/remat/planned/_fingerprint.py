@@ -1,55 +1,133 @@
-"""A few numbers of a tensor, taken when it is let go and compared when it is back."""
+"""What a tensor held when it was let go, to be compared when it is back: all of it, or a few places."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import xxhash
+
+from gradkeep.remat.tracing._tensors import Geometry
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
-    from gradkeep.remat.tracing._tensors import Geometry
+    from torch import Tensor
 
 _COUNT = 32
 _MARKED = 4096
 _FEW = 3
+_PRIME = 0x9E3779B1
+_PART = 1 << 20
 
 
 class TensorSample(NamedTuple):
-    """Where to look: a coarse lattice in the tensor."""
+    """A few places: a coarse lattice in the tensor."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    lattice: Geometry
 
-    def of(self, tensor: Tensor) -> list[float]:
-        """The numbers there; about 3 us."""
-        found: list[float] = tensor.as_strided(self.size, self.stride, self.offset).tolist()
-        return found
+    def of(self, base: Tensor) -> Any:
+        """The numbers there, given any tensor on the storage; about 3 us."""
+        return self.lattice.on_storage_of(base).tolist()
+
+
+class ContentHash(NamedTuple):
+    """Every byte that anybody will read: one run of bytes, or several tensors."""
+
+    start: int
+    length: int
+    """Bytes; 0 if the content is not one run."""
+    parts: tuple[Geometry, ...] = ()
+
+    def of(self, base: Tensor) -> Any:
+        """A hash of 64 bits, given any tensor on the storage; about 1 us and 0.1 ns a byte."""
+        if self.length:
+            return _hash_of(base, self.start, self.length)
+        found = []
+        for part in self.parts:
+            whole = part.on_storage_of(base).resolve_conj().resolve_neg().contiguous()
+            found.append(_hash_of(whole, whole.storage_offset() * whole.itemsize, whole.nbytes))
+        return tuple(found)
+
+
+Fingerprint = TensorSample | ContentHash
+
+
+def _hash_of(base: Tensor, start: int, length: int) -> int:
+    if length == 0:
+        return 0
+    storage = base.untyped_storage()
+    if storage.device.type == "cpu":
+        memory = (ctypes.c_char * length).from_address(storage.data_ptr() + start)
+        return xxhash.xxh3_64_intdigest(memory)
+    return hash_on_device(storage, start, length)
+
+
+def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> int:
+    """The same purpose where bytes cannot be read directly: sums with weights, part by part.
+
+    h = sum_p (p + 1) c_p, c_p = sum_i b_i ((2 i + 1) k mod 2^31), in integers modulo 2^64.
+    """
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    flat = flat.set_(storage, start, (length,), (1,))
+    weights = torch.arange(min(_PART, length), dtype=torch.int64, device=storage.device)
+    weights = (2 * weights + 1) * _PRIME % 2147483647
+    total = torch.zeros((), dtype=torch.int64, device=storage.device)
+    for number, part in enumerate(flat.split(_PART)):
+        total += (number + 1) * (part.to(torch.int64) * weights[: len(part)]).sum()
+    return int(total)
+
+
+def content_of(made: Geometry, slots: Sequence[Geometry], *, whole: bool) -> ContentHash:
+    """What to hash of a value: all that its operator made if that is one run, else what is saved of it.
+
+    `whole` says that the operator wrote every element.
+    """
+    if whole and _is_dense(made):
+        return ContentHash(made.offset * made.dtype.itemsize, _nbytes(made))
+    if len(set(slots)) == 1 and _is_dense(slots[0]):
+        return ContentHash(slots[0].offset * slots[0].dtype.itemsize, _nbytes(slots[0]))
+    return ContentHash(0, 0, tuple(dict.fromkeys(slots)))
+
+
+def _nbytes(geometry: Geometry) -> int:
+    return math.prod(geometry.size) * geometry.dtype.itemsize
+
+
+def _is_dense(geometry: Geometry) -> bool:
+    """Whether the elements lie side by side, in whatever order."""
+    expected = 1
+    for step, n in sorted(zip(geometry.stride, geometry.size, strict=True)):
+        if n == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def sample_of(geometry: Geometry, count: int = _COUNT) -> TensorSample:
     """A lattice of about `count` places over the whole of a tensor."""
     numel = math.prod(geometry.size)
-    extent = 1 + sum((n - 1) * step for n, step in zip(geometry.size, geometry.stride, strict=True))
-    if numel and extent == numel:
-        # Dense: any stride through memory stays inside. An odd one meets every channel.
+    if numel and _is_dense(geometry):
+        # Any stride through memory stays inside. An odd one meets every channel.
         step = max(1, numel // count)
         step += 1 - step % 2 if step > 1 else 0
-        return TensorSample((1 + (numel - 1) // step,), (step,), geometry.offset)
+        size: Sequence[int] = (1 + (numel - 1) // step,)
+        return TensorSample(geometry._replace(size=tuple(size), stride=(step,)))
     left, size, stride = max(1, count), [], []
     for n, step in zip(geometry.size, geometry.stride, strict=True):
         some = max(1, min(n, left)) if n else 0
         left = max(1, left // max(some, 1))
         size.append(some)
         stride.append(step * max(1, n // max(some, 1)))
-    return TensorSample(tuple(size), tuple(stride), geometry.offset)
+    return TensorSample(geometry._replace(size=tuple(size), stride=tuple(stride)))
 
 
-def same_sample(left: object, right: object) -> bool:
-    """Whether two samples are equal; not-a-number equals itself."""
+def same_content(left: object, right: object) -> bool:
+    """Whether two fingerprints are equal; not-a-number equals itself."""
     return left == right or repr(left) == repr(right)
 
 

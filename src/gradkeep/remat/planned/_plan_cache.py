@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import RematError
+from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
 from gradkeep.remat.planned._trace import TraceLengths, agreed_trace, cheaper_trace
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.remat.planned._modules import Flag
     from gradkeep.remat.planned._programs import CompiledPlan
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
@@ -36,7 +36,7 @@ class StepSignature:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
-    flags: tuple[Flag, ...]
+    flags: tuple[ModuleFlag, ...]
     """Every module that runs, and whether it is training."""
     parameters: tuple[weakref.ref[Any], ...]
     gradients: bool
@@ -51,11 +51,7 @@ class StepSignature:
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
             and self.inputs == tuple(tuple(given.shape) for given in inputs)
-            and all(
-                (module := reference()) is not None and module.training == flag
-                for reference, flag in self.flags
-                if isinstance(reference, weakref.ref)
-            )
+            and all(flag.holds() for flag in self.flags)
             and self.gradients == has_gradients(self.parameters)
         )
 
@@ -65,7 +61,8 @@ class StepSignature:
             self.size == other.size
             and self.stride == other.stride
             and self.dtype is other.dtype
-            and self.flags == other.flags
+            and len(self.flags) == len(other.flags)
+            and all(map(ModuleFlag.like, self.flags, other.flags))
             and self.gradients == other.gradients
             and self.inputs == other.inputs
         )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
     from gradkeep.remat.planned._problem import PlanningProblem
+    from gradkeep.remat.planned._programs import Check
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
 
@@ -53,6 +54,7 @@ class BudgetSettings:
     mode: Mode = "auto"
     heuristic: str = "dtr-eq"
     """What the online runtime evicts."""
+    check: Check = "full"
 
     def bytes_of(self, peak: int) -> int:
         """The budget in bytes, given the peak."""
@@ -119,11 +121,11 @@ class StepPlanner:
 
     def cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
         """Whether a recording that has come to its first saved tensor should clone: every second."""
-        modules = recording.modules.seen.values()
+        flags = recording.modules.flags()
         key = (
             tuple(tensor.shape),
             recording.gradients,
-            tuple((id(module), module.training) for module in modules),
+            tuple((flag.kind, flag.module if flag.owns else None, flag.training) for flag in flags),
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
         return count % 2 == 0
@@ -213,7 +215,7 @@ class StepPlanner:
                 f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
                 fix="raise the budget, or make the batch smaller",
             )
-        ready = compile_plan(problem, found.states, found.evaluation)
+        ready = compile_plan(problem, found.states, found.evaluation, check=settings.check)
         seconds = time.perf_counter() - start
         self.last = StepPlan(
             group.kind, ready, budget, reserve, group.changing, group.parameters, seconds

@@ -18,7 +18,7 @@ from gradkeep.remat.planned._planned_step import (
     unpack,
 )
 from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
-from gradkeep.remat.tracing._tensors import beside_compiler
+from gradkeep.remat.tracing._tensors import beside_compiler, has_storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +208,11 @@ class BudgetSession:
             expected = run.quick.get(number)
             if expected is not None and not (self._automatic and run.asks):
                 nbytes, size, leaf = expected
-                if tensor.nbytes == nbytes and (size is None or tensor.shape == size):
+                if (
+                    has_storage(tensor)
+                    and tensor.nbytes == nbytes
+                    and (size is None or tensor.shape == size)
+                ):
                     run.at = number + 1
                     # A leaf can be held as it is; anything else may hold its node, and that us.
                     held = tensor if leaf and tensor.grad_fn is None else tensor.detach()

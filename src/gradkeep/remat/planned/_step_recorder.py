@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._cut_constants import CutConstants
 from gradkeep.remat.planned._fingerprint import mask_numbers
 from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
@@ -48,6 +49,7 @@ from gradkeep.remat.tracing._tensors import (
     QuickDispatchMode,
     StorageRef,
     collect_tensors,
+    has_storage,
     signature_of,
     written_storages,
 )
@@ -175,8 +177,11 @@ class StepRecorder:
         """Known when the first tensor was saved."""
         self.gradients = False
         """Whether they had gradients then."""
+        self._cuts = CutConstants(self._values)
         for tensor in inputs:
-            self._value_of(tensor)
+            if has_storage(tensor):
+                value, _ = self._cuts.cut(self._value_of(tensor), tensor)
+                self._constants[value] = weakref.ref(tensor)
 
     # What runs
 
@@ -211,15 +216,16 @@ class StepRecorder:
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
-        given: list[Tensor] = []
-        collect_tensors(args, given)
-        collect_tensors(kwargs.values(), given)
+        passed: list[Tensor] = []
+        collect_tensors(args, passed)
+        collect_tensors(kwargs.values(), passed)
+        given = [tensor for tensor in passed if has_storage(tensor)]
         for tensor in given:
             self._value_of(tensor)
         changed = written_storages(signature, args, kwargs) if signature.writes else {}
         fresh: list[tuple[int, Tensor]] = []
         for at, tensor in enumerate(made):
-            if id(tensor.untyped_storage()) not in self._alive:
+            if has_storage(tensor) and id(tensor.untyped_storage()) not in self._alive:
                 fresh.append((at, tensor))
         if not fresh and not changed:
             return  # a view
@@ -245,7 +251,7 @@ class StepRecorder:
                 self._resized(alive, size, before)
         self._happened("op", number)
         recipe = OperatorRerun(None, (), ())
-        if not backward:
+        if not backward and len(given) == len(passed):
             encode = dict(zip(map(id, given), reads, strict=True))
             recipe = rerun_of(
                 func,
@@ -325,6 +331,17 @@ class StepRecorder:
         self._constants[value] = weakref.ref(tensor)
         return value
 
+    def _saved_value(self, tensor: Tensor) -> tuple[int, Geometry]:
+        """The value that a saved tensor is, and its geometry there."""
+        value = self._value_of(tensor)
+        reference = self._constants.get(value)
+        if reference is None:
+            return value, Geometry.of(tensor)
+        first = reference()
+        if first is not None and self.modules.source_of(first, {}) is not None:
+            return value, Geometry.of(tensor)
+        return self._cuts.cut(value, tensor)
+
     def _new(self, tensor: Tensor, maker: int) -> int:
         storage = tensor.untyped_storage()
         if id(storage) in self._alive:
@@ -368,7 +385,7 @@ class StepRecorder:
         """Note a saved tensor; in a cloning recording autograd gets a copy."""
         self.quiet = True
         try:
-            if _task() != -1:
+            if _task() != -1 or not has_storage(tensor):
                 # Saved during a backward pass, for a second one or by a checkpoint: always kept.
                 return RecordedTensor(self, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
@@ -377,11 +394,11 @@ class StepRecorder:
                 self.gradients = has_gradients(self.parameters)
                 if self._choose is not None:
                     self.cloning = self._choose(self, tensor)
-            value = self._value_of(tensor)
+            value, geometry = self._saved_value(tensor)
             self._slots.append(
                 SavedSlot(
                     value=value,
-                    geometry=Geometry.of(tensor),
+                    geometry=geometry,
                     device=tensor.device,
                     seen=self.walk.below(tensor),
                     event=event,
@@ -409,8 +426,7 @@ class StepRecorder:
             ref = StorageRef(copy, self._copy_gone)
             ref.key = id(copy)
             self._alive[ref.key] = _AliveStorage(alive.number, alive.value, ref)
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Geometry.of(tensor).on(copy)
 
     @property
     def saved(self) -> int:
@@ -471,7 +487,7 @@ class StepRecorder:
         ]
         return StepTrace(
             events=tuple(self._events),
-            operations=tuple(self._operations),
+            operations=tuple(map(self._cuts.resolved, self._operations)),
             slots=tuple(self._slots),
             order=tuple(self._order),
             asked=tuple(self._asked),
@@ -482,6 +498,7 @@ class StepRecorder:
             sources=self._sources(),
             lengths=self._lengths,
             keeps_graph=self._keeps_graph,
+            anchors=self._cuts.anchors(self._slots),
         )
 
     def _sources(self) -> dict[int, Any]:

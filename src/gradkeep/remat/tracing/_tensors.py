@@ -37,23 +37,72 @@ class FollowedStorage:
 
 
 class Geometry(NamedTuple):
-    """Dtype, size, strides and offset: a tensor is these and a storage."""
+    """All that a tensor is beside its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """In elements."""
+    conjugate: bool = False
+    """It shows the conjugates of what is stored, as `.conj()` does without computing anything."""
+    negative: bool = False
+    """It shows the stored numbers with the other sign, as the `.imag` of a conjugate does."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a tensor."""
-        offset = int(tensor.storage_offset())
-        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
+        return cls(
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry that shows a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        # Bits that are set in place change nothing that is stored.
+        tensor = empty.set_(storage, self.offset, self.size, self.stride)
+        torch._C._set_conj(tensor, self.conjugate)
+        torch._C._set_neg(tensor, self.negative)
+        return tensor
+
+    def on_storage_of(self, base: torch.Tensor) -> torch.Tensor:
+        """The same, given any tensor on the storage."""
+        if (
+            base.dtype is self.dtype
+            and base.is_conj() is self.conjugate
+            and base.is_neg() is self.negative
+        ):
+            return base.as_strided(self.size, self.stride, self.offset)
+        return self.on(base.untyped_storage())
+
+    def moved(self, base: torch.Tensor, anchor: int) -> Geometry:
+        """This geometry on the storage of `base`, where `anchor` bytes stands for where `base` begins."""
+        start = base.storage_offset() * base.itemsize - anchor
+        return self._replace(offset=self.offset + start // self.dtype.itemsize)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the storage that it reaches from and to."""
+        steps = zip(self.size, self.stride, strict=True)
+        extent = 0 if 0 in self.size else 1 + sum((n - 1) * step for n, step in steps)
+        start = self.offset * self.dtype.itemsize
+        return start, start + extent * self.dtype.itemsize
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is one piece of memory, seen through strides; sparse ones are not."""
+    return tensor.layout is torch.strided and _is_one_piece(type(tensor))
+
+
+@functools.cache
+def _is_one_piece(kind: type[Tensor]) -> bool:
+    # Classes that wrap several tensors have a storage that nothing is stored in.
+    return not hasattr(kind, "__tensor_flatten__")
 
 
 SEQUENCES = frozenset((list, tuple))
@@ -87,7 +136,7 @@ def written_storages(
     tensors: list[Tensor] = []
     for position, name in signature.writes:
         collect_tensors((args[position] if position < len(args) else kwargs.get(name),), tensors)
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in tensors if has_storage(tensor)]
     return {id(storage): storage for storage in storages}
 
 
