@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gradkeep as gk
-from gradkeep.errors import BudgetWarning, GradkeepError
+from gradkeep.errors import BudgetError, BudgetWarning, GradkeepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,7 +144,7 @@ def _sampled(info: Any, label: str, dtype: torch.dtype) -> Iterator[Subject]:
         yield Subject(f"{label} {kind}{at}", lambda s=sample: around(info.op, s))
         variant = info.inplace_variant
         if variant is not None and at == 0:
-            yield Subject(f"{label} {kind}{at} in place", lambda s=sample: around(variant, s))
+            yield Subject(f"{label} {kind}{at} in place", lambda s=sample, f=variant: around(f, s))
 
 
 def _elements(sample: Any) -> int:
@@ -234,8 +234,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    raw = [t.resolve_conj().resolve_neg().contiguous().flatten() for t in (a, b)]
-    return torch.equal(raw[0].view(torch.uint8), raw[1].view(torch.uint8))
+    left, right = (t.detach().resolve_conj().resolve_neg().numpy().tobytes() for t in (a, b))
+    return left == right
 
 
 def judge(subject: Subject, budgets: tuple[float, ...], modes: tuple[str, ...]) -> list[Verdict]:
@@ -246,19 +246,23 @@ def judge(subject: Subject, budgets: tuple[float, ...], modes: tuple[str, ...]) 
         return [Verdict(subject.name, "", 0, "skipped", False, f"plain: {error!r}"[:80])]
     if same(plain, again):
         return [Verdict(subject.name, "", 0, "skipped", False, "plain differs from itself")]
-    found = []
-    for mode in modes:
-        for ratio in budgets:
-            found.append(one(subject, plain, mode, ratio))
-    return found
+    return [one(subject, plain, mode, ratio) for mode in modes for ratio in budgets]
 
 
 def one(subject: Subject, plain: Numbers, mode: str, ratio: float) -> Verdict:
-    budget = gk.memory_budget(ratio, mode=mode, min_size=1, effort=0.2)
+    budget = gk.memory_budget(ratio, mode=mode, min_size=1, effort=0.02)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BudgetWarning)
-            numbers = train(subject, budget)
+            try:
+                numbers = train(subject, budget)
+            except BudgetError:
+                # Below what is possible: then at the least that is.
+                probe = gk.memory_budget(1.0, mode=mode, min_size=1, effort=0.02)
+                train(subject, probe)
+                floor = probe.explain().floor
+                budget = gk.memory_budget(floor, mode=mode, min_size=1, effort=0.02)
+                numbers = train(subject, budget)
     except GradkeepError as error:
         return Verdict(
             subject.name, mode, ratio, "refused", False, f"{type(error).__name__}: {error}"

@@ -25,7 +25,13 @@ from gradkeep.remat.online._live_core import (
 )
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 from gradkeep.remat.tracing._rerun import FirstResultRerun, OperatorRerun, rerun_of
-from gradkeep.remat.tracing._tensors import Geometry, QuickDispatchMode, signature_of
+from gradkeep.remat.tracing._tensors import (
+    Geometry,
+    QuickDispatchMode,
+    has_storage,
+    signature_of,
+    written_tensors,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -184,7 +190,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             signature = self._signatures[func] = signature_of(func)
         name = func._schema.name
         given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
-        if any(tensor.layout != torch.strided for tensor in given):
+        if not all(map(has_storage, given)):
             return self._beside(func, args, kwargs, given)
         if name in _FREE and not signature.writes:
             for tensor in given:
@@ -192,7 +198,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         nodes = [live.node_of(tensor) for tensor in given]
         self._watch_gradients(given)
-        written = self._written(signature, args, kwargs)
+        written = written_tensors(signature, args, kwargs)
         for tensor in written:
             live.about_to_change(live.node_of(tensor))
         live.hold(nodes)
@@ -221,7 +227,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         cost = perf_counter_ns() - began
         results = tensors_in(out)
-        if any(result.layout != torch.strided for result in results):
+        if not all(map(has_storage, results)):
             return out
         fresh = self._fresh(results)
         self._sizes[key] = sum(result.untyped_storage().nbytes() for _, result in fresh)
@@ -313,15 +319,6 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         named = tuple((name, mapped(value, shown, Tensor)) for name, value in kwargs.items())
         return rerun_of(func, arguments, named, made, in_place=written)
 
-    def _written(
-        self, signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        found: list[Tensor] = []
-        for position, name in signature.writes:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            found += tensors_in(value)
-        return found
-
     def _watch_gradients(self, given: list[Tensor]) -> None:
         """Gradients are pinned as soon as they are there: they would be evicted for nothing."""
         for tensor in given:
@@ -331,14 +328,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        if parameter.grad is not None and has_storage(parameter.grad):
             self.pin(parameter.grad)
 
     def _beside(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
         """An operator on tensors without a storage: its other arguments must be there, no more."""
-        nodes = [self.live.node_of(t) for t in given if t.layout == torch.strided]
+        nodes = [self.live.node_of(t) for t in given if has_storage(t)]
         self.live.hold(nodes)
         try:
             out = func(*args, **kwargs)
@@ -386,7 +383,7 @@ def lower_guards(online: OnlineRuntime) -> None:
 def _guarded(plain: Any) -> Any:
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.layout == torch.strided and not torch.nn.parameter.is_lazy(self):
+        if not torch.nn.parameter.is_lazy(self) and has_storage(self):
             for online in _active:
                 online.bring_back(self)
         return plain(self, *args, **kwargs)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import xxhash
 
-from gradkeep.remat.tracing._tensors import Geometry
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from gradkeep.remat.tracing._tensors import Geometry
 
 _COUNT = 32
 _MARKED = 4096
@@ -48,7 +48,8 @@ class ContentHash(NamedTuple):
         found = []
         for part in self.parts:
             whole = part.on_storage_of(base).resolve_conj().resolve_neg().contiguous()
-            found.append(_hash_of(whole, whole.storage_offset() * whole.itemsize, whole.nbytes))
+            start = int(whole.storage_offset()) * whole.itemsize
+            found.append(_hash_of(whole, start, whole.nbytes))
         return tuple(found)
 
 
@@ -75,7 +76,7 @@ def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> in
     weights = torch.arange(min(_PART, length), dtype=torch.int64, device=storage.device)
     weights = (2 * weights + 1) * _PRIME % 2147483647
     total = torch.zeros((), dtype=torch.int64, device=storage.device)
-    for number, part in enumerate(flat.split(_PART)):
+    for number, part in enumerate(torch.split(flat, _PART)):
         total += (number + 1) * (part.to(torch.int64) * weights[: len(part)]).sum()
     return int(total)
 

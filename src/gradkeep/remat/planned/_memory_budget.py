@@ -152,10 +152,10 @@ class MemoryBudget:
     def _latest(self) -> StepPlan:
         if self._planner.last is None:
             raise RematError(
-                "there is no plan yet",
-                found=f"{self._planner.counts.recorded} recorded steps",
+                "there is no plan",
+                found=f"{self._planner.counts.recorded} recorded steps: {self._planner.missing_plan()}",
                 expected=f"{self._planner.settings.recordings} that do the same",
-                fix="train a few steps inside the budget first",
+                fix="train a few steps inside the budget, all of the same kind",
             )
         return self._planner.last
 

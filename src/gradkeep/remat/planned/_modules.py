@@ -14,6 +14,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from gradkeep.remat.tracing._tensors import not_compiled
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -102,8 +104,8 @@ class ModuleTracker:
         warnings.filterwarnings(
             "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
         )
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        before = register_module_forward_pre_hook(not_compiled(self._enter))
+        after = register_module_forward_hook(not_compiled(self._leave), always_call=True)
         self._handles: list[Any] = [before, after]
         for module in running:
             self._enter(module, ())

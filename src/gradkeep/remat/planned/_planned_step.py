@@ -168,10 +168,10 @@ class PlannedStep:
     """One step that follows a plan as long as it can."""
 
     __slots__ = (
+        "_fingerprints",
         "_following",
         "_plan",
         "_random_states",
-        "_fingerprints",
         "_snapshot",
         "_values",
         "_versions",

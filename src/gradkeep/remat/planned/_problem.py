@@ -7,7 +7,7 @@ saved values, or values that can be made again themselves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gradkeep.remat.tracing._rerun import TensorRef
@@ -85,6 +85,8 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         for value in operation.overwrites
     }
     whole = {value: event for value, event in saved.items() if value not in written}
+    lasting = {value: source for value, source in trace.sources.items() if value not in written}
+    trace = replace(trace, sources=lasting)
     makeable = _Makeable(trace, whole, random_state)
     sizes = tuple(trace.storages[value.storage].size for value in trace.values)
     costs = tuple(map(_again_seconds, trace.operations))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from gradkeep.errors import RematError
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
 from gradkeep.remat.planned._cut_constants import CutConstants
 from gradkeep.remat.planned._fingerprint import mask_numbers
@@ -50,6 +51,7 @@ from gradkeep.remat.tracing._tensors import (
     StorageRef,
     collect_tensors,
     has_storage,
+    inside_compiled,
     signature_of,
     written_storages,
 )
@@ -128,13 +130,20 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
         """Watch for this recording from now on."""
         self.recording = recording
         if not self._on:
+            if inside_compiled():
+                raise RematError(
+                    "a training step begins inside of a compiled function, where torch lets no mode "
+                    "come or go",
+                    fix="put `with budget.step():` around each step, or let an optimizer step inside "
+                    "of the block: then steps begin outside of what is compiled",
+                )
             self.__enter__()  # type: ignore[no-untyped-call]
             self._on = True
 
     def rest(self) -> None:
         """Watch no more; the mode itself goes as soon as no other mode lies upon it."""
         self.recording = None
-        if self._on and _get_current_dispatch_mode() is self:
+        if self._on and _get_current_dispatch_mode() is self and not inside_compiled():
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
@@ -290,7 +299,7 @@ class StepRecorder:
     def _split(self, apart: FirstResultRerun, makes: list[MadeValue]) -> None:
         """The first result has a way of its own to be made again, from the other results."""
         first = makes[0]
-        others = tuple(TensorRef(made.value, made.geometry) for made in makes[1:])
+        others = tuple(TensorRef(made.value, made.geometry) for made in makes if made.position > 0)
         own = len(self._operations)
         self._values[first.value] = TracedValue(self._values[first.value].storage, own)
         args = (*apart.args, *others)
