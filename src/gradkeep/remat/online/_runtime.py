@@ -24,7 +24,13 @@ from gradkeep.remat.online._live_core import (
     tensors_in,
 )
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.tracing._rerun import FirstResultRerun, OperatorRerun, rerun_of
+from gradkeep.remat.tracing._rerun import (
+    FirstResultRerun,
+    OperatorRerun,
+    compared,
+    leaves_unwritten,
+    rerun_of,
+)
 from gradkeep.remat.tracing._tensors import (
     Geometry,
     QuickDispatchMode,
@@ -57,6 +63,8 @@ class _OperatorRun:
     """Of the random generator, before it ran."""
     changed: list[Storage]
     """What it wrote in place."""
+    exact: bool
+    """Every byte of its results means something."""
 
 
 class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,7 +167,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
     def bring_back(self, tensor: Tensor) -> None:
         """Make sure that a tensor's bytes are in memory."""
         node = self.live.latest.get(id(tensor.untyped_storage()))
-        if node is None or node.defined:
+        if node is None or (node.defined and self.live.bytes[node.storage].was is None):
             return
         self._quiet = True
         try:
@@ -234,7 +242,9 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
         if fresh or changed:
             recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
-            ran = _OperatorRun(func._schema.name, cost, grad_mode, state, changed)
+            name = func._schema.name
+            exact = not leaves_unwritten(name) and compared(func, len(results)) == len(results)
+            ran = _OperatorRun(name, cost, grad_mode, state, changed, exact)
             if recipe.apart is not None and recipe.apart.run is not None:
                 self._enter_apart(ran, recipe.apart, fresh, nodes)
             else:
@@ -270,6 +280,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         )
         operator.results = tuple((at, Geometry.of(result)) for at, result in fresh)
         operator.grad_mode, operator.random = ran.grad_mode, ran.state
+        operator.exact = ran.exact
         if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
             operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
         made = self.live.ran(operator, nodes, storages)
@@ -288,15 +299,19 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Batch normalization: its statistics stay, and with them its result is made again."""
         rest = [(at, result) for at, result in fresh if at > 0]
+        # After what is new come the running statistics, which it changed.
         statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes)
         first = [(at, result) for at, result in fresh if at == 0]
         shown = tuple(
             OnlineArgument(node, Geometry.of(result))
-            for node, (_, result) in zip(statistics, rest, strict=True)
+            for node, (_, result) in zip(statistics[: len(rest)], rest, strict=True)
         )
         again = OperatorRerun(apart.run, (*apart.args, *shown), ())
         self._enter(
-            dataclasses.replace(ran, cost=0, state=None), again, first, [*nodes, *statistics]
+            dataclasses.replace(ran, cost=0, state=None, changed=[]),
+            again,
+            first,
+            [*nodes, *statistics],
         )
 
     def _recipe(

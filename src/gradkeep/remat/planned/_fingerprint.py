@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
+
+from gradkeep.remat.tracing._content import hash_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _COUNT = 32
 _MARKED = 4096
 _FEW = 3
-_PRIME = 0x9E3779B1
-_PART = 1 << 20
 
 
 class TensorSample(NamedTuple):
@@ -44,41 +42,16 @@ class ContentHash(NamedTuple):
     def of(self, base: Tensor) -> Any:
         """A hash of 64 bits, given any tensor on the storage; about 1 us and 0.1 ns a byte."""
         if self.length:
-            return _hash_of(base, self.start, self.length)
+            return hash_bytes(base.untyped_storage(), self.start, self.length)
         found = []
         for part in self.parts:
             whole = part.on_storage_of(base).resolve_conj().resolve_neg().contiguous()
             start = int(whole.storage_offset()) * whole.itemsize
-            found.append(_hash_of(whole, start, whole.nbytes))
+            found.append(hash_bytes(whole.untyped_storage(), start, whole.nbytes))
         return tuple(found)
 
 
 Fingerprint = TensorSample | ContentHash
-
-
-def _hash_of(base: Tensor, start: int, length: int) -> int:
-    if length == 0:
-        return 0
-    storage = base.untyped_storage()
-    if storage.device.type == "cpu":
-        memory = (ctypes.c_char * length).from_address(storage.data_ptr() + start)
-        return xxhash.xxh3_64_intdigest(memory)
-    return hash_on_device(storage, start, length)
-
-
-def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> int:
-    """The same purpose where bytes cannot be read directly: sums with weights, part by part.
-
-    h = sum_p (p + 1) c_p, c_p = sum_i b_i ((2 i + 1) k mod 2^31), in integers modulo 2^64.
-    """
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    flat = flat.set_(storage, start, (length,), (1,))
-    weights = torch.arange(min(_PART, length), dtype=torch.int64, device=storage.device)
-    weights = (2 * weights + 1) * _PRIME % 2147483647
-    total = torch.zeros((), dtype=torch.int64, device=storage.device)
-    for number, part in enumerate(torch.split(flat, _PART)):
-        total += (number + 1) * (part.to(torch.int64) * weights[: len(part)]).sum()
-    return int(total)
 
 
 def content_of(made: Geometry, slots: Sequence[Geometry], *, whole: bool) -> ContentHash:

@@ -141,6 +141,8 @@ class StepPlan:
     def unmeasured(self) -> bool:
         """Whether the next step is to be measured: the first, and ever more seldom others, as what
         optimizers hold grows."""
+        if self.compiled.trace.looked_away:
+            return False  # measuring is watching
         return self.measured_peak is None or self.runs in _MEASURED_AGAIN
 
     @property

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from gradkeep.errors import StepChanged
+from gradkeep.errors import RematError, StepChanged
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
 from gradkeep.remat.planned._fingerprint import same_content
 from gradkeep.remat.planned._programs import generator, instruction, replay
 from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
-from gradkeep.remat.tracing._tensors import has_storage
+from gradkeep.remat.tracing._tensors import WATCHED_OTHERWISE, has_storage
 
 if TYPE_CHECKING:
     import weakref
@@ -111,6 +111,24 @@ class PlainStep:
     def asked_for(self, slot: int) -> None:
         """Note that a backward pass has begun."""
         self.asked = True
+
+
+class WatchedStep(PlainStep):
+    """The same while the online runtime watches."""
+
+    __slots__ = ()
+
+    def asked_for(self, slot: int) -> None:
+        """Note that a backward pass has begun; refuse a node that watching changes."""
+        self.asked = True
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in WATCHED_OTHERWISE:
+            raise RematError(
+                "the online runtime would change this gradient: torch computes it by another formula, "
+                "with other rounding, while operators are watched",
+                found=node.name(),
+                fix="use mode='planned', or compute it another way, as torch.where for masked_fill",
+            )
 
 
 class UndecidedStep:

@@ -15,6 +15,7 @@ from gradkeep.remat.planned._planned_step import (
     PlannedStep,
     StepSnapshot,
     UndecidedStep,
+    WatchedStep,
     unpack,
 )
 from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
@@ -188,7 +189,7 @@ class BudgetSession:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         planner = self._planner
         if self._keep_all or self._online is not None:
-            self._run = PlainStep()
+            self._run = PlainStep() if self._online is None else WatchedStep()
             return self._run
         plans = planner.plans_for(tensor, self._inputs)
         if self._meter is not None and not any(plan.unmeasured for plan in plans):

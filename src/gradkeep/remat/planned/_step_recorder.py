@@ -45,6 +45,7 @@ from gradkeep.remat.tracing._rerun import (
 )
 from gradkeep.remat.tracing._tensors import (
     SEQUENCES,
+    WATCHED_OTHERWISE,
     Geometry,
     OperatorSignature,
     QuickDispatchMode,
@@ -182,6 +183,8 @@ class StepRecorder:
         self._pinned: set[int] = set()
         self._keeps_graph = False
         self._lengths = NOTHING
+        self._away: Any = None
+        self._looked_away = False
         self.parameters: tuple[weakref.ref[Parameter], ...] = ()
         """Known when the first tensor was saved."""
         self.gradients = False
@@ -462,6 +465,29 @@ class StepRecorder:
         )
         self._asked.append(len(self._events))
         self._happened("unpack", slot)
+        node = _node()
+        if node is not None and node.name() in WATCHED_OTHERWISE:
+            self._look_away(node)
+
+    def _look_away(self, node: Any) -> None:
+        """Let a node work unwatched, as it would without us; what it gives is seen afterwards."""
+        self._looked_away = True
+        if self._away is not None:
+            return
+        self._away = away = torch._C._DisableTorchDispatch()
+        away.__enter__()  # type: ignore[no-untyped-call]
+
+        def back(given: Sequence[Tensor | None], _: Any) -> None:
+            away.__exit__(None, None, None)
+            self._away = None
+            for tensor in given:
+                if tensor is None or not has_storage(tensor):
+                    continue
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._alive:
+                    self._follow(storage, birth=len(self._events), constant=False)
+
+        node.register_hook(back)
 
     def pin(self, tensor: Tensor) -> None:
         """Never drop this tensor's storage."""
@@ -508,6 +534,7 @@ class StepRecorder:
             lengths=self._lengths,
             keeps_graph=self._keeps_graph,
             anchors=self._cuts.anchors(self._slots),
+            looked_away=self._looked_away,
         )
 
     def _sources(self) -> dict[int, Any]:

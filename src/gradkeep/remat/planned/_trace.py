@@ -153,6 +153,8 @@ class StepTrace:
     """How much there was of everything when the last saved tensor was asked for."""
     keeps_graph: bool = False
     """The backward pass was asked to keep the graph."""
+    looked_away: bool = False
+    """Some nodes of the backward pass ran unwatched: their temporaries are not counted."""
     anchors: dict[int, int] = field(default_factory=dict)
     """For constants that are elsewhere in each step, as batches cut from a data set: where the tensor
     that stands for the value begins, in bytes, as geometries count them."""

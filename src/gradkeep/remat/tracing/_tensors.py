@@ -111,6 +111,14 @@ def _is_one_piece(kind: type[Tensor]) -> bool:
     return not hasattr(kind, "__tensor_flatten__")
 
 
+WATCHED_OTHERWISE = frozenset(
+    {
+        *("CumprodBackward0", "LinalgLstsqBackward0", "LinalgPinvBackward0"),
+        *("MaskedFillBackward1", "ProdBackward0", "ProdBackward1"),
+    }
+)
+"""Nodes whose gradients torch computes by other formulas, with other rounding, while a mode watches."""
+
 SEQUENCES = frozenset((list, tuple))
 """In what operators take and give several tensors; looking up a type is the fastest test."""
 
