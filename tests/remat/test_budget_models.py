@@ -407,3 +407,15 @@ def test_mixed_precision_trains_to_the_same_bits(dtype):
     same(trained(make, budget), trained(make))
     assert budget.report().planned == 5
     assert budget.explain().dropped
+
+
+@may_say_more
+def test_two_kinds_of_steps_that_take_turns_are_both_planned():
+    def body(model, x, number):
+        return model(x) if number % 2 else model(model(x).sin())
+
+    make = model_with(body)
+    budget = memory_budget(0.9)
+    same(trained(make, budget, steps=20), trained(make, steps=20))
+    assert budget.report().planned >= 6
+    assert not budget.report().online

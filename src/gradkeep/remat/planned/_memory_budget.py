@@ -152,7 +152,7 @@ class MemoryBudget:
     def _latest(self) -> StepPlan:
         if self._planner.last is None:
             raise RematError(
-                "there is no plan",
+                "there is no plan yet",
                 found=f"{self._planner.counts.recorded} recorded steps: {self._planner.missing_plan()}",
                 expected=f"{self._planner.settings.recordings} that do the same",
                 fix="train a few steps inside the budget, all of the same kind",

@@ -127,7 +127,11 @@ class StepPlanner:
         return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
 
     def cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
-        """Whether a recording that has come to its first saved tensor should clone: every second."""
+        """Whether a recording that has come to its first saved tensor should clone: every second.
+
+        After each four it is the other second: where two kinds of steps that begin alike take turns,
+        as in adversarial training, both are recorded both ways.
+        """
         flags = recording.modules.flags()
         key = (
             tuple(tensor.shape),
@@ -135,7 +139,7 @@ class StepPlanner:
             tuple((flag.kind, flag.module if flag.owns else None, flag.training) for flag in flags),
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
-        return count % 2 == 0
+        return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
 
     def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...]) -> None:
         """File a finished recording."""

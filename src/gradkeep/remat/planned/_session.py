@@ -92,8 +92,10 @@ class BudgetSession:
             self._leave_elsewhere()
         self._clear()
         if error is None:
-            self._end()
-            self._stop_evicting(None)
+            try:
+                self._end()
+            finally:  # a warning may be an error
+                self._stop_evicting(None)
             return
         self._stop_evicting(error)
         for recording in (self._recording, self._meter):
