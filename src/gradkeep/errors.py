@@ -29,6 +29,7 @@
             `-- ReadOnly     the place does not take writes at all
 
     BudgetWarning            a warning: training goes on, but not inside of its budget
+    EvidenceWarning          a warning: an answer that the data hardly supports
 
 A message says where, what was found, what was expected and what to do next.
 """
@@ -47,6 +48,7 @@ __all__ = [
     "Damaged",
     "DataError",
     "DatamodelsError",
+    "EvidenceWarning",
     "FarmError",
     "FormatTooNew",
     "GradkeepError",
@@ -147,6 +149,10 @@ class BudgetError(GradkeepError, ValueError):
 
 class BudgetWarning(UserWarning):
     """Training goes on, but not as its budget promises: over it, or without a plan."""
+
+
+class EvidenceWarning(UserWarning):
+    """There is an answer, but the data hardly supports it."""
 
 
 class CaptureError(GradkeepError, ValueError):
