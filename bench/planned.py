@@ -9,6 +9,7 @@ all of it too.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import statistics
 import sys
@@ -199,10 +200,12 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
         missed += [f"{name} {ratio}: peak above the budget, or not as predicted"] * (not kept)
         missed += [f"{name} {ratio}: x{time_ratio:.3f}, bar {bar}"] * (time_ratio > bar)
         rows.append((ratio, peak, time_ratio))
+        full = paired(within(sampled_twin(base, ratio)), run, rounds)
         print(
             f"  {ratio}: {'bitwise' if same else 'NOT EQUAL'}, peak {peak / told.peak:.4f} of plain "
             f"(predicted {done.predicted_peak / told.peak:.4f}), time x{time_ratio:.3f} "
             f"(predicted x{predicted:.3f}, bar {bar}{'' if time_ratio <= bar else ' MISSED'}), "
+            f"comparing every byte x{full:.3f} of comparing samples, "
             f"planned in {planning:.1f} s",
             flush=True,
         )
@@ -223,6 +226,12 @@ def measure(name: str, *, rounds: int) -> tuple[list[float], list[str]]:
         if ratios[-1] > 1:
             missed.append(f"{name} {ratio}: {ratios[-1]:.3f} of the time of checkpoints, bar 1.00")
     return ratios, missed
+
+
+def sampled_twin(base, ratio: float):
+    """The same budget, with less compared of what is made again."""
+    settings = dataclasses.replace(base._planner.settings, budget=ratio, check="sampled")
+    return gk.remat.MemoryBudget(settings, planner=base._planner.planned_anew(settings))
 
 
 def main(arguments: list[str]) -> int:

@@ -1,9 +1,9 @@
 """The simulator against a plain transcription of the same algorithm, then training inside a budget
-against plain training and checkpoints; one run, CPU time.
+against plain training, checkpoints and torch's compiler; one run, CPU time.
 
 `./x bench remat [LOG]`; by default the DenseNet-121 log of the authors at half of its peak, found
 through GRADKEEP_DATA, or else a small log of our own. `./x bench remat simulator` and
-`./x bench planned [MODEL ...]` run the parts alone.
+`./x bench planned [MODEL ...]` and `./x bench compiled [MODEL ...]` run the parts alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import planned
+from bench import compiled, planned
 from gradkeep.remat import read_log, simulate, unlimited_peak
 from tests.remat.plain_remat import plain_simulate
 
@@ -33,7 +33,7 @@ def default_log() -> Path:
 def main(arguments: list[str]) -> int:
     only = arguments[:1] == ["simulator"]
     missed = simulator(arguments[1:] if only else arguments)
-    return missed if only else max(missed, planned.main([]))
+    return missed if only else max(missed, planned.main([]), compiled.main([]))
 
 
 def simulator(arguments: list[str]) -> int:

@@ -28,6 +28,9 @@
         `-- WriteFailed      the disk said no (also an OSError)
             `-- ReadOnly     the place does not take writes at all
 
+    BudgetWarning            a warning: training goes on, but not inside of its budget
+    EvidenceWarning          a warning: an answer that the data hardly supports
+
 A message says where, what was found, what was expected and what to do next.
 """
 
@@ -39,11 +42,13 @@ from typing import Any
 __all__ = [
     "AttributionError",
     "BudgetError",
+    "BudgetWarning",
     "CaptureError",
     "Conflict",
     "Damaged",
     "DataError",
     "DatamodelsError",
+    "EvidenceWarning",
     "FarmError",
     "FormatTooNew",
     "GradkeepError",
@@ -140,6 +145,14 @@ class AttributionError(GradkeepError, ValueError):
 
 class BudgetError(GradkeepError, ValueError):
     """A budget that cannot be understood, or that is below the least possible."""
+
+
+class BudgetWarning(UserWarning):
+    """Training goes on, but not as its budget promises: over it, or without a plan."""
+
+
+class EvidenceWarning(UserWarning):
+    """There is an answer, but the data hardly supports it."""
 
 
 class CaptureError(GradkeepError, ValueError):

@@ -17,6 +17,9 @@ from gradkeep.remat.planned import _planner
 from gradkeep.remat.planned._plan_cache import digest_of
 
 memory_budget = functools.partial(gk.memory_budget, effort=0.05)
+leaves_its_plan = pytest.mark.filterwarnings(
+    "ignore:memory budget. a step kept everything:gradkeep.errors.BudgetWarning"
+)
 
 
 class Cnn(nn.Module):
@@ -299,6 +302,7 @@ def test_unusual_steps_train_to_the_same_bits(body, form):
     assert done.undone == 0
 
 
+@leaves_its_plan
 def test_accumulation_and_two_forwards_for_one_backward():
     def accumulate(model, budget=None):
         torch.manual_seed(3)
@@ -354,6 +358,7 @@ def test_other_batch_sizes_get_plans_of_their_own():
     assert len(budget._planner.plans) == 2
 
 
+@leaves_its_plan
 def test_training_and_evaluating_are_told_apart():
     plain, ours = twins(Cnn)
 
@@ -389,6 +394,7 @@ def test_two_models_and_two_optimizers_share_a_budget():
     assert budget.report().planned >= 6
 
 
+@leaves_its_plan
 def test_keeping_the_graph_is_exact_when_recorded_and_when_new():
     for always in (True, False):
         plain, ours = twins(Cnn)
@@ -410,6 +416,7 @@ def test_keeping_the_graph_is_exact_when_recorded_and_when_new():
         assert budget.report().undone == 0
 
 
+@leaves_its_plan
 def test_double_backward_is_exact_when_recorded_and_when_new():
     for always in (True, False):
         plain, ours = twins(lambda: Sizes(lambda self, x: self.d(self.b(self.a(x).tanh()).exp())))
@@ -523,6 +530,7 @@ def test_parameters_changed_between_forward_and_backward_are_noticed():
             loss.backward()
 
 
+@leaves_its_plan
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("when", [0, 1, 5])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep.errors import BudgetError, RematError
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory budget:gradkeep.errors.BudgetWarning")
+
 
 class Changing(nn.Module):
     """Another path through the layers each time."""

@@ -13,6 +13,8 @@ from torch.nn import functional
 import gradkeep as gk
 from gradkeep.errors import StepChanged
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory budget:gradkeep.errors.BudgetWarning")
+
 STEPS = 120
 
 memory_budget = functools.partial(gk.memory_budget, effort=0.05)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
-from gradkeep.errors import DatamodelsError
+from gradkeep.errors import DatamodelsError, EvidenceWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._result import Datamodels
+
+
+_HALF = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +57,36 @@ def counterfactual(found: Datamodels, removed: Any, *, base: Any = None) -> Coun
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRemovals:
     """Predicted and measured changes `[removals, t]`, the standard error of the measured ones (NaN
-    for a single training), and the correlation of both over removals and targets."""
+    for a single training), and the correlation of both over removals and targets.
+
+    Weights that were chosen for being large are large by chance too, so that changes fall short of
+    what is predicted: `shrinkage` is what is left of it. The `control` are measured changes without
+    random sets of the same sizes.
+    """
 
     predicted: AnyArray
     measured: AnyArray
     standard_error: AnyArray
     correlation: float
+    shrinkage: float
+    """The slope of measured on predicted changes, through zero; 1 if predictions hold."""
+    control: AnyArray | None = None
+    """`[removals, t]`, if a control was asked for."""
+
+    def __str__(self) -> str:
+        lines = [
+            "removal  target  predicted   measured" + "    control" * (self.control is not None)
+        ]
+        for removal, target in np.ndindex(self.predicted.shape):
+            numbers = [self.predicted[removal, target], self.measured[removal, target]]
+            if self.control is not None:
+                numbers.append(self.control[removal, target])
+            told = "".join(f"{number:>11.4f}" for number in numbers)
+            lines.append(f"{removal:>7}{target:>8}{told}")
+        lines.append(
+            f"correlation {self.correlation:.3f}, {self.shrinkage:.0%} of what was predicted"
+        )
+        return "\n".join(lines)
 
 
 def verify_removals(
@@ -68,12 +96,15 @@ def verify_removals(
     *,
     base: Any = None,
     repeats: int = 1,
+    control: bool = False,
+    seed: int = 0,
 ) -> VerifiedRemovals:
     """Train with and without each set of examples, and compare with what was predicted.
 
     `retrain(mask [n], seed)` returns the outputs `[t]` of a model trained on a mask. The same
-    `repeats` seeds train every set, so that part of the noise cancels. Costs
-    (removals + 1) x repeats trainings.
+    `repeats` seeds train every set, so that part of the noise cancels. `control` also leaves out a
+    random set of each size, drawn with `seed`. Costs (removals + 1) x repeats trainings, with the control
+    as many removals again. Warns if less than half of what was predicted happens.
 
     >>> from gradkeep.datamodels import fit, planted
     >>> data = planted(400, 20, 3)
@@ -87,22 +118,48 @@ def verify_removals(
     n, targets = found.weights.shape
     whole = checked_base(base, n)
     told = [counterfactual(found, removed, base=whole) for removed in removals]
-    before = [_outputs(retrain(whole.copy(), seed), targets) for seed in range(repeats)]
-    changes = np.empty((len(told), repeats, targets))
-    for index, one in enumerate(told):
-        mask = whole.copy()
-        mask[one.removed] = False
-        for seed in range(repeats):
-            changes[index, seed] = _outputs(retrain(mask.copy(), seed), targets) - before[seed]
+    before = [_outputs(retrain(whole.copy(), number), targets) for number in range(repeats)]
+
+    def changes_without(sets: Sequence[AnyArray]) -> AnyArray:
+        changes = np.empty((len(sets), repeats, targets))
+        for index, removed in enumerate(sets):
+            mask = whole.copy()
+            mask[removed] = False
+            for number in range(repeats):
+                outputs = _outputs(retrain(mask.copy(), number), targets)
+                changes[index, number] = outputs - before[number]
+        return changes
+
+    changes = changes_without([one.removed for one in told])
     predicted, measured = np.stack([one.change for one in told]), changes.mean(axis=1)
+    beside = None
+    if control:
+        drawn = control_sets([one.removed for one in told], whole, seed=seed)
+        beside = changes_without(drawn).mean(axis=1)
     error = np.full_like(measured, np.nan)
     if repeats > 1:
         error = changes.std(axis=1, ddof=1) / np.sqrt(repeats)
     p, y = predicted.ravel() - predicted.mean(), measured.ravel() - measured.mean()
     length = float(np.sqrt((p @ p) * (y @ y)))
-    return VerifiedRemovals(
-        predicted, measured, error, float(p @ y) / length if length else float("nan")
-    )
+    power = float((predicted**2).sum())
+    shrinkage = float((predicted * measured).sum()) / power if power else float("nan")
+    if shrinkage < _HALF and float((measured**2).sum()) < power:
+        warnings.warn(
+            f"only {shrinkage:.0%} of what these removals were predicted to change did: weights that are "
+            "chosen for being large are large by chance too; train more models, or believe the "
+            "measured changes",
+            EvidenceWarning,
+            stacklevel=2,
+        )
+    correlation = float(p @ y) / length if length else float("nan")
+    return VerifiedRemovals(predicted, measured, error, correlation, shrinkage, beside)
+
+
+def control_sets(removals: Sequence[AnyArray], base: AnyArray, *, seed: int) -> list[AnyArray]:
+    """A random set of each removal's size, of the examples of `base [n]`."""
+    rng = np.random.default_rng(seed)
+    inside = np.flatnonzero(base)
+    return [np.sort(rng.choice(inside, len(removed), replace=False)) for removed in removals]
 
 
 def _outputs(returned: Any, targets: int) -> AnyArray:

@@ -16,10 +16,12 @@ from gradkeep.datamodels.fitting._options import (
     FitOptions,
     checked_outputs,
     checked_prior,
+    default_penalty,
     fold_rows,
     fractions,
     left_out,
     rows_left_out,
+    warn_of_few,
 )
 from gradkeep.datamodels.fitting._path import PenaltyChoice, choose_on_rows, predict, predict_path
 from gradkeep.datamodels.fitting._result import Datamodels
@@ -65,13 +67,16 @@ def fit(
     """Datamodels of t outputs of m models trained on subsets `masks [m, n]` of n examples.
 
     `penalty` is `l1` (the default), `elastic` (with the given `share` of L1), `ridge` (the default
-    with a prior) or `means` (difference of means, which has none). `lambdas` are tried from large to
+    with a prior, and with fewer models than a tenth of the examples, where sparse weights cannot be
+    told from noise) or `means` (difference of means, which has none). `lambdas` are tried from large to
     small, as a number of them or as fractions of each target's least penalty without weights (of
     n / m for ridge). Each target takes the one that predicts best the models that were left out:
     `held_out`, a part (by default a tenth) or rows, or all in turn with `folds`; then all models
     are fitted. `lam [t]` skips the choice. `prior [t, n]` are attribution scores that the weights
     shrink towards, as far as `variances [n]` allow each example to differ; all targets then share
-    one choice, made with five folds below 1,000 models. Same input and seed, same bits.
+    one choice, made with five folds below 1,000 models, and the prior alone (a penalty of infinity) is
+    taken unless the models left out say by more than chance that it can be bettered. Same input and
+    seed, same bits.
 
     Costs m n^2 / 24 additions for the pairs, then 2 n^2 t for each of about ten steps per penalty;
     n^2 (2 + 4) bytes in float32. Under `memory_budget` the counts go to a file in `scratch`.
@@ -88,7 +93,7 @@ def fit(
     models, examples = packed.shape
     scores = checked_prior(prior, examples, y.shape[1])
     options = FitOptions(
-        penalty=cast("Any", penalty or ("l1" if scores is None else "ridge")),
+        penalty=cast("Any", penalty or default_penalty(models, examples, prior=scores is not None)),
         share=float(share),
         tolerance=float(tolerance),
         max_steps=max_steps,
@@ -99,6 +104,7 @@ def fit(
         variances=None if variances is None else np.asarray(variances, dtype=np.float64),
     )
     options.check_prior(scores, examples)
+    warn_of_few(options.penalty, models, examples)
     path = fractions(
         lambdas,
         options.penalty,
@@ -196,6 +202,7 @@ class _FitCall:
         all_models = self._counted(self._layout(folds=folds, predictions=size))
         where = self.options.folder(all_models.layout)
         predicted = zeros((len(self.path), models, targets), np.float32, where)
+        alone = np.zeros((models, targets), np.float32)
         parts = list(all_models.parts(targets))
         ticks = _Ticks(self.progress, folds * len(parts) * len(self.path) + 1)
         with torch.inference_mode():
@@ -213,6 +220,10 @@ class _FitCall:
                         self.masks[rows],
                         progress=ticks,
                     )
+                    if self.prior is not None:
+                        alone[rows, part] = _prior_alone(
+                            standard.targets(torch.arange(targets)[part]), self.masks[rows]
+                        )
                 del counts, standard
             standard, _ = all_models.standard(all_models.counts)
             solver, natural = all_models.solver, self._natural(models)
@@ -227,9 +238,12 @@ class _FitCall:
             errors = np.repeat((errors / spread**2).mean(axis=1, keepdims=True), targets, axis=1)
         index = errors.argmin(axis=0)
         lam = np.stack(penalties)[index, np.arange(targets)]
+        chosen = predicted[index, :, np.arange(targets)].T
+        if self.prior is not None and not _betters(chosen, alone, self.outputs, spread):
+            lam, chosen = np.full(targets, np.inf), alone
         found = all_models.fitted(lam)
         ticks.reach(ticks.total)
-        return self._noted(found, np.arange(models), predicted[index, :, np.arange(targets)].T)
+        return self._noted(found, np.arange(models), chosen)
 
     def _natural(self, models: int) -> float:
         """The ridge at which a weight's prior and data weigh the same: n / m in standard units."""
@@ -268,6 +282,23 @@ class _FitCall:
             held_out=correlation(predicted, self.outputs[rows], seed=self.seed),
             held_out_rows=rows,
         )
+
+
+def _prior_alone(standard: StandardizedRegression, masks: Masks) -> AnyArray:
+    """What the scaled prior predicts without anything learned beside it."""
+    import torch
+
+    return predict(masks, *standard.in_mask_units(torch.zeros_like(standard.c)))
+
+
+def _betters(chosen: AnyArray, alone: AnyArray, outputs: AnyArray, spread: AnyArray) -> bool:
+    """Whether a fit predicts models that it did not see better than the prior alone, beyond chance.
+
+    The gain of a model is the mean over targets of the difference of squared errors, in variances;
+    its mean must be above its standard error over models.
+    """
+    gain = (((alone - outputs) ** 2 - (chosen - outputs) ** 2) / spread**2).mean(axis=1)
+    return bool(gain.mean() > gain.std(ddof=1) / np.sqrt(len(gain)))
 
 
 class _Ticks:
@@ -343,6 +374,8 @@ class CountedFit:
                 now = standard.targets(torch.arange(targets)[part])
                 if lam is None:
                     w = now.c
+                elif np.isinf(lam[part]).all():
+                    w = torch.zeros_like(now.c)
                 else:
                     penalty = torch.from_numpy(lam[part] / solver.unit(now)).to(now.power)
                     warm = None if start is None else now.from_mask_units(start[:, part])

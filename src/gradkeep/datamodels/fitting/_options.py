@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from gradkeep.datamodels.fitting._masks import as_array
 from gradkeep.datamodels.fitting._memory import FitLayout, fit_layout
 from gradkeep.datamodels.fitting._path import PathSolver, Penalty
-from gradkeep.errors import DatamodelsError
+from gradkeep.errors import DatamodelsError, EvidenceWarning
 
 if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray, Masks
@@ -24,6 +25,27 @@ _ENOUGH_TO_CHOOSE = 400
 _FEW_MODELS = 1000
 _FOLDS = 5
 _PART = 0.1
+
+
+_FEW = 10
+"""L1 needs about as many models as there are weights that count times their logarithm: with less than
+a tenth of the examples it picks noise, slowly."""
+
+
+def default_penalty(models: int, examples: int, *, prior: bool) -> Penalty:
+    """L1 where there are models enough for it, else ridge."""
+    return "ridge" if prior or models * _FEW < examples else "l1"
+
+
+def warn_of_few(penalty: Penalty, models: int, examples: int) -> None:
+    """Say that sparse weights of so few models cannot be trusted."""
+    if penalty in ("l1", "elastic") and models * _FEW < examples:
+        warnings.warn(
+            f"{models} models for {examples} examples: a sparse fit picks noise, and takes long; leave "
+            f"out penalty= (ridge), or train {examples // _FEW} models or more",
+            EvidenceWarning,
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

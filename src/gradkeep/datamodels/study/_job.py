@@ -38,6 +38,8 @@ class StudyJob:
     seed: int
     keep_models: bool
     stacked: bool
+    repeats: int = 1
+    """How many models see each subset, one after the other."""
     memory_budget: float | str | None = None
     """Live bytes of a training step, or a fraction of what it takes; the models are the same."""
     _loaded: Any = field(default=None, repr=False)
@@ -47,7 +49,7 @@ class StudyJob:
         """The masks, outputs and, if wanted, weights of these models."""
         masks = draw_masks(
             self.seed,
-            numbers,
+            [number // self.repeats for number in numbers],
             num_examples=self.num_examples,
             alpha=self.alpha,
             subsets=self.subsets,

@@ -14,7 +14,11 @@ import xxhash
 import gradkeep.store as stores
 from gradkeep import farm
 from gradkeep._budgets import parse_budget
-from gradkeep.datamodels.analyses._removal import VerifiedRemovals, verify_removals
+from gradkeep.datamodels.analyses._removal import (
+    VerifiedRemovals,
+    control_sets,
+    verify_removals,
+)
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.datamodels.fitting._masks import Masks, Subsets, check_alpha, draw_masks
 from gradkeep.datamodels.fitting._result import open_store
@@ -71,6 +75,8 @@ class Study:
     again opens it, and a larger `num_models` adds to it. `keep_models` stores each model's weights:
     True for a `Training`, else a function that makes an untrained model. `memory_budget` trains each
     model inside a byte budget, or a fraction of what a step takes: the same models, to the bit.
+    With `repeats` so many models, with seeds of their own, see each subset: `ceiling` then tells how
+    much of an output the subset can explain at all.
 
     >>> import tempfile, torch
     >>> from gradkeep.datamodels import margins
@@ -97,6 +103,7 @@ class Study:
         subsets: Subsets = "fixed",
         keep_models: bool | Callable[[], Any] = False,
         stacked: bool | None = None,
+        repeats: int = 1,
         memory_budget: float | str | None = None,
     ) -> None:
         self.store = open_store(store)
@@ -104,6 +111,8 @@ class Study:
         data = load_dataset(dataset)
         count = count_of(data)
         check_alpha(alpha, num_examples=count)
+        if type(repeats) is not int or repeats < 1:
+            raise StudyError("repeats is wrong", found=repr(repeats), expected="1 or more")
         given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
         self._blank = _blank(train_fn, keep_models)
         self.job = StudyJob(
@@ -116,6 +125,7 @@ class Study:
             seed,
             bool(keep_models),
             stacked=False,
+            repeats=repeats,
             memory_budget=None if memory_budget is None else parse_budget(memory_budget),
         )
         self.job.stacked = self._choose(data, stacked)
@@ -142,6 +152,29 @@ class Study:
     def outputs(self, name: str | None = None, models: Sequence[int] | None = None) -> AnyArray:
         """The kept values `[m, *shape]` of these models (all that are done)."""
         return self._read(models, self._output(name))
+
+    def ceiling(self, output: str | None = None) -> AnyArray:
+        """The largest correlation with an output `[t]` that anything told the subsets alone can reach.
+
+        sqrt(1 - W / V), with W the variance among models of one subset and V that of all: the rest of
+        an output is chance of the training. Needs `repeats` of 2 or more.
+        """
+        done = self.done()
+        subset = done // self.job.repeats
+        whole = np.flatnonzero(np.bincount(subset) == self.job.repeats) if len(done) else subset
+        if self.job.repeats < 2 or len(whole) < 2:
+            raise StudyError(
+                "the ceiling needs subsets that several models have seen",
+                found=f"repeats={self.job.repeats}, {len(whole)} such subsets are done",
+                fix="make the study with repeats=2 or more, under another name, and run it",
+            )
+        rows = (whole[:, None] * self.job.repeats + np.arange(self.job.repeats)).ravel()
+        values = self.outputs(output, models=rows.tolist()).astype(np.float64)
+        values = values.reshape(len(whole), self.job.repeats, -1)
+        within = values.var(axis=1, ddof=1).mean(axis=0)
+        everything = values.reshape(len(rows), -1).var(axis=0, ddof=1)
+        share = np.divide(within, everything, out=np.ones_like(within), where=everything > 0)
+        return np.asarray(np.sqrt(np.clip(1 - share, 0, 1)))
 
     def model(self, index: int) -> Any:
         """A trained model as it was, if the study keeps models."""
@@ -217,6 +250,7 @@ class Study:
         output: str | None = None,
         base: Any = None,
         repeats: int = 1,
+        control: bool = False,
         **options: Any,
     ) -> VerifiedRemovals:
         """Retrain with and without each set of examples, and compare with what `found` predicts.
@@ -226,10 +260,13 @@ class Study:
         """
         job, output = self.job, self._output(output)
         whole = checked_base(base, job.num_examples)
+        sets = [checked_ids("examples", removed, job.num_examples) for removed in removals]
+        if control:
+            sets += control_sets([one[whole[one]] for one in sets], whole, seed=job.seed)
         wanted = [whole]
-        for removed in removals:
+        for removed in sets:
             mask = whole.copy()
-            mask[checked_ids("examples", removed, job.num_examples)] = False
+            mask[removed] = False
             wanted.append(mask)
         alone = dataclasses.replace(
             job, keep_models=False, stacked=False, outputs={output: job.outputs[output]}
@@ -259,6 +296,8 @@ class Study:
             lambda mask, seed: answers[np.asarray(mask, np.bool_).tobytes(), seed],
             base=whole,
             repeats=repeats,
+            control=control,
+            seed=job.seed,
         )
 
     def _read(self, models: Sequence[int] | None, name: str) -> AnyArray:
@@ -316,6 +355,7 @@ class Study:
                 "stacked": job.stacked,
                 "subsets": job.subsets,
                 "training": describe(job.train_fn),
+                **({"repeats": job.repeats} if job.repeats > 1 else {}),
             },
         )
         try:

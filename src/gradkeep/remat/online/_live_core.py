@@ -10,6 +10,7 @@ import torch
 
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, Storage
+from gradkeep.remat.tracing._content import hash_bytes
 from gradkeep.remat.tracing._tensors import StorageRef
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class OnlineOperator:
         "aliases",
         "args",
         "cost",
+        "exact",
         "grad_mode",
         "kwargs",
         "name",
@@ -60,6 +62,8 @@ class OnlineOperator:
         self.results: tuple[tuple[int, Geometry], ...] = ()
         """For each new storage, which result shows it whole, and how."""
         self.grad_mode = True
+        self.exact = True
+        """Every byte of its results means something."""
         self.random: torch.Tensor | None = None
         """The state of the generator before it ran."""
 
@@ -89,7 +93,7 @@ _PATIENCE = 50_000_000
 class StorageBytes:
     """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
 
-    __slots__ = ("dead", "device", "held", "nbytes", "ref")
+    __slots__ = ("dead", "device", "held", "nbytes", "ref", "was")
 
     def __init__(self, storage: torch.UntypedStorage, ref: StorageRef) -> None:
         self.ref = ref
@@ -97,6 +101,8 @@ class StorageBytes:
         self.device = storage.device
         self.dead = False
         """Nobody but us has it."""
+        self.was: int | None = None
+        """A hash of the bytes that were evicted, until they are back and compared."""
         self.held: torch.UntypedStorage | None = None
         """The bytes of a dead storage that was made again, or of a pinned one that others need."""
 
@@ -234,6 +240,24 @@ class LiveCore(EvictionCore):
             if not node.defined:
                 self._materialize(node, again=True)
             self._lock(node.storage)
+            self.compare(node.storage)
+
+    def compare(self, storage: Storage) -> None:
+        """See that what was evicted came back as it was, before anybody reads it."""
+        place = self.bytes[storage]
+        if place.was is None or not all(node.defined for node in storage.tensors):
+            return
+        was, place.was = place.was, None
+        actual = place.ref()
+        if actual is not None and hash_bytes(actual, 0, place.nbytes) != was:
+            name = storage.tensors[0].op.name
+            _poison(place, always=True)
+            raise RematError(
+                "a tensor made again is not what it was when it was evicted: what it is made from "
+                "was changed in a way that torch does not show; it now holds not-a-number",
+                found=f"the result of {name}",
+                fix="use mode='planned', or no budget, for this model",
+            )
 
     def let_go(self, nodes: Sequence[Node]) -> None:
         """Unlock them again."""
@@ -323,8 +347,11 @@ class LiveCore(EvictionCore):
         if place.dead:
             return
         actual = place.ref()
-        if actual is not None:
-            actual.resize_(0)
+        if actual is None:
+            return
+        if place.was is None and getattr(storage.tensors[0].op, "exact", True):
+            place.was = hash_bytes(actual, 0, place.nbytes)
+        actual.resize_(0)
 
     def _run(self, tensor: Node, need: int, *, again: bool) -> None:
         operator: Any = tensor.op
@@ -403,10 +430,16 @@ class LiveCore(EvictionCore):
                 continue
             try:
                 self.pin(node)
+                self.compare(node.storage)
             except Exception as error:
                 failed = failed or error
                 _poison(self.bytes[node.storage])
         self.budget = math.inf
+        for node in nodes:
+            try:
+                self.compare(node.storage)
+            except RematError as error:
+                failed = failed or error
         for storage in [one for one in self.pool if self.bytes[one].dead]:
             self._evict(storage)
         if failed is not None:
@@ -417,9 +450,9 @@ class LiveCore(EvictionCore):
             ) from failed
 
 
-def _poison(place: StorageBytes) -> None:
+def _poison(place: StorageBytes, *, always: bool = False) -> None:
     """Never leave a storage empty, reading it would end the process; 255s are not-a-number."""
     actual = place.ref()
-    if actual is not None and actual.nbytes() < place.nbytes:
+    if actual is not None and (always or actual.nbytes() < place.nbytes):
         actual.resize_(place.nbytes)
         torch.empty(0, dtype=torch.uint8, device=actual.device).set_(actual).fill_(255)

@@ -24,8 +24,20 @@ from gradkeep.remat.online._live_core import (
     tensors_in,
 )
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.tracing._rerun import FirstResultRerun, OperatorRerun, rerun_of
-from gradkeep.remat.tracing._tensors import Geometry, QuickDispatchMode, signature_of
+from gradkeep.remat.tracing._rerun import (
+    FirstResultRerun,
+    OperatorRerun,
+    compared,
+    leaves_unwritten,
+    rerun_of,
+)
+from gradkeep.remat.tracing._tensors import (
+    Geometry,
+    QuickDispatchMode,
+    has_storage,
+    signature_of,
+    written_tensors,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,6 +63,8 @@ class _OperatorRun:
     """Of the random generator, before it ran."""
     changed: list[Storage]
     """What it wrote in place."""
+    exact: bool
+    """Every byte of its results means something."""
 
 
 class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,7 +167,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
     def bring_back(self, tensor: Tensor) -> None:
         """Make sure that a tensor's bytes are in memory."""
         node = self.live.latest.get(id(tensor.untyped_storage()))
-        if node is None or node.defined:
+        if node is None or (node.defined and self.live.bytes[node.storage].was is None):
             return
         self._quiet = True
         try:
@@ -184,7 +198,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             signature = self._signatures[func] = signature_of(func)
         name = func._schema.name
         given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
-        if any(tensor.layout != torch.strided for tensor in given):
+        if not all(map(has_storage, given)):
             return self._beside(func, args, kwargs, given)
         if name in _FREE and not signature.writes:
             for tensor in given:
@@ -192,7 +206,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         nodes = [live.node_of(tensor) for tensor in given]
         self._watch_gradients(given)
-        written = self._written(signature, args, kwargs)
+        written = written_tensors(signature, args, kwargs)
         for tensor in written:
             live.about_to_change(live.node_of(tensor))
         live.hold(nodes)
@@ -221,14 +235,16 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         cost = perf_counter_ns() - began
         results = tensors_in(out)
-        if any(result.layout != torch.strided for result in results):
+        if not all(map(has_storage, results)):
             return out
         fresh = self._fresh(results)
         self._sizes[key] = sum(result.untyped_storage().nbytes() for _, result in fresh)
         changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
         if fresh or changed:
             recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
-            ran = _OperatorRun(func._schema.name, cost, grad_mode, state, changed)
+            name = func._schema.name
+            exact = not leaves_unwritten(name) and compared(func, len(results)) == len(results)
+            ran = _OperatorRun(name, cost, grad_mode, state, changed, exact)
             if recipe.apart is not None and recipe.apart.run is not None:
                 self._enter_apart(ran, recipe.apart, fresh, nodes)
             else:
@@ -264,6 +280,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         )
         operator.results = tuple((at, Geometry.of(result)) for at, result in fresh)
         operator.grad_mode, operator.random = ran.grad_mode, ran.state
+        operator.exact = ran.exact
         if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
             operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
         made = self.live.ran(operator, nodes, storages)
@@ -282,15 +299,19 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Batch normalization: its statistics stay, and with them its result is made again."""
         rest = [(at, result) for at, result in fresh if at > 0]
+        # After what is new come the running statistics, which it changed.
         statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes)
         first = [(at, result) for at, result in fresh if at == 0]
         shown = tuple(
             OnlineArgument(node, Geometry.of(result))
-            for node, (_, result) in zip(statistics, rest, strict=True)
+            for node, (_, result) in zip(statistics[: len(rest)], rest, strict=True)
         )
         again = OperatorRerun(apart.run, (*apart.args, *shown), ())
         self._enter(
-            dataclasses.replace(ran, cost=0, state=None), again, first, [*nodes, *statistics]
+            dataclasses.replace(ran, cost=0, state=None, changed=[]),
+            again,
+            first,
+            [*nodes, *statistics],
         )
 
     def _recipe(
@@ -313,15 +334,6 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         named = tuple((name, mapped(value, shown, Tensor)) for name, value in kwargs.items())
         return rerun_of(func, arguments, named, made, in_place=written)
 
-    def _written(
-        self, signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        found: list[Tensor] = []
-        for position, name in signature.writes:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            found += tensors_in(value)
-        return found
-
     def _watch_gradients(self, given: list[Tensor]) -> None:
         """Gradients are pinned as soon as they are there: they would be evicted for nothing."""
         for tensor in given:
@@ -331,14 +343,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        if parameter.grad is not None and has_storage(parameter.grad):
             self.pin(parameter.grad)
 
     def _beside(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
         """An operator on tensors without a storage: its other arguments must be there, no more."""
-        nodes = [self.live.node_of(t) for t in given if t.layout == torch.strided]
+        nodes = [self.live.node_of(t) for t in given if has_storage(t)]
         self.live.hold(nodes)
         try:
             out = func(*args, **kwargs)
@@ -386,7 +398,7 @@ def lower_guards(online: OnlineRuntime) -> None:
 def _guarded(plain: Any) -> Any:
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.layout == torch.strided and not torch.nn.parameter.is_lazy(self):
+        if not torch.nn.parameter.is_lazy(self) and has_storage(self):
             for online in _active:
                 online.bring_back(self)
         return plain(self, *args, **kwargs)

@@ -1,13 +1,17 @@
-"""A few numbers of a tensor, taken when it is let go and compared when it is back."""
+"""What a tensor held when it was let go, to be compared when it is back: all of it, or a few places."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from gradkeep.remat.tracing._content import hash_bytes
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from gradkeep.remat.tracing._tensors import Geometry
@@ -18,38 +22,86 @@ _FEW = 3
 
 
 class TensorSample(NamedTuple):
-    """Where to look: a coarse lattice in the tensor."""
+    """A few places: a coarse lattice in the tensor."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    lattice: Geometry
 
-    def of(self, tensor: Tensor) -> list[float]:
-        """The numbers there; about 3 us."""
-        found: list[float] = tensor.as_strided(self.size, self.stride, self.offset).tolist()
-        return found
+    def of(self, base: Tensor) -> Any:
+        """The numbers there, given any tensor on the storage; about 3 us."""
+        return self.lattice.on_storage_of(base).tolist()
+
+
+class ContentHash(NamedTuple):
+    """Every byte that anybody will read: one run of bytes, or several tensors."""
+
+    start: int
+    length: int
+    """Bytes; 0 if the content is not one run."""
+    parts: tuple[Geometry, ...] = ()
+
+    def of(self, base: Tensor) -> Any:
+        """A hash of 64 bits, given any tensor on the storage; about 1 us and 0.1 ns a byte."""
+        if self.length:
+            return hash_bytes(base.untyped_storage(), self.start, self.length)
+        found = []
+        for part in self.parts:
+            whole = part.on_storage_of(base).resolve_conj().resolve_neg().contiguous()
+            start = int(whole.storage_offset()) * whole.itemsize
+            found.append(hash_bytes(whole.untyped_storage(), start, whole.nbytes))
+        return tuple(found)
+
+
+Fingerprint = TensorSample | ContentHash
+
+
+def content_of(made: Geometry, slots: Sequence[Geometry], *, whole: bool) -> ContentHash:
+    """What to hash of a value: all that its operator made if that is one run, else what is saved of it.
+
+    `whole` says that the operator wrote every element.
+    """
+    if whole and _is_dense(made):
+        return ContentHash(made.offset * made.dtype.itemsize, _nbytes(made))
+    if len(set(slots)) == 1 and _is_dense(slots[0]):
+        return ContentHash(slots[0].offset * slots[0].dtype.itemsize, _nbytes(slots[0]))
+    return ContentHash(0, 0, tuple(dict.fromkeys(slots)))
+
+
+def _nbytes(geometry: Geometry) -> int:
+    return math.prod(geometry.size) * geometry.dtype.itemsize
+
+
+def _is_dense(geometry: Geometry) -> bool:
+    """Whether the elements lie side by side, in whatever order."""
+    expected = 1
+    for step, n in sorted(zip(geometry.stride, geometry.size, strict=True)):
+        if n == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def sample_of(geometry: Geometry, count: int = _COUNT) -> TensorSample:
     """A lattice of about `count` places over the whole of a tensor."""
     numel = math.prod(geometry.size)
-    extent = 1 + sum((n - 1) * step for n, step in zip(geometry.size, geometry.stride, strict=True))
-    if numel and extent == numel:
-        # Dense: any stride through memory stays inside. An odd one meets every channel.
+    if numel and _is_dense(geometry):
+        # Any stride through memory stays inside. An odd one meets every channel.
         step = max(1, numel // count)
         step += 1 - step % 2 if step > 1 else 0
-        return TensorSample((1 + (numel - 1) // step,), (step,), geometry.offset)
+        size: Sequence[int] = (1 + (numel - 1) // step,)
+        return TensorSample(geometry._replace(size=tuple(size), stride=(step,)))
     left, size, stride = max(1, count), [], []
     for n, step in zip(geometry.size, geometry.stride, strict=True):
         some = max(1, min(n, left)) if n else 0
         left = max(1, left // max(some, 1))
         size.append(some)
         stride.append(step * max(1, n // max(some, 1)))
-    return TensorSample(tuple(size), tuple(stride), geometry.offset)
+    return TensorSample(geometry._replace(size=tuple(size), stride=tuple(stride)))
 
 
-def same_sample(left: object, right: object) -> bool:
-    """Whether two samples are equal; not-a-number equals itself."""
+def same_content(left: object, right: object) -> bool:
+    """Whether two fingerprints are equal; not-a-number equals itself."""
     return left == right or repr(left) == repr(right)
 
 

@@ -14,6 +14,7 @@ from gradkeep._budgets import parse_budget, parse_bytes
 from gradkeep.errors import BudgetError, RematError, StepChanged
 from gradkeep.remat.planned._plan_cache import read_plans, write_plans
 from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner
+from gradkeep.remat.planned._programs import Check
 from gradkeep.remat.planned._report import budget_point, budget_report, explain_plan
 from gradkeep.remat.planned._session import BudgetSession, session_here, stash
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
@@ -152,9 +153,9 @@ class MemoryBudget:
         if self._planner.last is None:
             raise RematError(
                 "there is no plan yet",
-                found=f"{self._planner.counts.recorded} recorded steps",
+                found=f"{self._planner.counts.recorded} recorded steps: {self._planner.missing_plan()}",
                 expected=f"{self._planner.settings.recordings} that do the same",
-                fix="train a few steps inside the budget first",
+                fix="train a few steps inside the budget, all of the same kind",
             )
         return self._planner.last
 
@@ -178,6 +179,7 @@ def memory_budget(
     min_size: int | str | None = None,
     effort: float = 1.0,
     heuristic: str = "dtr-eq",
+    check: Check = "full",
 ) -> MemoryBudget:
     """Train inside a number of bytes: exactly the same numbers, without changing the model.
 
@@ -190,7 +192,11 @@ def memory_budget(
 
     `mode="online"`, experimental, evicts storages while the step runs, chosen by a `heuristic`, for
     models whose steps differ each time: operators take tens of microseconds longer. `"auto"` plans,
-    and turns to it after repeated misses; `report` then says so.
+    and turns to it after repeated misses, with a `BudgetWarning`.
+
+    Whatever is made again is compared with what it was before autograd gets it: every byte, by a hash of
+    64 bits. `check="sampled"` compares about 32 numbers of each tensor instead: a hidden change of few
+    elements, of a kind that the autograd graph does not show, can then give a wrong gradient unnoticed.
 
     >>> import torch, gradkeep as gk
     >>> net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
@@ -216,7 +222,12 @@ def memory_budget(
     smallest = None if min_size is None else parse_bytes(min_size)
     if not effort > 0:
         raise BudgetError("the effort of planning is positive", found=effort)
+    if check not in get_args(Check):
+        expected = ", ".join(map(repr, get_args(Check)))
+        raise BudgetError("no such check", found=repr(check), expected=f"one of {expected}")
     heuristic_named(heuristic)  # tells now that there is none, not in the middle of a training
     return MemoryBudget(
-        BudgetSettings(parse_budget(budget), seed, smallest, recordings, effort, mode, heuristic)
+        BudgetSettings(
+            parse_budget(budget), seed, smallest, recordings, effort, mode, heuristic, check
+        )
     )

@@ -14,6 +14,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from gradkeep.remat.tracing._tensors import not_compiled
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -63,8 +65,28 @@ class FromInputs:
         return found
 
 
-Flag = tuple["weakref.ref[nn.Module] | type[nn.Module]", bool]
-"""A module, or the type of one that does not stay, and whether it is training."""
+@dataclass(frozen=True, slots=True)
+class ModuleFlag:
+    """A module that ran, and whether it was training."""
+
+    kind: type[nn.Module]
+    module: weakref.ref[nn.Module]
+    owns: bool
+    """It has tensors of its own. Others, as losses or slices of a `Sequential`, are often made anew in
+    each step: which one it is does not count."""
+    training: bool
+
+    def like(self, other: ModuleFlag) -> bool:
+        """Whether two steps ran the same module in the same mode."""
+        if (self.kind, self.owns, self.training) != (other.kind, other.owns, other.training):
+            return False
+        return not self.owns or self.module == other.module
+
+    def holds(self) -> bool:
+        """Whether it still is as it was, as far as that can be seen."""
+        module = self.module()
+        return not self.owns if module is None else module.training == self.training
+
 
 Source = FromParameter | FromModule | FromInputs
 
@@ -82,8 +104,8 @@ class ModuleTracker:
         warnings.filterwarnings(
             "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
         )
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        before = register_module_forward_pre_hook(not_compiled(self._enter))
+        after = register_module_forward_hook(not_compiled(self._leave), always_call=True)
         self._handles: list[Any] = [before, after]
         for module in running:
             self._enter(module, ())
@@ -110,21 +132,10 @@ class ModuleTracker:
                 self._names[id(part)] = name
         return self._names.get(id(module), type(module).__name__)
 
-    def flags(self) -> tuple[Flag, ...]:
-        """Every module that ran, and whether it was training.
-
-        Modules without a tensor of their own, which belong to none that has one, are often made
-        anew in each step, as losses are: of these only the type counts.
-        """
-        staying = {
-            id(part)
-            for module in self.seen.values()
-            if next(module.parameters(), None) is not None
-            or next(module.buffers(), None) is not None
-            for part in module.modules()
-        }
+    def flags(self) -> tuple[ModuleFlag, ...]:
+        """Every module that ran, and whether it was training."""
         return tuple(
-            (weakref.ref(module) if id(module) in staying else type(module), module.training)
+            ModuleFlag(type(module), weakref.ref(module), _owns(module), module.training)
             for module in self.seen.values()
         )
 
@@ -167,3 +178,8 @@ class ModuleTracker:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop() is not module:
             pass
+
+
+def _owns(module: nn.Module) -> bool:
+    held = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in held)

@@ -9,21 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import RematError
+from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
-from gradkeep.remat.planned._trace import TraceLengths, agreed_trace, cheaper_trace
+from gradkeep.remat.planned._trace import (
+    TraceLengths,
+    agreed_trace,
+    cheaper_trace,
+    difference_of,
+)
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Iterable
 
     from torch import Tensor
 
-    from gradkeep.remat.planned._modules import Flag
     from gradkeep.remat.planned._programs import CompiledPlan
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
@@ -36,7 +41,7 @@ class StepSignature:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
-    flags: tuple[Flag, ...]
+    flags: tuple[ModuleFlag, ...]
     """Every module that runs, and whether it is training."""
     parameters: tuple[weakref.ref[Any], ...]
     gradients: bool
@@ -51,11 +56,7 @@ class StepSignature:
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
             and self.inputs == tuple(tuple(given.shape) for given in inputs)
-            and all(
-                (module := reference()) is not None and module.training == flag
-                for reference, flag in self.flags
-                if isinstance(reference, weakref.ref)
-            )
+            and all(flag.holds() for flag in self.flags)
             and self.gradients == has_gradients(self.parameters)
         )
 
@@ -65,7 +66,8 @@ class StepSignature:
             self.size == other.size
             and self.stride == other.stride
             and self.dtype is other.dtype
-            and self.flags == other.flags
+            and len(self.flags) == len(other.flags)
+            and all(map(ModuleFlag.like, self.flags, other.flags))
             and self.gradients == other.gradients
             and self.inputs == other.inputs
         )
@@ -92,6 +94,11 @@ class StepRecordings:
         """One more."""
         (self.cloned if recording.cloning else self.kept).append(trace)
 
+    def difference(self) -> str | None:
+        """What differs first between the two latest recordings."""
+        latest = (self.kept or self.cloned[:-1])[-1:] + self.cloned[-1:]
+        return difference_of(*latest) if len(latest) == 2 else None
+
     def trace(self) -> StepTrace | None:
         """What the latest recordings agree on, with the least costs of all."""
         for kept in reversed(self.kept):
@@ -102,6 +109,10 @@ class StepRecordings:
                         found = cheaper_trace(found, other)
                     return found
         return None
+
+
+_MEASURED_AGAIN = frozenset(32**power for power in range(1, 8))
+"""After so many steps of a plan the next one is measured too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +135,15 @@ class StepPlan:
     doubtful: bool = False
     """A step was undone: whether it was the last of its kind, the next recording tells."""
     measured_peak: int | None = None
+    """The most that was measured so far."""
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether the next step is to be measured: the first, and ever more seldom others, as what
+        optimizers hold grows."""
+        if self.compiled.trace.looked_away:
+            return False  # measuring is watching
+        return self.measured_peak is None or self.runs in _MEASURED_AGAIN
 
     @property
     def drops(self) -> bool:

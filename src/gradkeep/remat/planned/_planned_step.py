@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from gradkeep.errors import StepChanged
+from gradkeep.errors import RematError, StepChanged
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
-from gradkeep.remat.planned._fingerprint import same_sample
+from gradkeep.remat.planned._fingerprint import same_content
 from gradkeep.remat.planned._programs import generator, instruction, replay
 from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
+from gradkeep.remat.tracing._tensors import WATCHED_OTHERWISE, has_storage
 
 if TYPE_CHECKING:
     import weakref
@@ -112,6 +113,24 @@ class PlainStep:
         self.asked = True
 
 
+class WatchedStep(PlainStep):
+    """The same while the online runtime watches."""
+
+    __slots__ = ()
+
+    def asked_for(self, slot: int) -> None:
+        """Note that a backward pass has begun; refuse a node that watching changes."""
+        self.asked = True
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in WATCHED_OTHERWISE:
+            raise RematError(
+                "the online runtime would change this gradient: torch computes it by another formula, "
+                "with other rounding, while operators are watched",
+                found=node.name(),
+                fix="use mode='planned', or compute it another way, as torch.where for masked_fill",
+            )
+
+
 class UndecidedStep:
     """The beginning of a step that several plans fit: nothing is dropped until they differ."""
 
@@ -129,7 +148,7 @@ class UndecidedStep:
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor, or go on with the plan that is left."""
-        if _task() != -1:
+        if _task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = len(self._tensors)
         fitting = [
@@ -167,10 +186,10 @@ class PlannedStep:
     """One step that follows a plan as long as it can."""
 
     __slots__ = (
+        "_fingerprints",
         "_following",
         "_plan",
         "_random_states",
-        "_samples",
         "_snapshot",
         "_values",
         "_versions",
@@ -198,7 +217,7 @@ class PlannedStep:
         self._values: list[Tensor | None] = [None] * len(plan.trace.values)
         self._versions: dict[int, int] = {}
         self._random_states: dict[tuple[int, str], Tensor] = {}
-        self._samples: dict[int, Any] = {}
+        self._fingerprints: dict[int, Any] = {}
         self.asks = 0
         self._following = True
         self.at = 0
@@ -227,7 +246,7 @@ class PlannedStep:
 
     def pack(self, tensor: Tensor) -> Any:
         """Keep a saved tensor or let it go; `unpack` understands what is given back."""
-        if _task() != -1:
+        if _task() != -1 or not has_storage(tensor):
             return KeptTensor(None, -1, tensor.detach(), tensor._version)
         number = self.at
         self.at = number + 1
@@ -253,12 +272,12 @@ class PlannedStep:
         if slot.random_state:
             for device in self._plan.devices:
                 self._random_states[number, device] = generator(device).get_state()
-        if slot.sample is not None:
-            sample = slot.sample.of(tensor)
-            if slot.marks and not slot.marks.issuperset(_flat(sample)):
-                self.leave(f"saved tensor {number} is another mask than the recorded one")
-                return KeptTensor(self, number, tensor.detach(), tensor._version)
-            self._samples[slot.value] = sample
+        mask = slot.mask
+        if mask is not None and not mask.numbers.issuperset(_flat(mask.sample.of(tensor))):
+            self.leave(f"saved tensor {number} is another mask than the recorded one")
+            return KeptTensor(self, number, tensor.detach(), tensor._version)
+        if slot.fingerprint is not None:
+            self._fingerprints[slot.value] = slot.fingerprint.of(tensor)
         held = None if slot.drop and not slot.hold else tensor.detach()
         if slot.hold:
             self._values[slot.value] = held
@@ -318,7 +337,7 @@ class PlannedStep:
         assert base is not None
         for value in self._plan.releases[at]:
             self._values[value] = None
-        return base if slot.view is None else slot.view.of(base)
+        return base if slot.view is None else slot.view.on_storage_of(base)
 
     def made_again(self, number: int) -> Tensor:
         """A dropped tensor out of order: from whatever is still there."""
@@ -327,7 +346,7 @@ class PlannedStep:
             self._make(slot.value)
         base = self._values[slot.value]
         assert base is not None
-        return slot.exact.of(base)
+        return slot.exact.on_storage_of(base)
 
     def _make(self, wanted: int) -> None:
         trace, values = self._plan.trace, self._values
@@ -361,9 +380,11 @@ class PlannedStep:
             for number in sorted(operations)
         ]
         dropped = [
-            (slot.value, slot.sample)
+            (slot.value, slot.fingerprint)
             for slot in self._plan.slots
-            if slot.sample is not None and slot.value in fresh and slot.value in self._samples
+            if slot.fingerprint is not None
+            and slot.value in fresh
+            and slot.value in self._fingerprints
         ]
         self._run(instructions, sorted(sources), dropped)
         for value, before in held.items():
@@ -379,9 +400,11 @@ class PlannedStep:
             if source._version != versions.get(value, source._version):
                 check_version(source, versions[value])
         replay(instructions, values, self._random_states)
-        for value, sample in checks:
+        for value, fingerprint in checks:
             base = values[value]
-            if base is not None and not same_sample(sample.of(base), self._samples[value]):
+            if base is not None and not same_content(
+                fingerprint.of(base), self._fingerprints[value]
+            ):
                 self.changed = "a value that was made again differs"
                 self._undo(
                     "a tensor made again is not what it was when it was let go: this step computed "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._budgets import format_bytes
-from gradkeep.errors import BudgetError
+from gradkeep.errors import BudgetError, BudgetWarning
 from gradkeep.remat.planned._evaluate import PlanEvaluator
 from gradkeep.remat.planned._plan_cache import StepPlan, StepRecordings, StepSignature, digest_of
 from gradkeep.remat.planned._problem import problem_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
     from gradkeep.remat.planned._problem import PlanningProblem
+    from gradkeep.remat.planned._programs import Check
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
 
@@ -34,6 +36,10 @@ _MOST_MISSES = 2
 """After so many steps in a row that left a plan, it is made anew."""
 _PATIENCE = 40
 """After so many recordings most steps should follow plans, however many kinds there are."""
+_REPEAT = (
+    "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
+    "to step, or ask for mode='online'"
+)
 _MOST_FORGOTTEN = 4
 """After so many plans that did not last, the steps are taken to change for ever."""
 
@@ -53,6 +59,7 @@ class BudgetSettings:
     mode: Mode = "auto"
     heuristic: str = "dtr-eq"
     """What the online runtime evicts."""
+    check: Check = "full"
 
     def bytes_of(self, peak: int) -> int:
         """The budget in bytes, given the peak."""
@@ -94,6 +101,8 @@ class StepPlanner:
         self.repeatable = False
         """Steps can be run again by us, so gradients that are there before may be copied."""
         self.online_fallback = OnlineFallback(settings)
+        self._said: set[str] = set()
+        """What was warned of already."""
         self._forgotten = 0
         self._hopeless: list[StepSignature] = []
         self._begun: dict[Any, int] = {}
@@ -118,15 +127,19 @@ class StepPlanner:
         return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
 
     def cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
-        """Whether a recording that has come to its first saved tensor should clone: every second."""
-        modules = recording.modules.seen.values()
+        """Whether a recording that has come to its first saved tensor should clone: every second.
+
+        After each four it is the other second: where two kinds of steps that begin alike take turns,
+        as in adversarial training, both are recorded both ways.
+        """
+        flags = recording.modules.flags()
         key = (
             tuple(tensor.shape),
             recording.gradients,
-            tuple((id(module), module.training) for module in modules),
+            tuple((flag.kind, flag.module if flag.owns else None, flag.training) for flag in flags),
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
-        return count % 2 == 0
+        return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
 
     def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...]) -> None:
         """File a finished recording."""
@@ -161,7 +174,10 @@ class StepPlanner:
                 if group.count >= _MOST_RECORDINGS:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
-                    self.counts.reasons.append("the step does something else each time")
+                    why = f"the step does something else each time: {group.difference()}"
+                    self.counts.reasons.append(why)
+                    if self.settings.mode == "planned":
+                        self._warn(f"no plan, so no budget holds: {why}", _REPEAT)
                     self._turn_online()
                 continue
             known = self._saved_for(trace)
@@ -213,7 +229,7 @@ class StepPlanner:
                 f"without a budget the step takes {trace.peak} bytes ({format_bytes(trace.peak)})",
                 fix="raise the budget, or make the batch smaller",
             )
-        ready = compile_plan(problem, found.states, found.evaluation)
+        ready = compile_plan(problem, found.states, found.evaluation, check=settings.check)
         seconds = time.perf_counter() - start
         self.last = StepPlan(
             group.kind, ready, budget, reserve, group.changing, group.parameters, seconds
@@ -228,6 +244,24 @@ class StepPlanner:
                 tensor for reference in group.parameters if (tensor := reference()) is not None
             ]
         return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+    def measured(self, plan: StepPlan, peak: int) -> None:
+        """Note the live bytes of a step of a plan."""
+        plan.measured_peak = max(peak, plan.measured_peak or 0)
+        if peak > plan.budget:
+            self._warn(
+                f"a step took {format_bytes(peak)}, over the budget of {format_bytes(plan.budget)}: "
+                f"{format_bytes(plan.predicted_peak)} were planned, and something outside of the "
+                "recorded step holds the rest",
+                "let go of tensors that live from step to step, such as histories of an optimizer, or "
+                "raise the budget by them",
+            )
+
+    def _warn(self, what: str, remedy: str) -> None:
+        """Say once that training goes on, but not as the budget promises."""
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"memory budget: {what}; {remedy}", BudgetWarning, stacklevel=2)
 
     def finished(self, plan: StepPlan, run: PlannedStep) -> None:
         """Note how a step with a plan went."""
@@ -245,17 +279,43 @@ class StepPlanner:
             plan.doubtful = True
             return
         self.counts.kept += 1
+        self._warn(
+            f"a step kept everything and may have gone over the budget: {run.changed}",
+            "steps of one kind must do the same each time; it is recorded anew if this goes on",
+        )
         plan.misses += 1
         if plan.misses >= _MOST_MISSES:
             self.forget(plan)
+
+    def online_step_is_over(self) -> None:
+        """Note a step of the online runtime."""
+        self.counts.online += 1
+        done = self.online_fallback.step_is_over()
+        if done is None or not (done.over or done.gave_up):
+            return
+        why = (
+            "more was recomputed than is worth it, so eviction was given up"
+            if done.gave_up
+            else "nothing was left to evict"
+        )
+        self._warn(f"an online step went over the budget: {why}", "raise the budget")
+
+    def missing_plan(self) -> str:
+        """Why there is no plan."""
+        for group in reversed(self.recorded):
+            difference = group.difference()
+            if difference is not None:
+                return difference
+        return self.counts.reasons[-1] if self.counts.reasons else "too few steps so far"
 
     def _turn_online(self) -> None:
         if self.settings.mode == "auto" and not self.online_fallback.chosen:
             self.online_fallback.chosen = True
             self.recorded.clear()
-            self.counts.reasons.append(
-                "plans did not last: from here on storages are evicted online, which is experimental"
-            )
+            why = self.counts.reasons[-1] if self.counts.reasons else "most steps were new"
+            what = "plans did not last: from here on storages are evicted online, which is experimental"
+            self.counts.reasons.append(what)
+            self._warn(f"{what} and slower ({why})", _REPEAT)
 
     def forget(self, plan: StepPlan) -> None:
         """The step has changed: record it anew, if that has not happened too often."""
@@ -316,15 +376,16 @@ class OnlineFallback:
         self._online.__enter__()
         return self._online
 
-    def step_is_over(self) -> None:
+    def step_is_over(self) -> OnlineReport | None:
         """A fraction is of what the first step took, which ran without a budget."""
         online = self._online
         if online is None:
-            return
+            return None
         if self.peak == 0:
             self.peak = online.live.peak
             online.limit_to(self._bytes())
         self.latest = online.report()
+        return self.latest
 
     def leave(self, error: BaseException | None) -> None:
         """Switch it off; everything is brought back."""

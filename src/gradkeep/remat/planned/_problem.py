@@ -7,7 +7,7 @@ saved values, or values that can be made again themselves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gradkeep.remat.tracing._rerun import TensorRef
@@ -47,7 +47,7 @@ class PlanningProblem:
     trace: StepTrace
     candidates: tuple[DropCandidate, ...]
     saved: dict[int, int]
-    """Values that autograd saves, with the event of their first pack."""
+    """Values that autograd saves and that stay as they are, with the event of their first pack."""
     random_state: dict[int, int]
     """Random operators that can run again, with the slot before which the generator's state counts."""
     known: dict[int, int]
@@ -77,7 +77,17 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
     for at, number in enumerate(trace.order):
         asks.setdefault(trace.slots[number].value, []).append(at)
     random_state = _random_states(trace)
-    makeable = _Makeable(trace, saved, random_state)
+    # Of a saved tensor whose storage is written to later only its own part is what it was: what
+    # else the storage held is gone, so nothing is made from it.
+    written = {
+        value
+        for operation in trace.operations[: trace.lengths.operations]
+        for value in operation.overwrites
+    }
+    whole = {value: event for value, event in saved.items() if value not in written}
+    lasting = {value: source for value, source in trace.sources.items() if value not in written}
+    trace = replace(trace, sources=lasting)
+    makeable = _Makeable(trace, whole, random_state)
     sizes = tuple(trace.storages[value.storage].size for value in trace.values)
     costs = tuple(map(_again_seconds, trace.operations))
     found = []
@@ -100,7 +110,7 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         cost = sum(costs[number] for number in recipe)
         found.append(DropCandidate(value, stored.size, pack, gone, tuple(asked), cost, recipe))
     return PlanningProblem(
-        trace, tuple(found), saved, random_state, known, trace.levels(), sizes, costs
+        trace, tuple(found), whole, random_state, known, trace.levels(), sizes, costs
     )
 
 

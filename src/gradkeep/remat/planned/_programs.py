@@ -7,41 +7,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradkeep.remat.planned._autograd_graph import GraphExpectations
-from gradkeep.remat.planned._fingerprint import TensorSample, sample_of
-from gradkeep.remat.tracing._rerun import TensorRef
+from gradkeep.remat.planned._fingerprint import TensorSample, content_of, sample_of
+from gradkeep.remat.tracing._rerun import TensorRef, leaves_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.remat.planned._autograd_graph import ExpectedGraph
     from gradkeep.remat.planned._evaluate import PlanEvaluation, Rebuild
+    from gradkeep.remat.planned._fingerprint import Fingerprint
     from gradkeep.remat.planned._modules import Source
     from gradkeep.remat.planned._problem import PlanningProblem
     from gradkeep.remat.planned._search import States
     from gradkeep.remat.planned._trace import StepTrace, TracedOperation
     from gradkeep.remat.tracing._tensors import Geometry
 
-
-class TensorView(NamedTuple):
-    """How to look at a storage, given any tensor on it."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    def of(self, base: Tensor) -> Tensor:
-        """The view."""
-        if base.dtype == self.dtype:
-            return base.as_strided(self.size, self.stride, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+Check = Literal["full", "sampled"]
+"""Whether every byte of what is made again is compared, or a few numbers of it."""
 
 
 class TensorArgument(NamedTuple):
@@ -49,7 +37,22 @@ class TensorArgument(NamedTuple):
 
     position: int
     value: int
-    view: TensorView | None
+    view: ArgumentView | None
+
+
+class ArgumentView(NamedTuple):
+    """How to look at a value, given the tensor that stands for it."""
+
+    geometry: Geometry
+    anchor: int | None
+    """Where that tensor begins, in bytes, if it comes from elsewhere each time: a batch of a data set."""
+
+    def of(self, base: Tensor) -> Tensor:
+        """The view."""
+        geometry, anchor = self
+        if anchor is not None:
+            geometry = geometry.moved(base, anchor)
+        return geometry.on_storage_of(base)
 
 
 class TensorListArgument(NamedTuple):
@@ -86,7 +89,7 @@ class RebuildProgram:
     """The work at one request."""
 
     instructions: tuple[ReplayInstruction, ...]
-    checks: tuple[tuple[int, TensorSample], ...]
+    checks: tuple[tuple[int, Fingerprint], ...]
     """Values to compare with what they were when they were let go."""
     sources: tuple[int, ...]
 
@@ -108,18 +111,26 @@ class SlotPlan:
     """The values that are made again may come from it."""
     plain: bool
     """Nothing is to be done but to keep it."""
-    sample: TensorSample | None
+    fingerprint: Fingerprint | None
     """Of a value that is dropped here."""
     leaf: int | None
-    marks: frozenset[float]
+    mask: ExpectedMask | None
+    """Of a mask that is dropped here."""
     random_state: bool
     """Take the generator's state here."""
     releases: tuple[int, ...]
     """Values that are let go after this one."""
-    view: TensorView | None
+    view: Geometry | None
     """How to show this slot, given the value as it is made again."""
-    exact: TensorView
+    exact: Geometry
     """How to show this slot, given any tensor on its storage."""
+
+
+class ExpectedMask(NamedTuple):
+    """Where to look into a mask, and the numbers that it may hold there."""
+
+    sample: TensorSample
+    numbers: frozenset[float]
 
 
 class QuickCheck(NamedTuple):
@@ -154,29 +165,28 @@ class CompiledPlan:
 
 
 def compile_plan(
-    problem: PlanningProblem, states: States, evaluation: PlanEvaluation
+    problem: PlanningProblem, states: States, evaluation: PlanEvaluation, *, check: Check = "full"
 ) -> CompiledPlan:
-    """Turn a plan into programs."""
-    return _PlanCompiler(problem, states, evaluation).run()
-
-
-def view_of(geometry: Geometry) -> TensorView:
-    """The view that a geometry describes."""
-    return TensorView(geometry.size, geometry.stride, geometry.offset, geometry.dtype)
+    """Turn a plan into programs; `check` says how much of what is made again is compared."""
+    return _PlanCompiler(problem, states, evaluation, check=check).run()
 
 
 class _PlanCompiler:
     def __init__(
-        self, problem: PlanningProblem, states: States, evaluation: PlanEvaluation
+        self, problem: PlanningProblem, states: States, evaluation: PlanEvaluation, *, check: Check
     ) -> None:
         self.problem, self.states, self.evaluation = problem, states, evaluation
         self.trace = problem.trace
+        self._check = check
         self.dropped = {
             c.value: c for c, state in zip(problem.candidates, states, strict=True) if state
         }
         self.first_slots: dict[int, int] = {}
         for number, slot in enumerate(self.trace.slots):
             self.first_slots.setdefault(slot.value, number)
+        self._fingerprints = {
+            value: self._fingerprint(value) for value in self.dropped if self._exact(value)
+        }
         self.geometry: dict[int, Geometry] = {}
         """How the tensor looks that stands for a value now."""
 
@@ -275,28 +285,40 @@ class _PlanCompiler:
                     plain=not (drop or mark or random_state or number in late),
                     drop=drop,
                     hold=first and (slot.value in holding if drop else slot.value in sources),
-                    sample=sample_of(slot.geometry)
-                    if drop and first and self._exact(slot.value)
-                    else None,
+                    fingerprint=self._fingerprints.get(slot.value) if first else None,
                     leaf=slot.leaf,
-                    marks=slot.marks if drop and first else frozenset(),
+                    mask=ExpectedMask(sample_of(slot.geometry), slot.marks)
+                    if drop and first and slot.marks
+                    else None,
                     random_state=random_state,
                     releases=tuple(late.get(number, ())),
-                    view=None if base == slot.geometry else view_of(slot.geometry),
-                    exact=view_of(slot.geometry),
+                    view=None if base == slot.geometry else slot.geometry,
+                    exact=slot.geometry,
                 )
             )
         return tuple(found)
 
+    def _fingerprint(self, value: int) -> Fingerprint:
+        """What is compared of a value that was dropped."""
+        shown = [slot.geometry for slot in self.trace.slots if slot.value == value]
+        if self._check == "sampled":
+            return sample_of(shown[0])
+        operation, made = self._first_made(value)
+        return content_of(made, shown, whole=not leaves_unwritten(operation.name))
+
     def _made_geometry(self, value: int) -> Geometry:
         """How a value's tensor looks when it is made again: as its storage was first made."""
+        return self._first_made(value)[1]
+
+    def _first_made(self, value: int) -> tuple[TracedOperation, Geometry]:
+        """The operator that made the storage of a value, and how."""
         while True:
             maker = self.trace.values[value].maker
             assert maker is not None
             operation = self.trace.operations[maker]
             made = next(made for made in operation.makes if made.value == value)
             if made.position >= 0:
-                return made.geometry
+                return operation, made.geometry
             storage = self.trace.values[value].storage
             value = next(
                 old for old in operation.overwrites if self.trace.values[old].storage == storage
@@ -337,9 +359,7 @@ class _PlanCompiler:
                 )
             )
         checks = tuple(
-            (value, sample_of(trace.slots[self.first_slots[value]].geometry))
-            for value in sorted(stay & set(self.dropped))
-            if self._exact(value)
+            (value, self._fingerprints[value]) for value in sorted(stay & self._fingerprints.keys())
         )
         return RebuildProgram(tuple(instructions), checks, tuple(sorted(rebuild.sources)))
 
@@ -357,8 +377,10 @@ def instruction(
     assert operation.run is not None
 
     def given(position: int, ref: TensorRef) -> TensorArgument:
-        same = geometry.get(ref.value) == ref.geometry
-        return TensorArgument(position, ref.value, None if same else view_of(ref.geometry))
+        if geometry.get(ref.value) == ref.geometry:
+            return TensorArgument(position, ref.value, None)
+        view = ArgumentView(ref.geometry, trace.anchors.get(ref.value))
+        return TensorArgument(position, ref.value, view)
 
     tensors, lists = [], []
     for position, arg in enumerate(operation.args):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -15,10 +15,11 @@ from gradkeep.remat.planned._planned_step import (
     PlannedStep,
     StepSnapshot,
     UndecidedStep,
+    WatchedStep,
     unpack,
 )
 from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
-from gradkeep.remat.tracing._tensors import beside_compiler
+from gradkeep.remat.tracing._tensors import beside_compiler, has_storage, not_compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,9 @@ class BudgetSession:
         self._keep_all = keep_all
         self._repeatable = repeatable
         self._mode = beside_compiler(RecordingMode)()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            not_compiled(self._pack), not_compiled(unpack)
+        )
         self._optimizer_hook: Any = None
         self._recording: StepRecorder | None = None
         self._run: PlannedStep | PlainStep | UndecidedStep | None = None
@@ -62,12 +65,17 @@ class BudgetSession:
         self._snapshot: StepSnapshot | None = None
         self._running: tuple[torch.nn.Module, ...] = ()
         self._online: OnlineRuntime | None = None
+        self._left = False
+        """It was left in another thread: its hooks are still there, and do nothing."""
 
     # The block
 
     def open(self) -> None:
         """Switch the hooks on."""
-        if getattr(_active, "session", None) is not None:
+        before = session_here()
+        if before is not None and before._left:
+            before._clear()
+        elif before is not None:
             raise BudgetError(
                 "a memory budget is already in force here",
                 fix="leave the outer block first: budgets cannot be nested",
@@ -80,18 +88,14 @@ class BudgetSession:
 
     def close(self, error: BaseException | None) -> None:
         """Switch the hooks off, whatever happened."""
-        if getattr(_active, "session", None) is not self:
-            raise BudgetError(
-                "a memory budget was left in another thread than it was entered",
-                fix="enter and leave it in the thread that trains",
-            )
-        _active.session = None
-        self._hooks.__exit__(None, None, None)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        if session_here() is not self:
+            self._leave_elsewhere()
+        self._clear()
         if error is None:
-            self._end()
-            self._stop_evicting(None)
+            try:
+                self._end()
+            finally:  # a warning may be an error
+                self._stop_evicting(None)
             return
         self._stop_evicting(error)
         for recording in (self._recording, self._meter):
@@ -108,6 +112,28 @@ class BudgetSession:
                 fix="move them out of the block, or use gradkeep's capture for per-sample gradients",
             ) from error
 
+    def _clear(self) -> None:
+        """The hooks of this thread go."""
+        _active.session = None
+        self._hooks.__exit__(None, None, None)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        if self._left:
+            self._mode.rest()
+
+    def _leave_elsewhere(self) -> NoReturn:
+        """Hooks can only be taken off in their own thread: until that enters a budget, they do nothing."""
+        self._left = self._keep_all = True
+        for recording in (self._recording, self._meter):
+            if recording is not None:
+                recording.abandon()
+        self._mode.recording = self._recording = self._meter = None
+        self._run = PlainStep()
+        raise BudgetError(
+            "a memory budget was left in another thread than it was entered",
+            fix="enter and leave it in the thread that trains; there it does nothing any more",
+        )
+
     # Steps
 
     def _begin(self) -> None:
@@ -122,7 +148,7 @@ class BudgetSession:
         self._snapshot = StepSnapshot()
         if self._planner.wants_recording:
             self._record()
-        elif any(plan.measured_peak is None for plan in self._planner.plans):
+        elif any(plan.unmeasured for plan in self._planner.plans):
             self._measure()
 
     def _record(self) -> None:
@@ -143,13 +169,12 @@ class BudgetSession:
         if meter is not None:
             peak = meter.finish().peak
             if self._plan is not None and isinstance(run, PlannedStep) and run.changed is None:
-                self._plan.measured_peak = peak
+                self._planner.measured(self._plan, peak)
         if isinstance(run, PlannedStep) and self._plan is not None:
             self._planner.finished(self._plan, run)
         elif isinstance(run, PlainStep) and self._online is not None:
-            self._planner.counts.online += 1
-            self._planner.online_fallback.step_is_over()
-        elif isinstance(run, PlainStep):
+            self._planner.online_step_is_over()
+        elif isinstance(run, PlainStep) and not self._left:
             self._planner.counts.kept += 1
 
     def _stepped(self, *_: Any) -> None:
@@ -166,10 +191,10 @@ class BudgetSession:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         planner = self._planner
         if self._keep_all or self._online is not None:
-            self._run = PlainStep()
+            self._run = PlainStep() if self._online is None else WatchedStep()
             return self._run
         plans = planner.plans_for(tensor, self._inputs)
-        if self._meter is not None and all(plan.measured_peak is not None for plan in plans):
+        if self._meter is not None and not any(plan.unmeasured for plan in plans):
             self._meter.abandon()
             self._meter = None
             self._mode.rest()
@@ -191,7 +216,7 @@ class BudgetSession:
             snapshot.look(plan.changing, plan.parameters, copies=self._repeatable)
         self._plan = plan
         run = self._run = PlannedStep(plan.compiled, self._inputs, snapshot=snapshot)
-        if plan.measured_peak is None and self._meter is None:
+        if plan.unmeasured and self._meter is None:
             self._measure()
         return run
 
@@ -208,7 +233,11 @@ class BudgetSession:
             expected = run.quick.get(number)
             if expected is not None and not (self._automatic and run.asks):
                 nbytes, size, leaf = expected
-                if tensor.nbytes == nbytes and (size is None or tensor.shape == size):
+                if (
+                    has_storage(tensor)
+                    and tensor.nbytes == nbytes
+                    and (size is None or tensor.shape == size)
+                ):
                     run.at = number + 1
                     # A leaf can be held as it is; anything else may hold its node, and that us.
                     held = tensor if leaf and tensor.grad_fn is None else tensor.detach()

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from gradkeep.errors import RematError
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
+from gradkeep.remat.planned._cut_constants import CutConstants
 from gradkeep.remat.planned._fingerprint import mask_numbers
 from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
@@ -43,11 +45,14 @@ from gradkeep.remat.tracing._rerun import (
 )
 from gradkeep.remat.tracing._tensors import (
     SEQUENCES,
+    WATCHED_OTHERWISE,
     Geometry,
     OperatorSignature,
     QuickDispatchMode,
     StorageRef,
     collect_tensors,
+    has_storage,
+    inside_compiled,
     signature_of,
     written_storages,
 )
@@ -126,13 +131,20 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
         """Watch for this recording from now on."""
         self.recording = recording
         if not self._on:
+            if inside_compiled():
+                raise RematError(
+                    "a training step begins inside of a compiled function, where torch lets no mode "
+                    "come or go",
+                    fix="put `with budget.step():` around each step, or let an optimizer step inside "
+                    "of the block: then steps begin outside of what is compiled",
+                )
             self.__enter__()  # type: ignore[no-untyped-call]
             self._on = True
 
     def rest(self) -> None:
         """Watch no more; the mode itself goes as soon as no other mode lies upon it."""
         self.recording = None
-        if self._on and _get_current_dispatch_mode() is self:
+        if self._on and _get_current_dispatch_mode() is self and not inside_compiled():
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
@@ -171,12 +183,17 @@ class StepRecorder:
         self._pinned: set[int] = set()
         self._keeps_graph = False
         self._lengths = NOTHING
+        self._away: Any = None
+        self._looked_away = False
         self.parameters: tuple[weakref.ref[Parameter], ...] = ()
         """Known when the first tensor was saved."""
         self.gradients = False
         """Whether they had gradients then."""
+        self._cuts = CutConstants(self._values)
         for tensor in inputs:
-            self._value_of(tensor)
+            if has_storage(tensor):
+                value, _ = self._cuts.cut(self._value_of(tensor), tensor)
+                self._constants[value] = weakref.ref(tensor)
 
     # What runs
 
@@ -211,15 +228,16 @@ class StepRecorder:
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
-        given: list[Tensor] = []
-        collect_tensors(args, given)
-        collect_tensors(kwargs.values(), given)
+        passed: list[Tensor] = []
+        collect_tensors(args, passed)
+        collect_tensors(kwargs.values(), passed)
+        given = [tensor for tensor in passed if has_storage(tensor)]
         for tensor in given:
             self._value_of(tensor)
         changed = written_storages(signature, args, kwargs) if signature.writes else {}
         fresh: list[tuple[int, Tensor]] = []
         for at, tensor in enumerate(made):
-            if id(tensor.untyped_storage()) not in self._alive:
+            if has_storage(tensor) and id(tensor.untyped_storage()) not in self._alive:
                 fresh.append((at, tensor))
         if not fresh and not changed:
             return  # a view
@@ -245,7 +263,7 @@ class StepRecorder:
                 self._resized(alive, size, before)
         self._happened("op", number)
         recipe = OperatorRerun(None, (), ())
-        if not backward:
+        if not backward and len(given) == len(passed):
             encode = dict(zip(map(id, given), reads, strict=True))
             recipe = rerun_of(
                 func,
@@ -284,7 +302,7 @@ class StepRecorder:
     def _split(self, apart: FirstResultRerun, makes: list[MadeValue]) -> None:
         """The first result has a way of its own to be made again, from the other results."""
         first = makes[0]
-        others = tuple(TensorRef(made.value, made.geometry) for made in makes[1:])
+        others = tuple(TensorRef(made.value, made.geometry) for made in makes if made.position > 0)
         own = len(self._operations)
         self._values[first.value] = TracedValue(self._values[first.value].storage, own)
         args = (*apart.args, *others)
@@ -324,6 +342,17 @@ class StepRecorder:
         value = self._follow(storage, birth=0, constant=True)
         self._constants[value] = weakref.ref(tensor)
         return value
+
+    def _saved_value(self, tensor: Tensor) -> tuple[int, Geometry]:
+        """The value that a saved tensor is, and its geometry there."""
+        value = self._value_of(tensor)
+        reference = self._constants.get(value)
+        if reference is None:
+            return value, Geometry.of(tensor)
+        first = reference()
+        if first is not None and self.modules.source_of(first, {}) is not None:
+            return value, Geometry.of(tensor)
+        return self._cuts.cut(value, tensor)
 
     def _new(self, tensor: Tensor, maker: int) -> int:
         storage = tensor.untyped_storage()
@@ -368,7 +397,7 @@ class StepRecorder:
         """Note a saved tensor; in a cloning recording autograd gets a copy."""
         self.quiet = True
         try:
-            if _task() != -1:
+            if _task() != -1 or not has_storage(tensor):
                 # Saved during a backward pass, for a second one or by a checkpoint: always kept.
                 return RecordedTensor(self, -1, tensor.detach(), tensor._version)
             slot, event = len(self._slots), len(self._events)
@@ -377,11 +406,11 @@ class StepRecorder:
                 self.gradients = has_gradients(self.parameters)
                 if self._choose is not None:
                     self.cloning = self._choose(self, tensor)
-            value = self._value_of(tensor)
+            value, geometry = self._saved_value(tensor)
             self._slots.append(
                 SavedSlot(
                     value=value,
-                    geometry=Geometry.of(tensor),
+                    geometry=geometry,
                     device=tensor.device,
                     seen=self.walk.below(tensor),
                     event=event,
@@ -409,8 +438,7 @@ class StepRecorder:
             ref = StorageRef(copy, self._copy_gone)
             ref.key = id(copy)
             self._alive[ref.key] = _AliveStorage(alive.number, alive.value, ref)
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Geometry.of(tensor).on(copy)
 
     @property
     def saved(self) -> int:
@@ -437,6 +465,29 @@ class StepRecorder:
         )
         self._asked.append(len(self._events))
         self._happened("unpack", slot)
+        node = _node()
+        if node is not None and node.name() in WATCHED_OTHERWISE:
+            self._look_away(node)
+
+    def _look_away(self, node: Any) -> None:
+        """Let a node work unwatched, as it would without us; what it gives is seen afterwards."""
+        self._looked_away = True
+        if self._away is not None:
+            return
+        self._away = away = torch._C._DisableTorchDispatch()
+        away.__enter__()  # type: ignore[no-untyped-call]
+
+        def back(given: Sequence[Tensor | None], _: Any) -> None:
+            away.__exit__(None, None, None)
+            self._away = None
+            for tensor in given:
+                if tensor is None or not has_storage(tensor):
+                    continue
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._alive:
+                    self._follow(storage, birth=len(self._events), constant=False)
+
+        node.register_hook(back)
 
     def pin(self, tensor: Tensor) -> None:
         """Never drop this tensor's storage."""
@@ -471,7 +522,7 @@ class StepRecorder:
         ]
         return StepTrace(
             events=tuple(self._events),
-            operations=tuple(self._operations),
+            operations=tuple(map(self._cuts.resolved, self._operations)),
             slots=tuple(self._slots),
             order=tuple(self._order),
             asked=tuple(self._asked),
@@ -482,6 +533,8 @@ class StepRecorder:
             sources=self._sources(),
             lengths=self._lengths,
             keeps_graph=self._keeps_graph,
+            anchors=self._cuts.anchors(self._slots),
+            looked_away=self._looked_away,
         )
 
     def _sources(self) -> dict[int, Any]:

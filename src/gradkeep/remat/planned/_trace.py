@@ -85,6 +85,11 @@ class TracedOperation:
             (other.name, other.makes, other.overwrites, other.reads, other.grad_mode)
         )
 
+    def described(self) -> str:
+        """The operator, where it ran and what it made, for people."""
+        shapes = ", ".join(str(list(made.geometry.size)) for made in self.makes)
+        return f"{self.name} in {self.layer or 'the step'} giving {shapes}"
+
 
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
@@ -148,6 +153,11 @@ class StepTrace:
     """How much there was of everything when the last saved tensor was asked for."""
     keeps_graph: bool = False
     """The backward pass was asked to keep the graph."""
+    looked_away: bool = False
+    """Some nodes of the backward pass ran unwatched: their temporaries are not counted."""
+    anchors: dict[int, int] = field(default_factory=dict)
+    """For constants that are elsewhere in each step, as batches cut from a data set: where the tensor
+    that stands for the value begins, in bytes, as geometries count them."""
 
     @cached_property
     def seconds(self) -> float:
@@ -237,22 +247,45 @@ def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:
 
 def _same(left: StepTrace, right: StepTrace) -> bool:
     """Whether two steps did the same until the last saved tensor was asked for."""
-    lengths = left.lengths
-    return (
-        lengths == right.lengths
-        and left.keeps_graph == right.keeps_graph
-        and left.order == right.order
-        and left.events[: lengths.events] == right.events[: lengths.events]
-        and left.values[: lengths.values] == right.values[: lengths.values]
-        and all(
-            a == replace(b, marks=a.marks)
-            for a, b in _pairs(left.slots, right.slots, lengths.slots)
-        )
-        and all(
-            a.size == b.size for a, b in _pairs(left.storages, right.storages, lengths.storages)
-        )
-        and all(a.same(b) for a, b in _pairs(left.operations, right.operations, lengths.operations))
+    return difference_of(left, right) is None
+
+
+def difference_of(left: StepTrace, right: StepTrace) -> str | None:
+    """What differs first between two steps, until the last saved tensor was asked for."""
+    ends, others = left.lengths, right.lengths
+    operations = zip(
+        left.operations[: ends.operations], right.operations[: others.operations], strict=False
     )
+    for ours, theirs in operations:
+        if not ours.same(theirs):
+            return f"one step runs {ours.described()}, another {theirs.described()}"
+    slots = zip(left.slots[: ends.slots], right.slots[: others.slots], strict=False)
+    for number, (saved, other) in enumerate(slots):
+        if saved != replace(other, marks=saved.marks):
+            before, after = saved.geometry, other.geometry
+            return (
+                f"saved tensor {number} is {list(before.size)} {before.dtype} in one step, "
+                f"{list(after.size)} {after.dtype} in another, or comes from elsewhere"
+            )
+    for what, ours_, theirs_ in (
+        ("operators", ends.operations, others.operations),
+        ("tensors are saved", ends.slots, others.slots),
+        ("things happen", ends.events, others.events),
+    ):
+        if ours_ != theirs_:
+            return f"{ours_} {what} in one step, {theirs_} in another"
+    if left.keeps_graph != right.keeps_graph or left.order != right.order:
+        return "the backward passes differ: another order of requests, or a graph that is kept"
+    if (
+        ends != others
+        or left.events[: ends.events] != right.events[: ends.events]
+        or left.values[: ends.values] != right.values[: ends.values]
+    ):
+        return "tensors are made or let go in another order"
+    sizes = _pairs(left.storages, right.storages, ends.storages)
+    if any(a.size != b.size for a, b in sizes):
+        return "storages have other sizes"
+    return None
 
 
 def same_step(left: StepTrace, right: StepTrace) -> bool:

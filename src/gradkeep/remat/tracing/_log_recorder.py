@@ -246,7 +246,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 name = followed.root
             keys.append(key)
             names.append(name)
-        if signature.writes:
+        if signature.writes and signature.training < 0:  # logs tell what schemas do
             changed = written_storages(signature, args, kwargs or {})
             if changed:
                 made = [t for t in made if id(t.untyped_storage()) not in changed]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradkeep.remat.tracing._tensors import Geometry
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from gradkeep.remat.tracing._tensors import Geometry
 
 aten = torch.ops.aten
 
@@ -197,15 +197,37 @@ def compared(func: Any, count: int) -> int:
     return _COMPARED.get(func._schema.name, count)
 
 
+def leaves_unwritten(name: str) -> bool:
+    """Whether an operator of this name gives memory that is meant to be overwritten."""
+    return f"aten::{name.removeprefix('aten::')}" in _UNWRITTEN
+
+
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same numbers in the same places; not-a-number equals itself."""
-    if left.shape != right.shape or left.dtype != right.dtype or left.stride() != right.stride():
+    """Whether two tensors are the same in shape, strides and every bit; not-a-number equals itself."""
+    if (
+        left.shape != right.shape
+        or left.dtype != right.dtype
+        or left.stride() != right.stride()
+        or left.is_conj() != right.is_conj()
+        or left.is_neg() != right.is_neg()
+    ):
         return False
-    if torch.equal(left, right):
-        return True
-    if not left.dtype.is_floating_point and not left.dtype.is_complex:
-        return False
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    return torch.equal(_bits(left), _bits(right))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that 0 is not -0."""
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    plain = tensor.detach()
+    plain = Geometry.of(plain)._replace(conjugate=False, negative=False).on_storage_of(plain)
+    if plain.dtype.is_complex:
+        plain = torch.view_as_real(plain)
+    kind = _BITS[plain.itemsize]
+    return plain if plain.dtype == kind or plain.dtype == torch.bool else plain.view(kind)
 
 
 def _gather(value: Any, found: set[int]) -> None:

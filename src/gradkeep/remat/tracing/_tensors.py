@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
+F = TypeVar("F", bound="Callable[..., Any]")
 M = TypeVar("M", bound="QuickDispatchMode")
 
 
@@ -37,24 +38,86 @@ class FollowedStorage:
 
 
 class Geometry(NamedTuple):
-    """Dtype, size, strides and offset: a tensor is these and a storage."""
+    """All that a tensor is beside its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """In elements."""
+    conjugate: bool = False
+    """It shows the conjugates of what is stored, as `.conj()` does without computing anything."""
+    negative: bool = False
+    """It shows the stored numbers with the other sign, as the `.imag` of a conjugate does."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a tensor."""
-        offset = int(tensor.storage_offset())
-        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
+        return cls(
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry that shows a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        # Bits that are set in place change nothing that is stored.
+        tensor = empty.set_(storage, self.offset, self.size, self.stride)
+        torch._C._set_conj(tensor, self.conjugate)
+        torch._C._set_neg(tensor, self.negative)
+        return tensor
 
+    def on_storage_of(self, base: torch.Tensor) -> torch.Tensor:
+        """The same, given any tensor on the storage."""
+        if (
+            base.dtype is self.dtype
+            and base.is_conj() is self.conjugate
+            and base.is_neg() is self.negative
+        ):
+            return base.as_strided(self.size, self.stride, self.offset)
+        return self.on(base.untyped_storage())
+
+    def moved(self, base: torch.Tensor, anchor: int) -> Geometry:
+        """This geometry on the storage of `base`, where `anchor` bytes stands for where `base` begins."""
+        start = int(base.storage_offset()) * base.itemsize - anchor
+        return self._replace(offset=self.offset + start // self.dtype.itemsize)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the storage that it reaches from and to."""
+        steps = zip(self.size, self.stride, strict=True)
+        extent = 0 if 0 in self.size else 1 + sum((n - 1) * step for n, step in steps)
+        start = self.offset * self.dtype.itemsize
+        return start, start + extent * self.dtype.itemsize
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is one piece of memory, seen through strides; sparse ones are not, and zeros that
+    autograd never writes down."""
+    return (
+        tensor.layout is torch.strided
+        and _is_one_piece(type(tensor))
+        and not tensor._is_zerotensor()
+    )
+
+
+@functools.cache
+def _is_one_piece(kind: type[Tensor]) -> bool:
+    # Classes that wrap several tensors have a storage that nothing is stored in.
+    return not hasattr(kind, "__tensor_flatten__")
+
+
+WATCHED_OTHERWISE = frozenset(
+    {
+        *("CumprodBackward0", "LinalgLstsqBackward0", "LinalgPinvBackward0"),
+        *("MaskedFillBackward1", "ProdBackward0", "ProdBackward1"),
+    }
+)
+"""Nodes whose gradients torch computes by other formulas, with other rounding, while a mode watches."""
 
 SEQUENCES = frozenset((list, tuple))
 """In what operators take and give several tensors; looking up a type is the fastest test."""
@@ -67,27 +130,51 @@ class OperatorSignature:
     name: str
     writes: tuple[tuple[int, str], ...]
     """Position and name of the arguments that it changes in place."""
+    training: int = -1
+    """Position of the argument that says whether it does; -1 if it always does."""
+
+
+_HIDDEN_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+}
+"""What operators change while they train, though their schemas do not say so."""
 
 
 def signature_of(func: Any) -> OperatorSignature:
     """Read the schema once: this is kept per operator."""
-    arguments = func._schema.arguments
+    schema = func._schema
+    names = [argument.name for argument in schema.arguments]
+    name = schema.name.partition("::")[2]
+    if schema.name in _HIDDEN_WRITES:
+        hidden = tuple((names.index(one), one) for one in _HIDDEN_WRITES[schema.name])
+        return OperatorSignature(name, hidden, names.index("training"))
     writes = tuple(
         (at, argument.name)
-        for at, argument in enumerate(arguments)
+        for at, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return OperatorSignature(func._schema.name.partition("::")[2], writes)
+    return OperatorSignature(name, writes)
+
+
+def written_tensors(
+    signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The tensors that the operator changes, in the order of its arguments."""
+    at = signature.training
+    if at >= 0 and not (args[at] if at < len(args) else kwargs.get("training", True)):
+        return []
+    tensors: list[Tensor] = []
+    for position, name in signature.writes:
+        collect_tensors((args[position] if position < len(args) else kwargs.get(name),), tensors)
+    return [tensor for tensor in tensors if has_storage(tensor)]
 
 
 def written_storages(
     signature: OperatorSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, torch.UntypedStorage]:
     """The storages that the operator changed, in the order of its arguments."""
-    tensors: list[Tensor] = []
-    for position, name in signature.writes:
-        collect_tensors((args[position] if position < len(args) else kwargs.get(name),), tensors)
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in written_tensors(signature, args, kwargs)]
     return {id(storage): storage for storage in storages}
 
 
@@ -124,6 +211,25 @@ def _skipped_by_compiler(mode: Any) -> Any:
     # Torch wraps what a class itself defines, hence a method of its own.
     skipped = {"_should_skip_dynamo": classmethod(lambda _: True), "__torch_dispatch__": dispatch}
     return type(mode.__name__, (mode,), skipped)
+
+
+def not_compiled(function: F) -> F:
+    """The function for this process: if it compiles functions, torch must leave this one alone."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    left_alone: F = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    return left_alone
+
+
+def inside_compiled() -> bool:
+    """Whether a function that torch compiled is running: there no mode may come or go."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    frame, entered = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        entered += frame.f_code.co_filename.endswith("_dynamo/eval_frame.py")
+    return entered > 1  # the first is the way into `not_compiled`
 
 
 def beside_compiler(mode: type[M]) -> type[M]:

@@ -1,0 +1,118 @@
+"""Budgets beside torch's own compiler, told to save less: peaks, times and exactness in one run.
+
+`./x bench compiled [MODEL ...]`: each model plainly, inside our budgets, and compiled by inductor with
+`activation_memory_budget`. Peaks are bytes that torch's allocator gave out beyond what was there before the
+step, by torch's profiler, the same for all three. Times are CPU times over those of plain steps, medians of
+pairs, without compiling and planning, which stand in a column of their own. Skipped without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+import time
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+
+import gradkeep as gk
+from bench._planned_models import subject
+from bench.planned import paired, step_of
+from gradkeep.errors import BudgetError
+
+MODELS = ("resnet32", "transformer", "gpt")
+RATIOS = (0.8, 0.6, 0.5)
+SAVED = (1.0, 0.5, 0.2)
+"""How much of what it would save the compiler may save."""
+ROUNDS = 5
+
+
+def allocated_peak(step) -> int:
+    """The most bytes that a step holds of torch's allocator, beyond what was there before."""
+    with torch.autograd.profiler.profile(profile_memory=True) as seen:
+        step()
+    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
+    level = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        most = max(most, level)
+    return most
+
+
+def gradients_of(work, step) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    loss = step()
+    return [loss.clone(), *(p.grad.clone() for p in work.model.parameters() if p.grad is not None)]
+
+
+def exactness(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> str:
+    if all(map(torch.equal, ours, plain)):
+        return "bitwise"
+    worst = max(
+        float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(ours, plain, strict=True)
+    )
+    return f"off by {worst:.0e}"
+
+
+def measure(name: str) -> None:
+    work = subject(name)
+    step, beside = step_of(work), step_of(subject(name))  # the second stays as it is
+    step(), beside()
+    state = copy.deepcopy(work.model.state_dict())
+    plain = gradients_of(work, step)
+    work.model.load_state_dict(state)
+    base = allocated_peak(step)
+    print(f"{name}: plain steps take {base / 1e6:.1f} MB beside parameters", flush=True)
+
+    def row(label: str, run, seconds: float) -> None:
+        work.model.load_state_dict(state)
+        numbers = exactness(gradients_of(work, run), plain)
+        peak = allocated_peak(run) / base
+        ratio = paired(beside, run, ROUNDS)
+        print(
+            f"  {label:<24} peak {peak:.3f}, time x{ratio:.3f}, {numbers}, ready after {seconds:.1f} s",
+            flush=True,
+        )
+
+    for ratio in RATIOS:
+        budget = gk.memory_budget(ratio)
+
+        def run(budget=budget):
+            with budget.step():
+                return step()
+
+        began = time.process_time()
+        try:
+            for _ in range(5):
+                run()
+        except BudgetError:
+            print(f"  budget {ratio}: below the floor")
+            continue
+        row(f"budget {ratio}", run, time.process_time() - began)
+    forward = work.model.forward
+    for share in SAVED:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            work.model.forward = torch.compile(forward)
+            began = time.process_time()
+            try:
+                step(), step()
+                row(f"compiled, saving {share}", step_of(work), time.process_time() - began)
+            finally:
+                work.model.forward = forward
+
+
+def main(arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        print("skipped: torch's compiler needs a C++ compiler, and there is none")
+        return 0
+    for name in arguments or MODELS:
+        measure(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,316 @@
+"""Every differentiable function and every module of torch inside a budget, beside plain training.
+
+`./x bench sweep [NAME ...] [--quick]`: small chains around each function of `torch`, `torch.nn.functional`,
+`torch.fft`, `torch.linalg` and `torch.special`, in place where it has such a variant, real and complex,
+and around each module of `torch.nn`. Each is trained some steps plainly and inside three budgets, planned and
+online. Exact is what agrees to the bit in losses, gradients and buffers; refused is a clear error before
+the first wrong number. Ends with 0 only if nothing is wrong and nothing ends in somebody else's error.
+The samples are those that torch tests itself with (they need the package `expecttest`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import gradkeep as gk
+from gradkeep.errors import BudgetError, BudgetWarning, GradkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BUDGETS = (0.9, 0.7, 0.5)
+MODES = ("planned", "online")
+STEPS = 6
+MOST_ELEMENTS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A step to train: `make` gives parameters and a function from a step's number to a loss."""
+
+    name: str
+    make: Callable[[], tuple[list[torch.Tensor], Callable[[int], torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a subject did in one budget and mode."""
+
+    name: str
+    mode: str
+    budget: float
+    kind: str
+    """`exact`, `refused`, `wrong`, `ugly`, or `skipped` where plain training differs from itself."""
+    dropped: bool
+    detail: str = ""
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (
+        value.dtype.is_floating_point or value.dtype.is_complex
+    )
+
+
+def around(function: Callable[..., Any], sample: Any, *, in_place: bool = False) -> Any:
+    """A step with a function in the middle: its inputs are made from leaves, its results go on."""
+    given = (sample.input, sample.args, sample.kwargs)
+    leaves: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if is_number(value) and value.layout == torch.strided:
+            leaves.append(value.detach().clone().requires_grad_())
+            return _Leaf(len(leaves) - 1)
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    form = tree_map(leaf, given)
+    ones = [torch.ones_like(one, requires_grad=True) for one in leaves]
+
+    def step(number: int) -> torch.Tensor:
+        factor = 1.0 + 2.0 ** -(number % 3 + 6)
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, _Leaf):
+                return value
+            # By a factor that changes from step to step and is a tensor, as data is.
+            data = torch.full_like(ones[value.number], factor).detach()
+            return (leaves[value.number] * ones[value.number]) * data
+
+        first, args, kwargs = tree_map(made, form, is_leaf=lambda v: isinstance(v, _Leaf))
+        torch.manual_seed(number)
+        out = function(first, *args, **kwargs)
+        return total(out)
+
+    return [*leaves, *ones], step
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    number: int
+
+
+def total(out: Any) -> torch.Tensor:
+    """A number that depends on every differentiable result, with saved tensors on the way."""
+    found = torch.zeros(())
+    for value in tree_leaves(out):
+        if not is_number(value) or not value.requires_grad:
+            continue
+        if value.layout != torch.strided:
+            value = value.to_dense()
+        for _ in range(4):
+            value = torch.sin(value) * value
+        found = (
+            found + torch.view_as_real(value.resolve_conj()).float().square().sum()
+            if (value.is_complex())
+            else found + value.float().square().sum()
+        )
+    return found
+
+
+def function_subjects(names: set[str]) -> Iterator[Subject]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for info in op_db:
+        label = info.formatted_name
+        if not info.supports_autograd or (names and not any(n in label for n in names)):
+            continue
+        for dtype in (torch.float32, torch.complex64):
+            if dtype not in info.supported_backward_dtypes("cpu"):
+                continue
+            yield from _sampled(info, label, dtype)
+
+
+def _sampled(info: Any, label: str, dtype: torch.dtype) -> Iterator[Subject]:
+    torch.manual_seed(0)
+    try:
+        samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+    except Exception:
+        return
+    samples = [s for s in samples if _elements(s) and _elements(s) <= MOST_ELEMENTS]
+    # The first is mostly the plain one; the largest has the most options or dimensions.
+    chosen = {id(s): s for s in (*samples[:1], *sorted(samples, key=_elements)[-1:])}
+    for at, sample in enumerate(chosen.values()):
+        kind = "c" if dtype.is_complex else "f"
+        yield Subject(f"{label} {kind}{at}", lambda s=sample: around(info.op, s))
+        variant = info.inplace_variant
+        if variant is not None and at == 0:
+            yield Subject(f"{label} {kind}{at} in place", lambda s=sample, f=variant: around(f, s))
+
+
+def _elements(sample: Any) -> int:
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+    return sum(v.numel() for v in leaves if isinstance(v, torch.Tensor))
+
+
+def module_subjects(names: set[str]) -> Iterator[Subject]:
+    from torch.testing._internal.common_modules import module_db
+
+    for info in module_db:
+        label = f"nn.{info.formatted_name}"
+        if names and not any(n in label for n in names):
+            continue
+        torch.manual_seed(0)
+        try:
+            samples = info.module_inputs_func(
+                info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
+            )
+        except Exception:
+            continue
+        for at, sample in enumerate(samples[:2]):
+            yield Subject(f"{label} m{at}", lambda i=info, s=sample: _module_step(i, s))
+
+
+def _module_step(info: Any, sample: Any) -> Any:
+    torch.manual_seed(0)
+    built = sample.constructor_input
+    module = info.module_cls(*built.args, **built.kwargs)
+    module.train()
+    forward = copy.deepcopy(sample.forward_input)
+    example = _Sample((), forward.args, forward.kwargs)
+    leaves, step = around(lambda _, *args, **kwargs: module(*args, **kwargs), example)
+    return [*leaves, *module.parameters(), *module.buffers()], step
+
+
+@dataclass(frozen=True)
+class _Sample:
+    input: Any
+    args: Any
+    kwargs: Any
+
+
+Numbers = list[tuple[torch.Tensor | None, ...]]
+
+
+def train(subject: Subject, budget: Any) -> Numbers:
+    """Losses, gradients and buffers of each step."""
+    torch.manual_seed(0)
+    tensors, step = subject.make()
+    found: Numbers = []
+    with budget if budget is not None else contextlib.nullcontext():
+        for number in range(STEPS):
+            for tensor in tensors:
+                tensor.grad = None
+            torch.manual_seed(100 + number)
+            loss = step(number)
+            loss.backward()
+            seen = [loss.detach().clone()]
+            for tensor in tensors:
+                seen += [
+                    None if tensor.grad is None else tensor.grad.detach().clone(),
+                    tensor.detach().clone(),
+                ]
+            found.append(tuple(seen))
+            del loss
+            with torch.no_grad():
+                for tensor in tensors:
+                    if tensor.grad is not None and tensor.grad.layout == torch.strided:
+                        tensor.mul_(1 - 2.0**-9)
+    return found
+
+
+def same(left: Numbers, right: Numbers) -> str:
+    """What differs first, to the bit; nothing if all agrees."""
+    for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+        for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if (a is None) != (b is None):
+                return f"step {number}: tensor {at} is missing on one side"
+            if a is not None and b is not None and not same_bits(a, b):
+                return f"step {number}: {'the loss' if at == 0 else f'tensor {at}'} differs"
+    return ""
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = (t.detach().resolve_conj().resolve_neg().numpy().tobytes() for t in (a, b))
+    return left == right
+
+
+def judge(subject: Subject, budgets: tuple[float, ...], modes: tuple[str, ...]) -> list[Verdict]:
+    """A subject in all budgets and modes."""
+    try:
+        plain, again = train(subject, None), train(subject, None)
+    except Exception as error:
+        return [Verdict(subject.name, "", 0, "skipped", False, f"plain: {error!r}"[:80])]
+    if same(plain, again):
+        return [Verdict(subject.name, "", 0, "skipped", False, "plain differs from itself")]
+    return [one(subject, plain, mode, ratio) for mode in modes for ratio in budgets]
+
+
+def one(subject: Subject, plain: Numbers, mode: str, ratio: float) -> Verdict:
+    budget = gk.memory_budget(ratio, mode=mode, min_size=1, effort=0.02)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)
+            try:
+                numbers = train(subject, budget)
+            except BudgetError:
+                # Below what is possible: then at the least that is.
+                probe = gk.memory_budget(1.0, mode=mode, min_size=1, effort=0.02)
+                train(subject, probe)
+                floor = probe.explain().floor
+                budget = gk.memory_budget(floor, mode=mode, min_size=1, effort=0.02)
+                numbers = train(subject, budget)
+    except GradkeepError as error:
+        return Verdict(
+            subject.name, mode, ratio, "refused", False, f"{type(error).__name__}: {error}"
+        )
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        detail = f"{error!r}"[:100] + f" at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}"
+        return Verdict(subject.name, mode, ratio, "ugly", False, detail)
+    report = budget.report()
+    dropped = bool(report.recompute_share) or bool(
+        report.evicting is not None and report.evicting.rematerializations
+    )
+    difference = same(plain, numbers)
+    kind = "wrong" if difference else "exact"
+    return Verdict(subject.name, mode, ratio, kind, dropped, difference)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    names = {a for a in sys.argv[1:] if not a.startswith("--")}
+    quick = "--quick" in sys.argv
+    budgets = BUDGETS[1:2] if quick else BUDGETS
+    modes = tuple(m for m in MODES if f"--{m}" in sys.argv) or MODES
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    reasons: collections.Counter[str] = collections.Counter()
+    subjects = 0
+    start = time.monotonic()
+    for subject in (*function_subjects(names), *module_subjects(names)):
+        subjects += 1
+        for verdict in judge(subject, budgets, modes):
+            counts[verdict.mode, verdict.kind + (" with drops" * verdict.dropped)] += 1
+            if verdict.kind in ("wrong", "ugly"):
+                print(
+                    f"{verdict.kind}: {verdict.name} {verdict.mode} {verdict.budget}: {verdict.detail}",
+                    flush=True,
+                )
+            elif verdict.kind in ("refused", "skipped"):
+                reasons[
+                    f"{verdict.kind} {verdict.mode}: {verdict.detail.splitlines()[0][:100]}"
+                ] += 1
+    print(f"\n{subjects} subjects, {time.monotonic() - start:.0f} s")
+    for (mode, kind), count in sorted(counts.items()):
+        print(f"{mode or 'plain':8} {kind:20} {count}")
+    for reason, count in reasons.most_common(25):
+        print(f"{count:6} {reason}")
+    return int(any(kind.startswith(("wrong", "ugly")) for _, kind in counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
