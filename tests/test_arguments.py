@@ -1,0 +1,109 @@
+"""The checks of arguments: what they let through is what they say, for any value at all."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradkeep import _arguments
+from gradkeep.errors import FarmError, QueryError
+
+
+class Unshowable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+ODD = [
+    *(None, True, False, 0, 1, -1, 2**63, -(2**70), 10**400, 0.0, 1.0, 2.5, -0.5),
+    *(math.nan, math.inf, -math.inf, "", "x", "3", "\0", "\ud800", b"3", [], [1], (), {}, {1}),
+    *(object(), Unshowable(), int, len, 1j, np.int32(3), np.float32(0.5), np.bool_(True)),
+    *(np.float64("nan"), np.arange(3), np.zeros((2, 2)), np.array("x"), np.array([3.7])),
+    *(torch.tensor(3), torch.tensor(2.5), torch.zeros(2, 2), torch.tensor([True]), range(3)),
+]
+CHECKS = {
+    "count": lambda v: _arguments.count("it", v, error=FarmError, least=1, most=9),
+    "number": lambda v: _arguments.number("it", v, error=FarmError, above=0, most=9),
+    "fraction": lambda v: _arguments.fraction("it", v, error=FarmError),
+    "flag": lambda v: _arguments.flag("it", v, error=FarmError),
+    "text": lambda v: _arguments.text("it", v, error=FarmError),
+    "texts": lambda v: _arguments.texts("it", v, error=FarmError),
+    "one_of": lambda v: _arguments.one_of("it", v, ["x", "y"], error=FarmError),
+    "instance": lambda v: _arguments.instance("it", v, (int, float), error=FarmError),
+    "function": lambda v: _arguments.function("it", v, error=FarmError),
+    "file_path": lambda v: _arguments.file_path("it", v, error=FarmError),
+    "whole_numbers": lambda v: _arguments.whole_numbers("it", v, error=FarmError),
+}
+GOOD = {
+    "count": lambda v: type(v) is int and 1 <= v <= 9,
+    "number": lambda v: type(v) is float and 0 < v <= 9,
+    "fraction": lambda v: type(v) is float and 0 <= v <= 1,
+    "flag": lambda v: type(v) is bool,
+    "text": lambda v: type(v) is str and v != "" and v.encode() and "\0" not in v,
+    "texts": lambda v: type(v) is tuple and all(type(one) is str and one.encode() for one in v),
+    "one_of": lambda v: v in ("x", "y"),
+    "instance": lambda v: isinstance(v, int | float),
+    "function": callable,
+    "file_path": lambda v: type(v) is str and v != "" and "\0" not in v,
+    "whole_numbers": lambda v: v.dtype == np.int64 and v.ndim == 1 and (v >= 0).all(),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_odd_values_become_what_is_promised_or_the_error_that_was_named(check):
+    outcomes = {True: 0, False: 0}
+    for value in ODD:
+        told = None
+        try:
+            found = CHECKS[check](value)
+        except FarmError as error:
+            told = error
+        outcomes[told is None] += 1
+        if told is None:
+            assert GOOD[check](found), repr(found)
+            continue
+        assert told.what.startswith("it cannot be ")
+        assert len(told.what) < 120
+        assert "\n" not in told.what
+        str(told).encode()
+    assert min(outcomes.values()) > 0
+
+
+@given(st.integers(-5, 15), st.integers(-5, 15), st.integers(-5, 15))
+def test_counts_within_their_range_and_no_others(value, least, most):
+    if least <= value <= most:
+        assert _arguments.count("n", np.int64(value), error=QueryError, least=least, most=most) == (
+            value
+        )
+    else:
+        with pytest.raises(QueryError, match="n cannot be"):
+            _arguments.count("n", value, error=QueryError, least=least, most=most)
+
+
+@given(st.floats(allow_nan=True))
+def test_numbers_are_finite(value):
+    if math.isfinite(value):
+        assert _arguments.number("x", value, error=QueryError) == value
+    else:
+        with pytest.raises(QueryError, match="x cannot be"):
+            _arguments.number("x", value, error=QueryError)
+
+
+@pytest.mark.parametrize("value", [[1.0], ["1"], [True, 2], [[1]], "12", 3, {1, 2}, [2**64], [-1]])
+def test_lists_of_what_is_not_whole_are_refused_and_never_cut(value):
+    with pytest.raises(QueryError, match="ids cannot be"):
+        _arguments.whole_numbers("ids", value, error=QueryError)
+
+
+def test_whole_numbers_from_arrays_tensors_ranges_and_nothing():
+    for value in (np.arange(3, dtype=np.uint8), torch.arange(3), range(3), [0, 1, 2]):
+        assert _arguments.whole_numbers("ids", value, error=QueryError).tolist() == [0, 1, 2]
+    assert _arguments.whole_numbers("ids", [], error=QueryError).dtype == np.int64
+
+
+def test_a_word_nearby_is_offered():
+    with pytest.raises(QueryError, match="did you mean 'dense'"):
+        _arguments.one_of("keep", "dens", ["dense", "exact"], error=QueryError)
