@@ -181,15 +181,29 @@ def checkpoints_asked(
     if not found and checkpoints is not None:
         raise AttributionError("no checkpoint was given")
     if not found:
-        keys = [k for k in store.captures() if k.run in runs and k.capture == name]
         raise AttributionError(
             f"{' and '.join(map(repr, splits))} were not captured at the same checkpoint",
             path=store.location,
-            found=", ".join(f"{k.split} at {k.checkpoint}" for k in keys) or "no captures",
+            found=_what_there_is(store, runs, name),
             fix=f"gk.capture(store, model, loader, task=task, split={splits[0]!r}), "
             f"and the same for {splits[-1]!r}",
         )
     return found
+
+
+def _what_there_is(store: Store, runs: Sequence[str], name: str) -> str:
+    """The captures of these runs; without any, the runs and names that there are."""
+    known = store.captures()
+    keys = [k for k in known if k.run in runs and k.capture == name]
+    if keys:
+        return ", ".join(f"{k.split} at {k.checkpoint}" for k in keys)
+    others = sorted({k.run for k in known if k.capture == name})
+    if others:
+        return f"none in run {', '.join(runs)}; the store has the runs {', '.join(others)}"
+    named = sorted({k.capture for k in known})
+    if named:
+        return f"none with the name {name}; the store has the names {', '.join(named)}"
+    return "no captures"
 
 
 def _captured(store: Store, run: str, splits: Sequence[str], name: str) -> list[str]:

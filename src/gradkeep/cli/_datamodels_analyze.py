@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 import zipfile
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._arguments import shown, whole_numbers
 from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_file, input_text
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
@@ -40,14 +43,19 @@ def fit(
     masks: MasksOption = "masks",
     output: OutputOption = None,
     penalty: Annotated[str, typer.Option("--penalty", help="l1, elastic, ridge or means.")] = "l1",
-    lambdas: Annotated[int, typer.Option("--lambdas", min=1, help="How many to try.")] = 20,
+    lambdas: Annotated[
+        int, typer.Option("--lambdas", min=1, max=10_000, help="How many to try.")
+    ] = 20,
     folds: Annotated[
-        int | None, typer.Option("--folds", min=2, help="Leave out all models in turn.")
+        int | None,
+        typer.Option("--folds", min=2, max=LARGEST, help="Leave out all models in turn."),
     ] = None,
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", help="Bytes to stay within, such as 4GiB.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Which models are left out.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Which models are left out.")
+    ] = 0,
     json: JsonOption = False,
 ) -> None:
     """Fit how each output depends on which training examples a model saw, from the models done."""
@@ -119,7 +127,9 @@ def analyze(
     store: StoreArgument,
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {_EVERY}.")],
     fit: Annotated[str | None, typer.Option("--fit", help="The name of a saved fit.")] = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="How many to show of each.")] = 10,
+    count: Annotated[
+        int, typer.Option("--count", min=1, max=LARGEST, help="How many to show of each.")
+    ] = 10,
     targets: Annotated[
         str | None, typer.Option("--targets", help="Of top and verify: which, such as 0,3,7.")
     ] = None,
@@ -150,10 +160,14 @@ def analyze(
         typer.Option("--study", help="Of verify: module:name of a Study, or of what makes it."),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Of verify: trainings of each set.")
+        int,
+        typer.Option("--repeats", min=1, max=LARGEST, help="Of verify: trainings of each set."),
     ] = 1,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Of verify: by default one per core.")
+        int | None,
+        typer.Option(
+            "--workers", min=0, max=MOST_WORKERS, help="Of verify: by default one per core."
+        ),
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", help="Of curve: numbers of models, such as 100,400.")
@@ -256,11 +270,13 @@ def _one_set(remove: list[str] | None) -> list[int]:
 
 def _numbers(what: str, given: str | None) -> list[int]:
     try:
-        return [int(word) for word in (given or "").split(",")]
+        numbers = [int(word) for word in (given or "").split(",")]
+        found: list[int] = whole_numbers(what, numbers, error=StudyError).tolist()
     except ValueError:
         raise StudyError(
-            f"--{what} is wrong", found=repr(given), expected="whole numbers, such as 0,3,7"
+            f"--{what} is wrong", found=shown(given), expected="whole numbers, such as 0,3,7"
         ) from None
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -327,11 +343,12 @@ def _labels_of(option: str, source: str | None) -> Any:
             f"--{option} is missing", expected="FILE.npy, FILE.npz:NAME, or a file of lines"
         )
     file, name = source, ""
-    if not Path(source).exists() and ".npz:" in source:
+    if ".npz:" in source and not os.path.exists(source):
         file, _, name = source.rpartition(":")
+    if not file.endswith((".npy", ".npz")):
+        return np.array(input_text(file, error=StudyError).splitlines())
+    input_file(file, error=StudyError)
     try:
-        if not file.endswith((".npy", ".npz")):
-            return np.array(Path(file).read_text().splitlines())
         with open(file, "rb") as opened:  # numpy leaves a broken archive open
             read = np.load(opened)
             if file.endswith(".npy"):
