@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
 from gradkeep._arguments import shown
-from gradkeep.cli._door import given_code
 from gradkeep.cli._edges import input_text
+from gradkeep.cli._imports import imported
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -232,7 +231,9 @@ def _named(where: str, value: object) -> dict[str, Any]:
 
 def _made(where: str, source: object, options: Mapping[str, Any], folder: Path) -> Any:
     """What the function `module:name` returns for these options."""
-    return _called(where, imported(_text(f"{where}: from", source), folder), options)
+    return _called(
+        where, imported(_text(f"{where}: from", source), str(folder), error=CaptureError), options
+    )
 
 
 def _called(where: str, function: Any, options: Mapping[str, Any]) -> Any:
@@ -246,21 +247,3 @@ def _called(where: str, function: Any, options: Mapping[str, Any]) -> Any:
     except TypeError as error:
         raise CaptureError(f"{where}: {error}", found=", ".join(options) or "no options") from error
     return function(**options)
-
-
-def imported(source: str, folder: Path) -> Any:
-    """What `module:name` names, also in files beside the configuration."""
-    import sys
-
-    module, _, name = source.partition(":")
-    if not name or not all(part.isidentifier() for part in module.split(".")):
-        raise CaptureError(f"{shown(source)} names no function", expected="module:function")
-    sys.path.insert(0, str(folder))
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        if given_code(error):
-            raise
-        raise CaptureError(f"{shown(source)} cannot be imported", found=str(error)) from error
-    finally:
-        sys.path.remove(str(folder))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
-import sys
 import zipfile
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +13,7 @@ import typer
 from gradkeep._arguments import shown, whole_numbers
 from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
 from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_file, input_text
+from gradkeep.cli._imports import imported
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
@@ -373,20 +372,13 @@ def _study_of(where: str | None) -> Study:
     """The study that `module:name` is or makes, also in modules of this folder."""
     from gradkeep.datamodels import Study
 
-    module, _, name = (where or "").partition(":")
-    if not name:
+    if where is None:
         raise StudyError(
             "which study trained these models? To train again, its data and training are needed",
-            found=where,
             expected="--study module:name, a Study or a function that returns it",
         )
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise StudyError("--study cannot be imported", path=where, found=error) from error
-    if callable(found):
+    found: Any = imported(where, "", error=StudyError)  # "": as `python -m` does
+    if callable(found) and not isinstance(found, type):
         found = found()
     if not isinstance(found, Study):
         raise StudyError("--study names no study", path=where, found=type(found).__name__)

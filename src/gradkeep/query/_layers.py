@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gradkeep import _arguments
 
@@ -50,16 +50,8 @@ def select_layers(
     """
     if choice is None:
         return list(layers)
-    one = isinstance(choice, str | type)
-    wanted: list[str | type] = (
-        [choice]
-        if one
-        else list(
-            _arguments.instance(
-                "layers", choice, (list, tuple, set, frozenset), error=error, expected=_EXPECTED
-            )
-        )
-    )
+    several: Any = choice if isinstance(choice, list | tuple | set | frozenset) else [choice]
+    wanted: list[str | type] = list(several)
     for item in wanted:
         _arguments.instance("layers", item, (str, type), error=error, expected=_EXPECTED)
     keep = [False] * len(layers)
