@@ -47,13 +47,13 @@ def head_and_tail(text: str, most: int = 64 << 10) -> str:
     """A text of at most `most` characters: whole, or its beginning and end around what is left out.
 
     >>> head_and_tail("a" * 1000 + "b" * 1000, 60)
-    'aaaaaaaaa ... (1980 characters left out) ... bbbbbbbbbbb'
+    'aaaaaaaaa ... (about 1940 characters left out) ... bbbbbbbbb'
     """
     if len(text) <= most:
         return text
-    left_out = f" ... ({len(text) - most + 40} characters left out) ... "
-    head = max(0, most - 40) // 2
-    return text[:head] + left_out + text[len(text) - (most - 40 - head) :]
+    gap = f" ... (about {len(text) - most} characters left out) ... "
+    head = max(0, most - len(gap)) // 2
+    return f"{text[:head]}{gap}{text[len(text) - head :]}"[:most]
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:

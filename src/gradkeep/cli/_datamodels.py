@@ -11,7 +11,6 @@ import typer
 from gradkeep.cli._edges import (
     LARGEST,
     LONGEST,
-    MOST_WORKERS,
     finite,
     input_file,
     input_folder,
@@ -193,9 +192,7 @@ def run(
     name: NameOption = None,
     workers: Annotated[
         int | None,
-        typer.Option(
-            "--workers", min=0, max=MOST_WORKERS, help="How many; by default one per core."
-        ),
+        typer.Option("--workers", min=0, max=100_000, help="How many; by default one per core."),
     ] = None,
     engine: Annotated[str, typer.Option("--engine", help="local, ray or slurm.")] = "local",
     address: Annotated[
@@ -277,7 +274,7 @@ def _report(outcome: Outcome, *, as_json: bool) -> None:
         return
     print(outcome.progress)
     for item in outcome.failures[:5]:
-        lines = item.error.strip().splitlines()
+        lines = item.error.strip().splitlines() or ["nothing is known"]
         reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         print(f"model {item.row} failed {item.attempts} times: {reason}", file=sys.stderr)
     if outcome.failures:
