@@ -261,7 +261,7 @@ def lines(count: int, seed: int, known=None):
 
 def _line(draw: random.Random, command, known) -> Line:
     arguments: list[str] = []
-    never = None
+    never, after = None, False  # after "--" options are arguments
     wrong = {
         part.name for part in draw.sample(known, min(len(known), draw.choice((1, 1, 1, 2, 3))))
     }
@@ -277,10 +277,10 @@ def _line(draw: random.Random, command, known) -> Line:
             arguments += spelt
             continue
         value = _bad(draw, part) if bad else _good(part) or "x"
-        if bad and part.kind in (int, float) and value in NEVER_NUMBERS:
+        if bad and not after and part.kind in (int, float) and value in NEVER_NUMBERS:
             never = f"{part.name}={value[:60]!r}"
         if not spelt and value.startswith("-") and draw.random() < 0.5:
-            spelt = ["--"]
+            spelt, after = ["--"], True
         if spelt and draw.random() < 0.3 and spelt != ["--"]:
             arguments.append(f"{spelt[0]}={value}")
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.errors import AttributionError
 from gradkeep.query import GradientPair, check_pairs, gradients_of, open_capture
 from gradkeep.store import CaptureKey
@@ -73,10 +74,12 @@ class CheckpointView:
     pooled: Any = None
     """What the method found out about all checkpoints together."""
 
+    @checked(AttributionError)
     def train(self, of: GradientOf = "loss", *, name: str | None = None) -> Gradients:
         """The gradients of the training rows; `name` is that of another capture of them."""
         return self._gradients(self.question.train, of, name or self.question.name)
 
+    @checked(AttributionError)
     def queries(self, of: GradientOf = "loss") -> Gradients:
         """The gradients of the split that the queries are from; `question.positions` are asked."""
         found = self._gradients(self.question.queries, of, self.question.name)

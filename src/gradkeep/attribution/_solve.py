@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from gradkeep._annotations import checked
 from gradkeep.attribution.projections import require_room
 from gradkeep.errors import AttributionError
 from gradkeep.factors import squared_lengths
@@ -82,6 +83,7 @@ def mean_square(features: Tensor, weight: Tensor) -> float:
     return float((squared_lengths(features).double() * weight).mean())
 
 
+@checked(AttributionError)
 def relative_damping(damping: float | str, diagonal: float, *, what: str) -> float:
     """A damping relative to a mean diagonal, once both make sense."""
     if isinstance(damping, str) or not damping > 0:
@@ -201,6 +203,7 @@ def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@checked(AttributionError)
 def row_blocks(count: int, size: int = _ROWS) -> Iterator[Ids]:
     """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
     for start in range(0, count, size):

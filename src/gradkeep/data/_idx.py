@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import (
     Examples,
     Scaling,
@@ -30,6 +31,7 @@ _PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
 MNIST = Scaling((0.1307,), (0.3081,))
 
 
+@checked(DataError)
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     """The array in an idx file, in this machine's byte order.
 
@@ -65,6 +67,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     return values.astype(dtype.newbyteorder("="))
 
 
+@checked(DataError)
 def load_idx(
     path: str | os.PathLike[str],
     *,

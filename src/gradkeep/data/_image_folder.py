@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import Scaling
 from gradkeep.errors import DataError, MissingExtra
 
@@ -69,6 +70,7 @@ class ImageFolder:
         return image.crop((left, top, left + self.crop, top + self.crop))
 
 
+@checked(DataError)
 def load_image_folder(
     path: str | os.PathLike[str],
     *,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import Examples, check_labels, whole_labels
 from gradkeep.data._names import known_name
 from gradkeep.errors import DataError
@@ -56,6 +57,7 @@ class Vocabulary:
         object.__setattr__(self, "_numbers", numbers)
 
     @classmethod
+    @checked(DataError)
     def build(cls, texts: Iterable[str], *, size: int = 10_000, least: int = 1) -> Self:
         """The most frequent words, at most `size` with the special ones, seen `least` times."""
         counts = Counter(word for text in texts for word in split_words(text))
@@ -67,6 +69,7 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.words)
 
+    @checked(DataError)
     def encode(
         self, texts: Sequence[str], *, length: int
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
@@ -82,6 +85,7 @@ class Vocabulary:
             mask[row, : len(found)] = 1
         return ids, mask
 
+    @checked(DataError)
     def decode(self, ids: Iterable[int]) -> str:
         """The words of one row, without padding."""
         return " ".join(self.words[number] for number in map(int, ids) if number != PAD)
@@ -126,6 +130,7 @@ class Texts:
         }
 
 
+@checked(DataError)
 def load_agnews(
     path: str | os.PathLike[str],
     *,
@@ -241,6 +246,7 @@ def _clean(text: str) -> str:
     return html.unescape(_ENTITY.sub(r"&\1;", text))
 
 
+@checked(DataError)
 def load_characters(
     path: str | os.PathLike[str],
     *,

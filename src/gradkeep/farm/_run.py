@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import gradkeep.store as stores
 from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import Conflict, FarmError
 from gradkeep.farm._clusters import RayCluster, Slurm
 from gradkeep.farm._job import Job, JobSpec, check_workers, packed_job
@@ -81,6 +82,7 @@ class Outcome:
         return self.progress.complete
 
 
+@checked(FarmError)
 def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     """An engine by its name: `local`, `ray` or `slurm`, with its options.
 
@@ -100,6 +102,7 @@ def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     return kind(**options)
 
 
+@checked(FarmError)
 def run(
     store: Store | str | os.PathLike[str],
     rows: str,

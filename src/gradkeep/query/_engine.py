@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gradkeep._annotations import checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors import Dense, ProductSize
@@ -60,6 +61,7 @@ class ProductTile:
 class ProductEngine:
     """A question about some pairs, planned; `tiles` computes it."""
 
+    @checked(QueryError)
     def __init__(
         self,
         pairs: Sequence[GradientPair],
@@ -262,6 +264,7 @@ def _mapped(side: Gradients) -> int:
     return max((entry.bytes for entry in side.block.manifest.segments), default=0)
 
 
+@checked(QueryError)
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
     if not pairs:
@@ -337,6 +340,7 @@ class MemoryShares:
     total: int
 
 
+@checked(QueryError)
 def memory_shares(
     budget: float | str | None,
     *,

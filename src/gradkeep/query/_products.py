@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradkeep._annotations import checked
 from gradkeep._public import renamed_arguments
 from gradkeep.errors import QueryError
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
@@ -51,6 +52,7 @@ Side = Gradients | Sequence[Gradients]
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def dot(
     queries: Side,
     train: Side,
@@ -79,6 +81,7 @@ def dot(
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def cosine(
     queries: Side,
     train: Side,
@@ -97,6 +100,7 @@ def cosine(
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def gram(
     gradients: Gradients, *, compute: ComputeWish = None, memory_budget: float | str | None = None
 ) -> Products:
@@ -105,6 +109,7 @@ def gram(
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def top(
     queries: Side,
     train: Side,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradkeep._annotations import checked
 from gradkeep.errors import QueryError
 from gradkeep.factors import tiles
 from gradkeep.query._engine import memory_shares
@@ -43,6 +44,7 @@ class Directions:
         return found
 
 
+@checked(QueryError)
 def mean(
     gradients: Gradients,
     *,
@@ -70,6 +72,7 @@ def mean(
     return dataclasses.replace(summed, layers=values)
 
 
+@checked(QueryError)
 def total(
     gradients: Gradients,
     *,
@@ -84,6 +87,7 @@ def total(
     return Directions(groups, sums, gradients.forms, gradients.weights)
 
 
+@checked(QueryError)
 def squares(
     gradients: Gradients,
     *,
@@ -102,6 +106,7 @@ def squares(
     return Directions(groups, sums, gradients.forms, gradients.weights)
 
 
+@checked(QueryError)
 def variance(
     gradients: Gradients,
     *,
@@ -138,6 +143,7 @@ def variance(
     return Directions(groups, values, gradients.forms, gradients.weights)
 
 
+@checked(QueryError)
 def along(
     gradients: Gradients, directions: Directions, *, memory_budget: float | str | None = None
 ) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradkeep._annotations import checked
 from gradkeep.attribution.projections._flat_sketches import DenseMatrix, ProjectionSum
 from gradkeep.attribution.projections._projection import require_finite, require_room
 from gradkeep.attribution.projections._sketch import FLAT, GradientSketch, sketch_of
@@ -27,6 +28,7 @@ _BUFFERS = 6
 """Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
 
 
+@checked(AttributionError)
 def project(
     gradients: Gradients,
     projection: Projection,
@@ -92,6 +94,7 @@ def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) ->
     return split.train_rows, min(split.scratch, CACHED)
 
 
+@checked(AttributionError)
 def project_dense(
     gradients: torch.Tensor, projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -117,6 +120,7 @@ def project_dense(
     return require_finite(into.values())
 
 
+@checked(AttributionError)
 def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
     """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
     made = sketch_of(projection, model).flat(FLAT, size)
@@ -128,6 +132,7 @@ def signs_or_normals(size: int, projection: Projection, *, model: object = 0) ->
     return made.matrix()
 
 
+@checked(AttributionError)
 def project_parameters(
     gradients: Mapping[str, torch.Tensor], projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -157,6 +162,7 @@ _TEMPORARIES = 6
 """Arrays of k numbers that a position has while its spectrum is made."""
 
 
+@checked(AttributionError)
 def project_layers(
     layers: Iterable[tuple[AnyForm, GradientRows]],
     projection: Projection,

@@ -8,6 +8,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._annotations import checked
 from gradkeep.data._names import known_name
 from gradkeep.errors import DataError, RematError
 
@@ -73,6 +74,7 @@ def model_class(name: str) -> Any:
     return getattr(module, name)
 
 
+@checked(DataError)
 def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
     """A reference model, the same for the same seed; torch's own random state is left as it was.
 
@@ -249,6 +251,7 @@ def zoo() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
+@checked(DataError)
 def default_sizes(name: str) -> dict[str, int | float]:
     """The sizes of a model, batch size included, that `build` takes unless told otherwise.
 
@@ -258,6 +261,7 @@ def default_sizes(name: str) -> dict[str, int | float]:
     return dict(_workload_entry(name).small)
 
 
+@checked(DataError)
 def published_sizes(name: str) -> dict[str, int | float]:
     """The sizes of the published experiments; most need a large machine.
 
@@ -268,6 +272,7 @@ def published_sizes(name: str) -> dict[str, int | float]:
     return {**entry.small, **entry.published}
 
 
+@checked(DataError)
 def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: float) -> Workload:
     """A model of the zoo with generated inputs; torch's own random state is left as it was.
 
@@ -287,6 +292,7 @@ def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: f
     return Workload(name, made, loss, full)
 
 
+@checked(DataError)
 def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
     """The sizes, each of the type that the model expects; wrong ones are refused by name."""
     known = default_sizes(name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.analyses._similarity import unit_rows
 from gradkeep.errors import DatamodelsError
 
@@ -33,6 +34,7 @@ class Components:
     lowest: AnyArray
 
 
+@checked(DatamodelsError)
 def components(found: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
     """PCA of the targets' weights, each scaled to length 1, by a singular value decomposition.
 
@@ -77,6 +79,7 @@ class Clusters:
     eigenvalues: AnyArray
 
 
+@checked(DatamodelsError)
 def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
     """Spectral clusters of the targets: k-means on the eigenvectors of a graph of nearest neighbours.
 
@@ -158,6 +161,7 @@ class Comparison:
     only_second: Components
 
 
+@checked(DatamodelsError)
 def compare(
     first: Datamodels, second: Datamodels, count: int = 5, *, extremes: int = 5
 ) -> Comparison:

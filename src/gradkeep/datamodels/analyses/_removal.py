@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.errors import DatamodelsError
 
@@ -27,6 +28,7 @@ class Counterfactual:
     change: AnyArray
 
 
+@checked(DatamodelsError)
 def counterfactual(found: Datamodels, removed: Any, *, base: Any = None) -> Counterfactual:
     """The predicted outputs after leaving out some examples of a training set (all, or `base [n]`).
 
@@ -61,6 +63,7 @@ class VerifiedRemovals:
     correlation: float
 
 
+@checked(DatamodelsError)
 def verify_removals(
     found: Datamodels,
     removals: Sequence[Any],
@@ -128,6 +131,7 @@ class DataSupport:
     after: AnyArray
 
 
+@checked(DatamodelsError)
 def data_support(found: Datamodels, *, threshold: float = 0.0, base: Any = None) -> DataSupport:
     """The smallest removal that is predicted to flip each target: how brittle its output is.
 

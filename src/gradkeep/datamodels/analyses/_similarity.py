@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def unit_rows(found: Datamodels) -> AnyArray:
     return np.asarray(np.divide(rows, length, out=np.zeros_like(rows), where=length > 0))
 
 
+@checked(DatamodelsError)
 def similarity(found: Datamodels, other: Datamodels | None = None) -> AnyArray:
     """The cosine of the weights of all pairs of targets, `[t, t']`; 0 for a target without weights.
 
@@ -52,6 +54,7 @@ class Neighbours:
     cosine: AnyArray
 
 
+@checked(DatamodelsError)
 def neighbours(found: Datamodels, count: int = 10) -> Neighbours:
     """The targets with the most similar datamodels, in blocks: t^2 n operations, little memory.
 
@@ -86,6 +89,7 @@ class RankedPairs:
         return len(self.first)
 
 
+@checked(DatamodelsError)
 def near_duplicates(found: Datamodels, *, threshold: float = 0.8) -> RankedPairs:
     """Pairs of targets whose datamodels have a cosine of `threshold` or more.
 
@@ -109,6 +113,7 @@ def near_duplicates(found: Datamodels, *, threshold: float = 0.8) -> RankedPairs
     return _ordered(np.concatenate(first), np.concatenate(second), np.concatenate(cosine))
 
 
+@checked(DatamodelsError)
 def leakage(found: Datamodels, *, threshold: float = 8.0) -> RankedPairs:
     """Targets with a training example whose weight stands out from all others: `first` is the target,
     `second` the example, `strength` the weight in robust standard deviations of that target's.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class TopExamples:
     negative_weights: AnyArray
 
 
+@checked(DatamodelsError)
 def top(found: Datamodels, count: int = 10, *, targets: Any = None) -> TopExamples:
     """The `count` most positive and most negative training examples of each target.
 
@@ -72,6 +74,7 @@ class Groups:
     share: AnyArray
 
 
+@checked(DatamodelsError)
 def by_group(found: Datamodels, groups: Any, *, target_groups: Any = None) -> Groups:
     """Weights summed over groups of training examples `[n]`, such as classes or sources.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep._ranks import ranks
 from gradkeep.errors import DatamodelsError
 
@@ -50,6 +51,7 @@ class Correlation:
         return told
 
 
+@checked(DatamodelsError)
 def correlation(
     predicted: AnyArray,
     actual: AnyArray,

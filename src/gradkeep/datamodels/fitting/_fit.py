@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels.fitting._correlation import correlation
 from gradkeep.datamodels.fitting._counts import Counts, zeros
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _ENOUGH_TO_SCORE = 10
 
 
+@checked(DatamodelsError)
 def fit(
     masks: Any,
     outputs: Any,

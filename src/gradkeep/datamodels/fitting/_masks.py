@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError, StudyError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Masks:
             )
 
     @classmethod
+    @checked(DatamodelsError)
     def of(cls, masks: Any) -> Masks:
         """Masks from an array `[m, n]` of booleans or of zeros and ones; packed ones as they are."""
         if isinstance(masks, Masks):
@@ -103,11 +105,13 @@ class Masks:
         """The masks as booleans `[m, n]`: eight times the memory."""
         return self.dense(0, len(self)).view(np.bool_)
 
+    @checked(DatamodelsError)
     def dense(self, start: int, stop: int) -> AnyArray:
         """Zeros and ones of some models, uint8 `[stop - start, n]`."""
         rows = np.ascontiguousarray(self.bits[start:stop])
         return np.unpackbits(rows, axis=1, count=self.num_examples, bitorder="little")
 
+    @checked(DatamodelsError)
     def blocks(self, most: int) -> Iterator[tuple[int, AnyArray]]:
         """All models in order, `most` at a time: where each block begins, and `dense` of it."""
         for start in range(0, len(self), most):
@@ -144,6 +148,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
         )
 
 
+@checked(DatamodelsError)
 def draw_masks(
     seed: int,
     indices: Sequence[int],

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep._annotations import checked
+from gradkeep.errors import DatamodelsError
+
 if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray
 
@@ -21,6 +24,7 @@ class PlantedData:
     bias: AnyArray
 
 
+@checked(DatamodelsError)
 def planted(
     models: int,
     examples: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.fitting._masks import as_array
 from gradkeep.errors import StudyError
 
@@ -36,6 +37,7 @@ class Output:
         return as_array(self.of_model(model)).astype(self.dtype, copy=False)
 
 
+@checked(StudyError)
 def margins(examples: Any, *, dtype: str = "float32") -> Output:
     """Correct logit minus the best other one, for each of `examples`: inputs and labels `[t]`.
 
@@ -47,21 +49,25 @@ def margins(examples: Any, *, dtype: str = "float32") -> Output:
     return _of_logits(examples, margins_of, dtype)
 
 
+@checked(StudyError)
 def losses(examples: Any, *, dtype: str = "float32") -> Output:
     """The cross entropy of each of `examples` `[t]`."""
     return _of_logits(examples, losses_of, dtype)
 
 
+@checked(StudyError)
 def confidences(examples: Any, *, dtype: str = "float32") -> Output:
     """The probability given to the right class of each of `examples` `[t]`."""
     return _of_logits(examples, confidences_of, dtype)
 
 
+@checked(StudyError)
 def correct(examples: Any, *, dtype: str = "float32") -> Output:
     """1 where the right class has the largest logit, else 0, `[t]`."""
     return _of_logits(examples, correct_of, dtype)
 
 
+@checked(StudyError)
 def output(
     of_model: Callable[[Any], Any], shape: tuple[int, ...] | int, *, dtype: str = "float32"
 ) -> Output:

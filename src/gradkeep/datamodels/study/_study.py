@@ -13,6 +13,7 @@ import xxhash
 
 import gradkeep.store as stores
 from gradkeep import farm
+from gradkeep._annotations import checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels.analyses._removal import VerifiedRemovals, verify_removals
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
@@ -83,6 +84,7 @@ class Study:
     """
 
     @_store_first
+    @checked(StudyError)
     def __init__(
         self,
         store: Store | str | os.PathLike[str],
@@ -121,12 +123,14 @@ class Study:
         self.job.stacked = self._choose(data, stacked)
         self.rows: Rows = self._enter(data, num_models)
 
+    @checked(StudyError)
     def run(self, *, workers: int | None = None, **options: Any) -> farm.Outcome:
         """Train what is not trained yet; `options` are those of `gradkeep.farm.run`."""
         if self.job.stacked:
             options.setdefault("batch", MANY)
         return farm.run(self.store, self.name, self.job, workers=workers, **options)
 
+    @checked(StudyError)
     def grow(self, num_models: int) -> None:
         """Make room for more models; those that are done stay."""
         self.rows.grow(num_models)
@@ -135,14 +139,17 @@ class Study:
         """The models that are trained, sorted `[m]`."""
         return self.rows.done()
 
+    @checked(StudyError)
     def masks(self, models: Sequence[int] | None = None) -> Masks:
         """Which examples these models (all that are done) were trained on."""
         return Masks.of(self._read(models, MASKS))
 
+    @checked(StudyError)
     def outputs(self, name: str | None = None, models: Sequence[int] | None = None) -> AnyArray:
         """The kept values `[m, *shape]` of these models (all that are done)."""
         return self._read(models, self._output(name))
 
+    @checked(StudyError)
     def model(self, index: int) -> Any:
         """A trained model as it was, if the study keeps models."""
         if self._blank is None:
@@ -152,6 +159,7 @@ class Study:
         flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
         return restore_weights(self._blank(), np.asarray(flat))
 
+    @checked(StudyError)
     def capture(
         self,
         test: Any = None,
@@ -203,12 +211,14 @@ class Study:
                 kept.append(found)
         return kept
 
+    @checked(StudyError)
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
         """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""
         from gradkeep.datamodels.fitting._fit import fit
 
         return fit(self.masks(), self.outputs(output), **options)
 
+    @checked(StudyError)
     def verify_removals(
         self,
         found: Datamodels,

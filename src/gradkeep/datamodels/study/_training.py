@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.study._outputs import tensors
 from gradkeep.errors import StudyError
 
@@ -54,6 +55,7 @@ class Training:
         inputs, labels = tensors(subset)
         return self.train_one(inputs, labels, seed)
 
+    @checked(StudyError)
     def train_one(self, inputs: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.nn.Module:
         """One model, on inputs `[N, ...]` and labels `[N]`."""
         import torch
@@ -70,6 +72,7 @@ class Training:
                 optimizer.step()
         return model
 
+    @checked(StudyError)
     def begin(self, seed: int) -> torch.nn.Module:
         """The untrained model that a seed stands for."""
         with seeded(seed):
@@ -85,6 +88,7 @@ class Training:
         made: torch.optim.Optimizer = kind(parameters, lr=self.lr, **self.options)
         return made
 
+    @checked(StudyError)
     def batches(self, count: int, seed: int) -> Iterator[torch.Tensor]:
         """The places `[B]` of every batch of every epoch; an epoch's last batch may be smaller."""
         import torch
