@@ -24,12 +24,11 @@ def whole(v):
 
 
 def real(v):
-    if isinstance(v, bool | np.bool_ | str | bytes):
+    if isinstance(v, bool | np.bool_) or not isinstance(v, int | float | np.number):
         return False
-    try:
-        return math.isfinite(v)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return False
+    if isinstance(v, int):
+        return len(str(v)) < 309
+    return not isinstance(v, np.complexfloating) and math.isfinite(v)
 
 
 def text(v):

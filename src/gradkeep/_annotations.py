@@ -16,6 +16,7 @@ import collections.abc
 import functools
 import inspect
 import math
+import numbers
 import os
 import sys
 import types
@@ -152,12 +153,17 @@ def _is_plain(value: object, hint: Any) -> bool:
     if hint is int:
         return not is_bool and isinstance(value, SupportsIndex) and _is_whole(value)
     if hint is float:
-        return not is_bool and not isinstance(value, str | bytes) and _is_finite(value)
+        return not is_bool and isinstance(value, numbers.Real) and _is_finite(value)
     if hint is str:
         return isinstance(value, str) and _arguments.writable(value)
-    if isinstance(hint, type) and not getattr(hint, "_is_protocol", False):
-        return isinstance(value, hint)
-    return True
+    return _is_instance(value, hint)
+
+
+def _is_instance(value: object, kind: Any) -> bool:
+    # A protocol is told by what it has, which only shows when it is used.
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, kind)
 
 
 def _is_whole(value: SupportsIndex) -> bool:
@@ -170,7 +176,7 @@ def _is_whole(value: SupportsIndex) -> bool:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except Exception:  # no number at all, or one beyond floats
+    except OverflowError:  # an int beyond floats
         return False
 
 
@@ -193,8 +199,10 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
             few = [value[place] for place in range(min(len(value), _FEW))]
         except Exception:
             return False
+        if inner[0] is str:  # texts to be read, which may hold anything
+            return all(isinstance(item, str) for item in few)
         return all(_fits(item, inner[0]) for item in few)
-    return isinstance(value, origin) if isinstance(origin, type) else True
+    return _is_instance(value, origin)
 
 
 _SAID = {int: "a whole number", float: "a finite number", str: "some text", bool: "True or False"}

@@ -35,7 +35,7 @@ def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean")
     """
     if how not in ("mean", "borda"):
         raise AttributionError(f"no way to combine called {how!r}", expected="'mean' or 'borda'")
-    if not scores:
+    if len(scores) == 0:
         raise AttributionError("no scores to combine")
     first = scores[0]
     for other in scores[1:]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import AttributionError
 from gradkeep.query import GradientPair, check_pairs, gradients_of, open_capture
@@ -112,6 +113,7 @@ class CheckpointView:
         return self.question.block(key)
 
 
+@checked(AttributionError)
 def make_question(
     store: Store,
     *,
@@ -142,7 +144,11 @@ def make_question(
                     "checkpoints=",
                 )
     count = len(first[queries])
-    positions = np.arange(count) if ids is None else first[queries].positions(ids)
+    positions = np.arange(count)
+    if ids is not None:
+        least = -_arguments.LARGEST
+        wanted = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
+        positions = first[queries].positions(wanted)
     if not len(positions):
         raise AttributionError("no queries were asked about", fix="pass ids= of some rows")
     return AttributionQuestion(
@@ -160,6 +166,7 @@ def make_question(
     )
 
 
+@checked(AttributionError)
 def checkpoints_asked(
     store: Store,
     *,

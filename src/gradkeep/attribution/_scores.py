@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
@@ -79,6 +80,11 @@ class Scores:
     """Where they came from."""
 
     def __post_init__(self) -> None:
+        for name in ("values", "query_ids", "train_ids"):
+            value = getattr(self, name)
+            _arguments.instance(name, value, np.ndarray, error=AttributionError)
+        if self.query_ids.ndim != 1 or self.train_ids.ndim != 1:
+            raise AttributionError("ids are one per row", expected="arrays [Q] and [N]")
         if self.values.shape != (len(self.query_ids), len(self.train_ids)):
             raise AttributionError(
                 "scores need one row per query and one column per training row",
@@ -144,11 +150,14 @@ class Scores:
     @checked(AttributionError)
     def to_arrow(self, *, k: int | None = None) -> Any:
         """A `pyarrow.Table` of query, train and score; with `k` only the k most helpful of each."""
+        if k is not None:
+            _arguments.count("k", k, error=AttributionError, least=1)
         return scores_to_arrow(self, k=k)
 
     @checked(AttributionError)
     def plot(self, *, query: int, k: int = 10) -> Any:
         """A `matplotlib` figure of the k rows that helped and that harmed a query most."""
+        _arguments.count("k", k, error=AttributionError, least=1)
         return plot_scores(self, query=query, k=k)
 
     def __repr__(self) -> str:
@@ -169,8 +178,9 @@ class Scores:
         return int(found[0])
 
     def _ranked(self, k: int, query: int, *, sign: int) -> RankedRows:
+        _arguments.count("k", k, error=AttributionError)
         row = self.of(query)
-        order = np.argsort(sign * row, kind="stable")[: max(0, k)]
+        order = np.argsort(sign * row, kind="stable")[:k]
         return RankedRows(self.train_ids[order], row[order])
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution.projections import require_room
 from gradkeep.errors import AttributionError
@@ -206,6 +207,7 @@ def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
 @checked(AttributionError)
 def row_blocks(count: int, size: int = _ROWS) -> Iterator[Ids]:
     """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
+    _arguments.count("size", size, error=AttributionError, least=1)
     for start in range(0, count, size):
         yield np.arange(start, min(start + size, count))
 

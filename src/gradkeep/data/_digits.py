@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.data._examples import Examples
 from gradkeep.data._names import known_name
@@ -48,6 +49,8 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     >>> digits.train_images.shape, int(digits.planted.sum())
     ((1437, 64), 115)
     """
+    _arguments.fraction("wrong_labels", wrong_labels, error=DataError)
+    _arguments.count("seed", seed, error=DataError)
     try:
         import sklearn.datasets
     except ImportError as error:

@@ -20,7 +20,7 @@ from gradkeep.data._examples import (
     numbered,
     whole_labels,
 )
-from gradkeep.data._names import known_name
+from gradkeep.data._names import check_name, known_name
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def _find(folder: Path, split: str, kind: str, name: str | None) -> Path:
         stems = [f"{prefix}-{kind}" for prefix in _PREFIXES[split]]
         plain = [f"{stem}{joint}{dims}-ubyte" for stem in stems for joint in "-."]
         names = [*plain, *(f"{one}.gz" for one in plain)]
+    check_name(folder, name or "")
     for one in names:
         if (folder / one).is_file():
             return folder / one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradkeep._annotations import checked
+from gradkeep._annotations import check_fields, checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors import Dense, ProductSize
@@ -47,6 +47,9 @@ class GradientPair:
     queries: Gradients
     train: Gradients
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, QueryError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +270,7 @@ def _mapped(side: Gradients) -> int:
 @checked(QueryError)
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
-    if not pairs:
+    if len(pairs) == 0:
         raise QueryError("no gradients to compare")
     for pair in pairs:
         queries, train = pair.queries, pair.train

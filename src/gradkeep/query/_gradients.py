@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep._public import renamed_arguments
 from gradkeep.errors import MissingRows, NotSealed, QueryError
@@ -99,7 +100,9 @@ class Gradients:
     @checked(QueryError)
     def rows(self, positions: Any) -> FactorBatch:
         """The factors of the rows at these positions, in this order."""
-        wanted = np.asarray(positions, np.int64)
+        wanted = _arguments.whole_numbers(
+            "positions", positions, error=QueryError, most=max(0, len(self) - 1)
+        )
         batch = self.block.read_rows(wanted, self._arrays())
         factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
         return FactorBatch(0, len(wanted), factors)
@@ -107,6 +110,7 @@ class Gradients:
     @checked(QueryError)
     def stream(self, batch_rows: int) -> Iterator[FactorBatch]:
         """All rows in order, up to `batch_rows` at a time."""
+        _arguments.count("batch_rows", batch_rows, error=QueryError, least=1)
         for batch in self.block.stream(self._arrays(), batch_rows=batch_rows):
             factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
             yield FactorBatch(batch.first_row, batch.first_row + len(batch.ids), factors)
@@ -114,8 +118,9 @@ class Gradients:
     @checked(QueryError)
     def positions(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Where the rows with these ids are."""
+        wanted = _arguments.whole_numbers("ids", ids, error=QueryError, least=-_arguments.LARGEST)
         try:
-            return self.block.positions(ids)
+            return self.block.positions(wanted)
         except MissingRows as error:
             raise QueryError(
                 f"{error.found} in {self.key.split}",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution.projections._flat_sketches import DenseMatrix, ProjectionSum
 from gradkeep.attribution.projections._projection import require_finite, require_room
@@ -123,6 +124,7 @@ def project_dense(
 @checked(AttributionError)
 def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
     """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
+    _arguments.count("size", size, error=AttributionError, least=1)
     made = sketch_of(projection, model).flat(FLAT, size)
     if not isinstance(made, DenseMatrix):
         raise AttributionError(
@@ -142,6 +144,8 @@ def project_parameters(
     """
     if not gradients:
         raise AttributionError("there is no gradient to project")
+    for name, value in gradients.items():
+        _arguments.instance(f"gradients[{name!r}]", value, torch.Tensor, error=AttributionError)
     named = {name: widened(value) for name, value in gradients.items()}
     like = next(iter(named.values()))
     sketch = sketch_of(projection, model)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.datamodels.analyses._similarity import unit_rows
 from gradkeep.errors import DatamodelsError
@@ -50,6 +51,8 @@ def components(found: Datamodels, count: int = 10, *, extremes: int = 5) -> Comp
 
 def principal(rows: AnyArray, count: int, extremes: int) -> Components:
     """The components of any rows `[t, n]`."""
+    _arguments.count("count", count, error=DatamodelsError, least=1)
+    _arguments.count("extremes", extremes, error=DatamodelsError)
     centred = rows - rows.mean(axis=0)
     left, strength, right = np.linalg.svd(centred, full_matrices=False)
     count = min(count, len(strength))
@@ -92,6 +95,8 @@ def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) ->
     >>> clusters(fit(data.masks, like), 2).labels.tolist()
     [0, 1, 0, 1, 0]
     """
+    _arguments.count("near", near, error=DatamodelsError, least=1)
+    _arguments.count("seed", seed, error=DatamodelsError)
     rows = unit_rows(found)
     t = len(rows)
     if not 1 <= count <= t:

@@ -85,7 +85,7 @@ def verify_removals(
     >>> verify_removals(found, [[0, 1], [2, 3, 4], [5]], real).correlation > 0.9
     True
     """
-    if repeats < 1 or not removals:
+    if repeats < 1 or len(removals) == 0:
         raise DatamodelsError("verification needs a removal and a repeat or more")
     n, targets = found.weights.shape
     whole = checked_base(base, n)

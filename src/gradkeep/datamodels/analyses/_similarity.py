@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError
 
@@ -63,6 +64,7 @@ def neighbours(found: Datamodels, count: int = 10) -> Neighbours:
     >>> neighbours(fit(data.masks, data.outputs), 2).ids.shape
     (5, 2)
     """
+    _arguments.count("count", count, error=DatamodelsError, least=1)
     rows = unit_rows(found)
     count = min(count, len(rows) - 1)
     ids = np.empty((len(rows), count), np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 import gradkeep.store as stores
-from gradkeep import farm
+from gradkeep import _arguments, farm
 from gradkeep._annotations import checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels.analyses._removal import VerifiedRemovals, verify_removals
@@ -101,12 +101,17 @@ class Study:
         stacked: bool | None = None,
         memory_budget: float | str | None = None,
     ) -> None:
+        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
+        _arguments.count("seed", seed, error=StudyError)
         self.store = open_store(store)
         self.name = name
         data = load_dataset(dataset)
         count = count_of(data)
         check_alpha(alpha, num_examples=count)
         given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
+        for key, one in given.items():
+            _arguments.text("a name in outputs", key, error=StudyError)
+            _arguments.instance(f"outputs[{key!r}]", one, Output, error=StudyError)
         self._blank = _blank(train_fn, keep_models)
         self.job = StudyJob(
             dataset,
@@ -357,7 +362,15 @@ def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] |
 
 def count_of(data: Any) -> int:
     """How many examples there are, in a dataset or a pair of inputs and labels."""
-    return len(data[1]) if is_pair(data) else len(data)
+    try:
+        return len(data[1]) if is_pair(data) else len(data)
+    except TypeError:
+        raise _arguments.refused(
+            "dataset",
+            data,
+            error=StudyError,
+            expected="a dataset with a length, or inputs [N, ...] and labels [N]",
+        ) from None
 
 
 def is_pair(data: Any) -> bool:

@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._annotations import checked
+from gradkeep import _arguments
+from gradkeep._annotations import check_fields, checked
 from gradkeep.datamodels.study._outputs import tensors
 from gradkeep.errors import StudyError
 
@@ -44,6 +45,9 @@ class Training:
     """More for the optimizer, such as momentum or weight decay."""
 
     def __post_init__(self) -> None:
+        check_fields(self, StudyError)
+        _arguments.number("lr", self.lr, error=StudyError, least=0)
+        self._optimizer()
         for name in ("epochs", "batch_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise StudyError(
@@ -80,13 +84,17 @@ class Training:
 
     def make_optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer of these parameters, of one model or of many stacked."""
+        made: torch.optim.Optimizer = self._optimizer()(parameters, lr=self.lr, **self.options)
+        return made
+
+    def _optimizer(self) -> Any:
         import torch
 
         kind = getattr(torch.optim, self.optimizer, None)
-        if kind is None:
-            raise StudyError("torch.optim has no such optimizer", found=self.optimizer)
-        made: torch.optim.Optimizer = kind(parameters, lr=self.lr, **self.options)
-        return made
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            found = _arguments.shown(self.optimizer)
+            raise StudyError("torch.optim has no such optimizer", found=found, expected="SGD, Adam")
+        return kind
 
     @checked(StudyError)
     def batches(self, count: int, seed: int) -> Iterator[torch.Tensor]:
