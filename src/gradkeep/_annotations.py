@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_BUDGETS = ("memory_budget", "budget")
+"""These have a parser and an error of their own: `_budgets.py`."""
 _FEW = 1000
 """Of longer sequences only so many are looked at: what reads them looks at the rest."""
 
@@ -59,6 +61,7 @@ def checked(error: type[GradkeepError]) -> Callable[[Callable[P, T]], Callable[P
             name: parameter.annotation
             for name, parameter in signature.parameters.items()
             if parameter.annotation is not inspect.Parameter.empty
+            and name not in _BUDGETS
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
         places = list(signature.parameters)
@@ -189,6 +192,9 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
         return isinstance(value, type)
     if origin in (list, tuple, set, frozenset, dict, collections.abc.Mapping):
         return isinstance(value, origin)
+    if getattr(origin, "__name__", "") == "ndarray":
+        # Lists and tensors are taken for arrays everywhere; what is in them is seen there.
+        return isinstance(value, list | tuple) or hasattr(value, "__array__")
     if origin is collections.abc.Iterable:
         return hasattr(value, "__iter__") and not isinstance(value, str | bytes)
     if origin is collections.abc.Sequence:
@@ -207,6 +213,8 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
 
 _SAID = {int: "a whole number", float: "a finite number", str: "some text", bool: "True or False"}
 
+_SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts"}
+
 
 def _words(hint: Any) -> Iterator[str]:
     """What fits, as a person says it."""
@@ -219,7 +227,7 @@ def _words(hint: Any) -> Iterator[str]:
     elif hint in _SAID:
         yield _SAID[hint]
     elif origin is collections.abc.Sequence:
-        yield f"a list of {' or '.join(_words(inner[0]))}"
+        yield f"a list of {_SEVERAL.get(inner[0]) or ' or '.join(_words(inner[0]))}"
     elif origin is collections.abc.Callable:
         yield "a function"
     elif origin is os.PathLike:

@@ -150,7 +150,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
         )
 
 
-@checked(DatamodelsError)
+@checked(StudyError)
 def draw_masks(
     seed: int,
     indices: Sequence[int],
