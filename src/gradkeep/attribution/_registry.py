@@ -21,7 +21,6 @@ def methods() -> tuple[Method, ...]:
     return tuple(_METHODS.values())
 
 
-@checked(AttributionError)
 def register_method(method: Method) -> None:
     """Let `gk.attribute(method=...)` and the commands find a method of one's own by its name.
 

@@ -85,8 +85,11 @@ def mean_square(features: Tensor, weight: Tensor) -> float:
 
 
 @checked(AttributionError)
-def relative_damping(damping: float | str, diagonal: float, *, what: str) -> float:
+def relative_damping(damping: float | str, diagonal: Any, *, what: str) -> float:
     """A damping relative to a mean diagonal, once both make sense."""
+    # Gradients that are no numbers have such a diagonal, and are told below in better words.
+    if not isinstance(diagonal, int | float):
+        raise _arguments.refused("diagonal", diagonal, error=AttributionError, expected="a number")
     if isinstance(damping, str) or not damping > 0:
         raise AttributionError(
             f"{what} must be positive: without it a singular matrix would be inverted",
@@ -99,7 +102,7 @@ def relative_damping(damping: float | str, diagonal: float, *, what: str) -> flo
             found=f"a mean squared length of {diagonal}",
             fix="capture a model that has something to learn, or other layers",
         )
-    return damping * diagonal
+    return float(damping * diagonal)
 
 
 def _cholesky(matrix: Tensor, damping: float) -> Tensor:
