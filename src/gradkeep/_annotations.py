@@ -191,7 +191,10 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
     if origin is type:
         return isinstance(value, type)
     if origin in (list, tuple, set, frozenset, dict, collections.abc.Mapping):
-        return isinstance(value, origin)
+        several = origin is tuple and len(inner) == 2 and inner[1] is ...
+        return isinstance(value, origin) and (
+            not several or all(_fits(item, inner[0]) for item in value[:_FEW])
+        )
     if getattr(origin, "__name__", "") == "ndarray":
         # Lists and tensors are taken for arrays everywhere; what is in them is seen there.
         return isinstance(value, list | tuple) or hasattr(value, "__array__")
