@@ -138,6 +138,7 @@ class Study:
     @checked(StudyError)
     def grow(self, num_models: int) -> None:
         """Make room for more models; those that are done stay."""
+        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
         self.rows.grow(num_models)
 
     def done(self) -> AnyArray:
