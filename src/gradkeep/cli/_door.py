@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 _NOT_GIVEN = {
     *("gradkeep", "torch", "numpy", "yaml", "rich", "typer", "click", "safetensors", "xxhash"),
     *("duckdb", "pandas", "pyarrow", "zstandard", "zarr", "fsspec", "obstore", "matplotlib"),
-    *("scipy", "sklearn", "PIL", "ray", "submitit", "cloudpickle", "runpy", "multiprocessing"),
+    *("scipy", "sklearn", "PIL", "ray", "submitit", "cloudpickle"),
 }
 """Packages that gradkeep itself calls: what they raise is not the user's code by that alone."""
 
