@@ -18,7 +18,7 @@ def main(count: int | None = None) -> int:
     """Print the figures; 1 if anything was wrong, ugly or hung."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.chdir(folder)
+        os.chdir(fuzz.deep_folder(Path(folder)))
         known = fuzz.calls(fuzz.World(Path(folder)))
         for call in known:
             if call.name not in fuzz.REFUSED_AS_THEY_ARE:

@@ -133,6 +133,13 @@ class Found:
         return "  ".join(f"{name} {self.counts[name]}" for name in names)
 
 
+def deep_folder(folder: Path) -> Path:
+    """A folder so deep that "../../up" from it stays inside of the one that was given."""
+    deep = folder / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    return deep
+
+
 class World:
     """A small store with everything, and what is made of it."""
 

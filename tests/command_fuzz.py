@@ -65,7 +65,7 @@ SPEC = {
 
 WORDS = [
     *("", " ", "\t", "a\nb", "\x1b[31mred", "\udcff\udcfe", "é漢🦊", "a" * 5000, "a" * 200_000),
-    *("..", "../../outside/victim", "/", "~", ".", "-", "--", "---", "-x", "--no-such", "*", "!"),
+    *("../outside/victim", "~", ".", "-", "--", "---", "-x", "--no-such", "*", "!"),
     *("[/red]", "[bold", "%s%d{}{0}", "${HOME}", "'; drop table samples; --", "{", "[1", "null"),
     *("true", "[]", "{}", '{"a": 1}', "x=y", "=", "=1", "x=", "damping=nan", 'damping="x"'),
     *(
@@ -146,7 +146,8 @@ PLACES = [
         "text.npy",
         "broken.npz",
     ),
-    *("", "-", "..", "/", "/dev/null", "/dev/full", "/proc/self/mem", "a" * 5000, "a" * 300),
+    # Never a path of the machine: whoever runs this may be allowed to write there.
+    *("", "-", "pipe/below", "a" * 5000, "a" * 300),
     *("\udcff", "x\ny", "~", "config.yaml", "spec.json", "step.log", "step.py", "odd-store"),
 ]
 GOOD = {
@@ -342,6 +343,11 @@ class Sandbox:
 
     def _listed_around(self):
         around = {**listing(self.outside), **listing(self.home), **listing(self.master)}
+        # What an absolute path, or one too many "..", would reach first.
+        for place in ("/", "/dev"):
+            around |= {os.path.join(place, name): (0, 0) for name in os.listdir(place)}
+        for device in ("/dev/null", "/dev/full"):
+            around[device] = (os.lstat(device).st_mode if os.path.exists(device) else 0, 0)
         # The measured speeds of this machine belong into the cache.
         cache = str(self.home / "gradkeep")
         return {path: facts for path, facts in around.items() if not path.startswith(cache)}

@@ -24,7 +24,7 @@ def known(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(fuzz.deep_folder(tmp_path))
 
 
 def test_every_public_function_of_these_rooms_is_tried(known):
