@@ -278,6 +278,7 @@ def _line(draw: random.Random, command, known) -> Line:
             arguments += spelt
             continue
         value = _bad(draw, part) if bad else _good(part) or "x"
+        after = after or (not spelt and value == "--")
         if bad and not after and part.kind in (int, float) and value in NEVER_NUMBERS:
             never = f"{part.name}={value[:60]!r}"
         if not spelt and value.startswith("-") and draw.random() < 0.5:
