@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import typer
 
-from gradkeep.cli import _app
+from gradkeep.cli import _app, _door
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +28,29 @@ the documentation is built.
 
 `--help`, `info`, `verify` and `sql` answer without importing torch. Commands that take time show a
 progress bar on a terminal and plain lines elsewhere; they can be interrupted, and go on when they are
-run again. Most take `--json`. Exit codes: 0 done, 1 `verify` found damage, 2 an error that says what to
-do, 130 interrupted; some commands have further ones, which their text names.
+run again. Most take `--json`, and then tell errors as JSON too.
+
+## Exit codes
+
+{codes}
+
+Arguments are checked before anything is done: numbers by their range, NaN and infinity never, files and
+folders by whether they are what they must be. Where `--run` is not said, it is `main`, or the only run
+of the store that has what is asked for.
+
+## When it is our fault
+
+An error that gradkeep did not expect is one line and exit code 70. It names a report file in
+`gradkeep/reports` below `XDG_CACHE_HOME` (or `~/.cache`), or in the folder for temporary files if that
+cannot be written. It holds the command's name without its arguments, the versions of gradkeep, Python and
+its packages, the platform, and the traceback: files, lines, functions, and each error's own message cut to
+200 letters. Values of variables, arguments, the environment and rows are not in it; the home folder is
+written `~`. A message may still name a value: read the file, then attach it to an issue. The newest 20
+reports are kept.
+
+When a script, model, task or study of your own raises, its traceback is shown from your first frame on,
+without the frames of gradkeep, and the exit code is 4.
+
 """
 
 
@@ -44,11 +65,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def commands_page() -> str:
     """The page in Markdown."""
     alone = [command for command in _app.COMMANDS if command.group is None]
-    parts = [INTRODUCTION, *(_command(command) for command in alone)]
+    parts = [_introduction(), *(_command(command) for command in alone)]
     for group, summary in _app.GROUPS.items():
         parts.append(f"## gradkeep {group}\n\n{summary}\n")
         parts += [_command(command) for command in _app.COMMANDS if command.group == group]
     return "\n".join(parts)
+
+
+def _introduction() -> str:
+    table = [line for line in (_door.__doc__ or "").splitlines() if line.startswith("|")]
+    return INTRODUCTION.format(codes="\n".join(table))
 
 
 def _command(command: _app.Command) -> str:

@@ -233,7 +233,7 @@ def whole_numbers(
     refuse = refused(name, values, error=error, expected=expected)
     if isinstance(values, str | bytes | dict | set | frozenset):
         raise refuse
-    if isinstance(values, Sequence) and any(isinstance(item, bool) for item in values):
+    if isinstance(values, list | tuple) and any(isinstance(item, bool) for item in values):
         raise refuse  # numpy makes 1 of True beside other numbers
     try:
         found = np.asarray(values)
@@ -244,6 +244,36 @@ def whole_numbers(
     if found.size and not (least <= int(found.min()) and int(found.max()) <= most):
         raise refuse
     return found.astype(np.int64)
+
+
+def array(
+    name: str,
+    values: Any,
+    *,
+    error: type[GradkeepError],
+    kinds: str = "biuf",
+    expected: str = "an array of numbers",
+) -> np.ndarray[Any, Any]:
+    """Anything that is an array, a tensor or a list, as an array of numbers; never of objects.
+
+    >>> from gradkeep.errors import QueryError
+    >>> array("weights", [1, 2], error=QueryError).shape
+    (2,)
+    """
+    import numpy as np
+
+    refuse = refused(name, values, error=error, expected=expected)
+    try:
+        if hasattr(values, "detach"):  # a tensor, told without importing torch
+            values = values.detach().cpu()
+            # numpy has no bfloat16; float32 holds it exactly.
+            values = values.float() if str(values.dtype) == "torch.bfloat16" else values
+        found = np.asarray(values.numpy() if hasattr(values, "numpy") else values)
+    except Exception:
+        raise refuse from None
+    if found.dtype.kind not in kinds:
+        raise refuse
+    return found
 
 
 def writable(value: str) -> bool:

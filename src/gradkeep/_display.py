@@ -43,6 +43,19 @@ def format_time(seconds: float) -> str:
     return "-" if not seconds else datetime.fromtimestamp(int(seconds), UTC).strftime("%F %T")
 
 
+def head_and_tail(text: str, most: int = 64 << 10) -> str:
+    """A text of at most `most` characters: whole, or its beginning and end around what is left out.
+
+    >>> head_and_tail("a" * 1000 + "b" * 1000, 60)
+    'aaaaaaaaa ... (about 1940 characters left out) ... bbbbbbbbb'
+    """
+    if len(text) <= most:
+        return text
+    gap = f" ... (about {len(text) - most} characters left out) ... "
+    head = max(0, most - len(gap)) // 2
+    return f"{text[:head]}{gap}{text[len(text) - head :]}"[:most]
+
+
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
     """Aligned columns; those with a number in `right` are aligned to the right.
 

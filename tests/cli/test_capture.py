@@ -117,3 +117,71 @@ def test_methods_are_listed_with_what_they_need(call):
 def test_mistakes_in_the_file_are_told(config, call, change, words):
     config.write_text(CONFIG.replace(*change))
     assert words in call("capture", config, code=2)
+
+
+def store_with_runs(folder, *runs):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    for run_name in runs:
+        for split, count in (("train", 6), ("test", 2)):
+            batch = torch.randn(count, 4), torch.arange(count) % 3
+            task = gk.Classification()
+            gk.capture(folder, net, [batch], task=task, split=split, run=run_name, progress=False)
+    return folder
+
+
+def test_the_only_run_is_the_one_that_is_meant(tmp_path, call):
+    store = store_with_runs(tmp_path / "one", "mine")
+    assert "helped most by" in call("why", store, 1)
+    assert "positive helps" in call("attribute", store)
+    assert "6 rows of train" in call("suspects", store)
+
+
+def test_of_several_runs_the_message_names_them(tmp_path, call):
+    store = store_with_runs(tmp_path / "two", "first", "second")
+    told = call("why", store, 1, code=2)
+    assert "which run?" in told
+    assert "first: test, train; second: test, train" in told
+    assert "--run first" in told
+    assert "helped most by" in call("why", store, 1, "--run", "second")
+    told = call("why", store, 1, "--queries", "later", code=2)
+    assert "no run has captures of later and train" in told
+    told = call("why", store, 1, "--run", "nosuch", code=2)
+    assert "first, second" in told
+
+
+def test_main_is_the_usual_run(tmp_path, call):
+    store = store_with_runs(tmp_path / "two", "main", "second")
+    assert "helped most by" in call("why", store, 1)
+
+
+WRONG = {
+    "batch_size": ["-1", "0", "x", "1.5", "[1]"],
+    "tolerance": [".nan", "-1", "x", ".inf"],
+    "store": ["3", "''", "[a]"],
+    "run": ["3", "''"],
+    "device": ["nowhere", "3"],
+    "task": ["3", "{name: [1]}", "{name: classification, odd: 1}", "nosuch", "'json:loads'"],
+    "checkpoints": ["3", "{a: {odd: 1}}", "{a: {path: early.pt, step: x}}", "{a: {path: 3}}"],
+    "layers": ["5", "{a: 1}"],
+    "embeddings": ["3", "[3]"],
+    "model": ["{name: [mlp]}", "{name: mlp, hidden: x}", "{3: 4}", "{from: 3}", "{from: 'json:'}"],
+    "data": ["{train: 3}", "{train: {kind: 7}}", "{train: {kind: digits, rows: x}}", "{train: {}}"],
+    "memory_budget": ["-1", "x", "[1]"],
+    "mode": ["x", "3"],
+    "uncovered": ["zzz", "3"],
+    "of": ["zzz", "3"],
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_a_key_cannot_be_is_one_message(config, call, key):
+    lines = [line for line in CONFIG.splitlines() if not line.startswith((key, "  "))]
+    rest = {"data": "{train: {kind: digits, rows: 8}}", "checkpoints": "{a: early.pt}"}
+    lines = [line for line in lines if not line.startswith(tuple(rest))]
+    lines += [f"{name}: {text}" for name, text in rest.items() if name != key]
+    for text in WRONG[key]:
+        config.write_text("\n".join([*lines, f"{key}: {text}"]))
+        told = call("capture", config, "--split", "train", code=2)
+        assert told.startswith("gradkeep: "), (key, text)
+        assert "Traceback" not in told

@@ -154,3 +154,35 @@ def test_mistakes_are_told_with_what_to_do(inline, place, arguments, words):
     assert run.returncode == 2
     assert words in run.stderr
     assert not (place / "new" / "datamodels").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["init", "store", "--grow", "99999999999999999999"],
+        ["init", "store", "--grow", "-1"],
+        ["status", "store", "--attempts", "nan"],
+        ["run", "store", "--main", "train_model", "--timeout", "nan"],
+        ["run", "store", "--main", "train_model", "--lease", "inf"],
+        ["run", "store", "--main", "train_model", "--workers", "-1"],
+        ["fit", "store", "--save", "f", "--seed", "-1"],
+        ["fit", "store", "--save", "f", "--lambdas", "99999999999999999999"],
+    ],
+    ids=lambda line: " ".join(line[1:]),
+)
+def test_numbers_out_of_range_change_nothing(inline, place, line):
+    inline("datamodels", "init", "store", "--spec", "spec.json")
+    run = inline("datamodels", *line)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert answer(inline("datamodels", "status", "store", "--json"))["total"] == 60
+    assert inline("info", "store").returncode == 0
+    assert inline("sql", "store", "select 1").returncode == 0
+
+
+def test_a_spec_of_too_many_models_is_refused(inline, place):
+    for count in ("99999999999999999999", '"x"', "true", "1.5"):
+        (place / "spec.json").write_text(f'{{"num_models": {count}, "schema": {{"m": 1}}}}')
+        run = inline("datamodels", "init", "store", "--spec", "spec.json")
+        assert run.returncode == 2
+        assert "num_models is wrong" in run.stderr

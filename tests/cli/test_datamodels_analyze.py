@@ -142,7 +142,7 @@ def test_removals_are_verified_by_training_the_study_again(analyze, place):
     ("arguments", "words"),
     [
         (["groups"], "--groups is missing"),
-        (["groups", "--groups", "none.npy"], "No such file"),
+        (["groups", "--groups", "none.npy"], "there is no such file"),
         (["groups", "--groups", "both.npz"], "labels, images"),
         (["groups", "--groups", "both.npz:names"], "labels, images"),
         (["groups", "--groups", "both.npz:images"], "must name one group each"),

@@ -303,7 +303,7 @@ def test_values_say_which_sizes_they_rest_on():
     assert np.corrcoef(told.value[:, 0], np.arange(30))[0, 1] > 0.5
     masks[:, 3] = True
     assert np.isnan(values(masks, masks.sum(1)).value[3, 0])
-    with pytest.raises(DatamodelsError, match="banzhaf or shapley"):
+    with pytest.raises(DatamodelsError, match="'banzhaf' or 'shapley'"):
         values(masks, masks.sum(1), kind="owen")
 
 

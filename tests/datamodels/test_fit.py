@@ -319,7 +319,7 @@ def with_nan():
         ({"penalty": "l2"}, "l1, elastic, ridge, means"),
         ({"lambdas": [0.1, 0.0]}, "without a penalty no gap"),
         ({"lambdas": 0}, "one penalty or more"),
-        ({"lambdas": "many"}, "number of penalties"),
+        ({"lambdas": "many"}, "lambdas cannot be 'many'"),
         ({"lambdas": [-1.0]}, "positive"),
         ({"lam": [0.1, 0.0]}, "one positive number per target"),
         ({"penalty": "means", "folds": 3}, "no penalty"),

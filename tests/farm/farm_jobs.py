@@ -143,3 +143,66 @@ def count(notes, n):
 
 def first_time(notes, n):
     return count(notes, n) == 1
+
+
+class Vanishing:
+    """Some rows end the whole process with an exit code, as if all were well."""
+
+    def __init__(self, rows, code, notes=None):
+        self.rows, self.code, self.notes = rows, code, notes
+
+    def __call__(self, numbers):
+        for n in numbers:
+            if n in self.rows and (self.notes is None or first_time(self.notes, n)):
+                os._exit(self.code)
+        return trivial(numbers)
+
+
+class Complaining:
+    """Some rows raise errors with texts that are hard to keep."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __call__(self, numbers):
+        for n in numbers:
+            if n in self.texts:
+                raise ValueError(self.texts[n])
+        return trivial(numbers)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("not even this")
+
+
+class Returning:
+    """Some rows return something that is no list of results."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def __call__(self, numbers):
+        for n in numbers:
+            if n in self.answers:
+                if self.answers[n] == "unspeakable":
+                    raise Unspeakable
+                return self.answers[n]
+        return trivial(numbers)
+
+
+class UnloadableLoudly:
+    """Cannot be loaded, and says so at great length."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __reduce__(self):
+        return (complain_loudly, (self.count,))
+
+    def __call__(self, numbers):
+        return trivial(numbers)
+
+
+def complain_loudly(count):
+    raise ValueError("\ud800" + "x" * count)

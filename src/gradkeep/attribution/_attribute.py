@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep._progress import progress as shown
 from gradkeep._public import renamed_arguments
@@ -34,6 +35,7 @@ _TILE = 256 << 20
 
 
 @renamed_arguments(plan="compute")
+@checked(AttributionError)
 def attribute(
     store: Store | str | os.PathLike[str],
     *,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep._ranks import ranks
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
 from gradkeep.errors import AttributionError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
+@checked(AttributionError)
 def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean") -> Scores:
     """One set of scores `[Q, N]` from several of the same queries and rows.
 
@@ -33,7 +35,7 @@ def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean")
     """
     if how not in ("mean", "borda"):
         raise AttributionError(f"no way to combine called {how!r}", expected="'mean' or 'borda'")
-    if not scores:
+    if len(scores) == 0:
         raise AttributionError("no scores to combine")
     first = scores[0]
     for other in scores[1:]:

@@ -7,6 +7,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from gradkeep._annotations import check_fields
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -78,4 +79,6 @@ def options_for(method: Method, given: Mapping[str, Any]) -> Any:
                 expected=", ".join(known) or "no options",
                 fix=f"did you mean {' or '.join(near)}?" if near else None,
             )
-    return method.options(**given)
+    told = method.options(**given)
+    check_fields(told, AttributionError)
+    return told

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import AttributionError
 from gradkeep.query import GradientPair, check_pairs, gradients_of, open_capture
 from gradkeep.store import CaptureKey
@@ -73,10 +75,12 @@ class CheckpointView:
     pooled: Any = None
     """What the method found out about all checkpoints together."""
 
+    @checked(AttributionError)
     def train(self, of: GradientOf = "loss", *, name: str | None = None) -> Gradients:
         """The gradients of the training rows; `name` is that of another capture of them."""
         return self._gradients(self.question.train, of, name or self.question.name)
 
+    @checked(AttributionError)
     def queries(self, of: GradientOf = "loss") -> Gradients:
         """The gradients of the split that the queries are from; `question.positions` are asked."""
         found = self._gradients(self.question.queries, of, self.question.name)
@@ -109,6 +113,7 @@ class CheckpointView:
         return self.question.block(key)
 
 
+@checked(AttributionError)
 def make_question(
     store: Store,
     *,
@@ -139,7 +144,11 @@ def make_question(
                     "checkpoints=",
                 )
     count = len(first[queries])
-    positions = np.arange(count) if ids is None else first[queries].positions(ids)
+    positions = np.arange(count)
+    if ids is not None:
+        least = -_arguments.LARGEST
+        wanted = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
+        positions = first[queries].positions(wanted)
     if not len(positions):
         raise AttributionError("no queries were asked about", fix="pass ids= of some rows")
     return AttributionQuestion(
@@ -157,6 +166,7 @@ def make_question(
     )
 
 
+@checked(AttributionError)
 def checkpoints_asked(
     store: Store,
     *,
@@ -181,15 +191,29 @@ def checkpoints_asked(
     if not found and checkpoints is not None:
         raise AttributionError("no checkpoint was given")
     if not found:
-        keys = [k for k in store.captures() if k.run in runs and k.capture == name]
         raise AttributionError(
             f"{' and '.join(map(repr, splits))} were not captured at the same checkpoint",
             path=store.location,
-            found=", ".join(f"{k.split} at {k.checkpoint}" for k in keys) or "no captures",
+            found=_what_there_is(store, runs, name),
             fix=f"gk.capture(store, model, loader, task=task, split={splits[0]!r}), "
             f"and the same for {splits[-1]!r}",
         )
     return found
+
+
+def _what_there_is(store: Store, runs: Sequence[str], name: str) -> str:
+    """The captures of these runs; without any, the runs and names that there are."""
+    known = store.captures()
+    keys = [k for k in known if k.run in runs and k.capture == name]
+    if keys:
+        return ", ".join(f"{k.split} at {k.checkpoint}" for k in keys)
+    others = sorted({k.run for k in known if k.capture == name})
+    if others:
+        return f"none in run {', '.join(runs)}; the store has the runs {', '.join(others)}"
+    named = sorted({k.capture for k in known})
+    if named:
+        return f"none with the name {name}; the store has the names {', '.join(named)}"
+    return "no captures"
 
 
 def _captured(store: Store, run: str, splits: Sequence[str], name: str) -> list[str]:

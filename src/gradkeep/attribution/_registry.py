@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from gradkeep._annotations import checked
 from gradkeep.attribution._method import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
@@ -39,6 +40,7 @@ def register_method(method: Method) -> None:
     _METHODS[method.name] = method
 
 
+@checked(AttributionError)
 def unregister_method(name: str) -> None:
     """Forget a method that was registered; ours stay."""
     if name not in _METHODS or any(method.name == name for method in ALL):

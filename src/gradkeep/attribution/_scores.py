@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
 
@@ -78,6 +80,11 @@ class Scores:
     """Where they came from."""
 
     def __post_init__(self) -> None:
+        for name in ("values", "query_ids", "train_ids"):
+            value = getattr(self, name)
+            _arguments.instance(name, value, np.ndarray, error=AttributionError)
+        if self.query_ids.ndim != 1 or self.train_ids.ndim != 1:
+            raise AttributionError("ids are one per row", expected="arrays [Q] and [N]")
         if self.values.shape != (len(self.query_ids), len(self.train_ids)):
             raise AttributionError(
                 "scores need one row per query and one column per training row",
@@ -94,19 +101,23 @@ class Scores:
         """(queries, training rows)"""
         return self.values.shape[0], self.values.shape[1]
 
+    @checked(AttributionError)
     def top(self, k: int, *, query: int) -> RankedRows:
         """The `k` training rows that helped a query (by its id) most."""
         return self._ranked(k, query, sign=-1)
 
+    @checked(AttributionError)
     def bottom(self, k: int, *, query: int) -> RankedRows:
         """The `k` training rows that harmed a query (by its id) most."""
         return self._ranked(k, query, sign=1)
 
+    @checked(AttributionError)
     def of(self, query: int) -> Floats:
         """The scores `[N]` of one query, by its id."""
         row: Floats = self.values[self._row(query)]
         return row
 
+    @checked(AttributionError)
     def rank(self, *, query: int) -> Ids:
         """The place `[N]` of every training row for one query: 1 helped most."""
         places = np.empty(len(self.train_ids), np.int64)
@@ -114,6 +125,7 @@ class Scores:
         places[order] = np.arange(1, len(order) + 1)
         return places
 
+    @checked(AttributionError)
     def save(self, name: str, *, store: Store | None = None) -> None:
         """Keep the scores in the store that they came from, or in another.
 
@@ -126,6 +138,7 @@ class Scores:
         save_scores(where, name, self)
 
     @classmethod
+    @checked(AttributionError)
     def load(cls, store: Store, name: str) -> Scores:
         """The scores saved under that name; what does not fit in memory is mapped from disk."""
         return load_scores(store, name, cls)
@@ -134,12 +147,17 @@ class Scores:
         """A `pandas.DataFrame`: a row per query id, a column per training id."""
         return scores_to_pandas(self)
 
+    @checked(AttributionError)
     def to_arrow(self, *, k: int | None = None) -> Any:
         """A `pyarrow.Table` of query, train and score; with `k` only the k most helpful of each."""
+        if k is not None:
+            _arguments.count("k", k, error=AttributionError, least=1)
         return scores_to_arrow(self, k=k)
 
+    @checked(AttributionError)
     def plot(self, *, query: int, k: int = 10) -> Any:
         """A `matplotlib` figure of the k rows that helped and that harmed a query most."""
+        _arguments.count("k", k, error=AttributionError, least=1)
         return plot_scores(self, query=query, k=k)
 
     def __repr__(self) -> str:
@@ -160,8 +178,9 @@ class Scores:
         return int(found[0])
 
     def _ranked(self, k: int, query: int, *, sign: int) -> RankedRows:
+        _arguments.count("k", k, error=AttributionError)
         row = self.of(query)
-        order = np.argsort(sign * row, kind="stable")[: max(0, k)]
+        order = np.argsort(sign * row, kind="stable")[:k]
         return RankedRows(self.train_ids[order], row[order])
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.attribution.projections import require_room
 from gradkeep.errors import AttributionError
 from gradkeep.factors import squared_lengths
@@ -82,8 +84,12 @@ def mean_square(features: Tensor, weight: Tensor) -> float:
     return float((squared_lengths(features).double() * weight).mean())
 
 
-def relative_damping(damping: float | str, diagonal: float, *, what: str) -> float:
+@checked(AttributionError)
+def relative_damping(damping: float | str, diagonal: Any, *, what: str) -> float:
     """A damping relative to a mean diagonal, once both make sense."""
+    # Gradients that are no numbers have such a diagonal, and are told below in better words.
+    if not isinstance(diagonal, int | float):
+        raise _arguments.refused("diagonal", diagonal, error=AttributionError, expected="a number")
     if isinstance(damping, str) or not damping > 0:
         raise AttributionError(
             f"{what} must be positive: without it a singular matrix would be inverted",
@@ -96,7 +102,7 @@ def relative_damping(damping: float | str, diagonal: float, *, what: str) -> flo
             found=f"a mean squared length of {diagonal}",
             fix="capture a model that has something to learn, or other layers",
         )
-    return damping * diagonal
+    return float(damping * diagonal)
 
 
 def _cholesky(matrix: Tensor, damping: float) -> Tensor:
@@ -201,8 +207,10 @@ def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@checked(AttributionError)
 def row_blocks(count: int, size: int = _ROWS) -> Iterator[Ids]:
     """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
+    _arguments.count("size", size, error=AttributionError, least=1)
     for start in range(0, count, size):
         yield np.arange(start, min(start + size, count))
 

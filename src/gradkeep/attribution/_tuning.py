@@ -39,7 +39,8 @@ class SubsetOutcomes:
 
 def wants_choice(method: Method, told: Any) -> bool:
     """Whether an option of the method was left to be chosen."""
-    return method.tuned is not None and getattr(told, method.tuned) == AUTO
+    value = None if method.tuned is None else getattr(told, method.tuned)
+    return isinstance(value, str) and value == AUTO
 
 
 def choose_option(

@@ -1,12 +1,4 @@
-"""The application: it parses, calls one command, and turns errors into messages and exit codes.
-
-| exit code | meaning |
-| --- | --- |
-| 0 | done |
-| 1 | `verify` found damage |
-| 2 | an error that says what to do, or a wrong command line |
-| 130 | interrupted |
-| 141 | nobody reads the output any more |
+"""The application: it parses and calls one command; `cli/_door.py` has what it may end with.
 
 `gradkeep NAME` imports only the module of NAME and calls the function of that name in it. To add a
 command, add a line to `COMMANDS`.
@@ -16,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep import __version__
-from gradkeep.cli import _output
-from gradkeep.errors import GradkeepError
+from gradkeep.cli import _door
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,10 +84,24 @@ def run(arguments: Sequence[str]) -> None:
     """Run one command line; ends by raising SystemExit."""
     words = [item for item in arguments if not item.startswith("-")]
     named = tuple(words[:2]) if words and words[0] in GROUPS else tuple(words[:1])
-    _application(named)(args=list(arguments), prog_name="gradkeep")
+    as_json = "--json" in arguments
+    _door.prepare_streams()
+    try:
+        try:
+            _application(named, as_json=as_json)(args=list(arguments), prog_name="gradkeep")
+        finally:
+            _door.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(_door.exit_code(error, _known(named), as_json=as_json))
 
 
-def _application(named: tuple[str, ...]) -> typer.Typer:
+def _known(named: tuple[str, ...]) -> tuple[str, ...]:
+    """The words that are a command's name, without what only stands in its place."""
+    names = {name for command in COMMANDS for name in (command.name, command.group)}
+    return tuple(word for word in named if word in names)
+
+
+def _application(named: tuple[str, ...], *, as_json: bool = False) -> typer.Typer:
     """All commands, of which only the named one is loaded: help needs no more than their lines."""
     app = _typer("gradkeep keeps what training leaves behind and answers questions about it.")
     app.callback()(_global_options)
@@ -107,7 +111,9 @@ def _application(named: tuple[str, ...]) -> typer.Typer:
         words = (command.name,) if command.group is None else (command.group, command.name)
         if words == named:
             function = command.load()
-            place.command(command.name, help=function.__doc__)(_with_exit_codes(function))
+            place.command(command.name, help=function.__doc__)(
+                _through_door(function, words, as_json=as_json)
+            )
         else:
             place.command(command.name, help=command.summary)(_not_loaded)
     for name, group in groups.items():
@@ -146,24 +152,19 @@ def _global_options(
     """What stands before the command."""
 
 
-def _with_exit_codes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with its errors as messages: plain ones, or JSON if `--json` was given."""
+def _through_door(
+    function: Callable[..., Any], words: tuple[str, ...], *, as_json: bool
+) -> Callable[..., Any]:
+    """The command with whatever ends it as a message and a code, before typer sees it."""
 
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
         try:
-            try:
-                function(*args, **options)
-            except GradkeepError as error:
-                _output.show_error(error, as_json=bool(options.get("json")))
-                raise typer.Exit(2) from None
-            finally:
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            # Python flushes stdout once more at its end, which must not fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
+            function(*args, **options)
+            _door.flush()
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            raise typer.Exit(_door.exit_code(error, words, as_json=as_json)) from None
 
     return command

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep.cli._edges import LARGEST, output_file
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
+from gradkeep.cli._runs import chosen_runs
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from gradkeep.attribution import Scores, Suspects
@@ -59,8 +62,10 @@ def attribute(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Write scores and ids to an .npz.")
     ] = None,
-    top: Annotated[int, typer.Option(help="How many rows to show for each query.")] = 3,
-    show: Annotated[int, typer.Option(help="How many queries to show.")] = 10,
+    top: Annotated[
+        int, typer.Option(min=1, max=LARGEST, help="How many rows to show for each query.")
+    ] = 3,
+    show: Annotated[int, typer.Option(min=0, max=LARGEST, help="How many queries to show.")] = 10,
     json: JsonOption = False,
 ) -> None:
     """Score every training row for every query, by what was captured."""
@@ -68,6 +73,9 @@ def attribute(
 
     import gradkeep as gk
 
+    if out is not None:
+        out = out if out.endswith(".npz") else f"{out}.npz"
+        output_file(out, error=AttributionError)
     opened = gk.open(store, create=False)
     scores = gk.attribute(
         opened,
@@ -76,7 +84,7 @@ def attribute(
         method=method,
         checkpoints=checkpoints,
         layers=layers,
-        run=run or "main",
+        run=chosen_runs(opened, run, splits=(queries, train), capture=capture),
         name=capture,
         compute=compute,
         memory_budget=memory_budget,
@@ -85,7 +93,6 @@ def attribute(
         **_options(option),
     )
     if out is not None:
-        out = out if out.endswith(".npz") else f"{out}.npz"
         np.savez(out, scores=scores.values, query_ids=scores.query_ids, train_ids=scores.train_ids)
     shown = [int(query) for query in scores.query_ids[:show]]
     if json:
@@ -110,7 +117,10 @@ def attribute(
 
 def why(
     store: StoreArgument,
-    query: Annotated[int, typer.Argument(metavar="QUERY", help="The id of the query.")],
+    query: Annotated[
+        int,
+        typer.Argument(metavar="QUERY", min=-(2**63), max=2**63 - 1, help="The id of the query."),
+    ],
     method: MethodOption = "kernel",
     option: OptionOption = None,
     queries: QueriesOption = "test",
@@ -119,7 +129,9 @@ def why(
     layers: LayerOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
-    top: Annotated[int, typer.Option(help="How many rows to show on each side.")] = 5,
+    top: Annotated[
+        int, typer.Option(min=1, max=LARGEST, help="How many rows to show on each side.")
+    ] = 5,
     json: JsonOption = False,
 ) -> None:
     """Show which training rows made the model answer a query as it did."""
@@ -133,7 +145,7 @@ def why(
         method=method,
         checkpoints=checkpoints,
         layers=layers,
-        run=run or "main",
+        run=chosen_runs(opened, run, splits=(queries, train), capture=capture),
         name=capture,
         ids=[query],
         **_options(option),
@@ -186,9 +198,10 @@ def suspects(
     checkpoints: CheckpointOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
-    top: Annotated[int, typer.Option(help="How many rows to show.")] = 20,
+    top: Annotated[int, typer.Option(min=1, max=LARGEST, help="How many rows to show.")] = 20,
     precision: Annotated[
-        float, typer.Option(help="The share of wrong labels in the list that is counted.")
+        float,
+        typer.Option(min=0, max=1, help="The share of wrong labels in the list that is counted."),
     ] = 0.8,
     json: JsonOption = False,
 ) -> None:
@@ -198,12 +211,13 @@ def suspects(
     """
     import gradkeep as gk
 
+    opened = gk.open(store, create=False)
     found = gk.suspects(
-        gk.open(store, create=False),
+        opened,
         train=train,
         by=by,  # type: ignore[arg-type]  # the library refuses others
         checkpoints=checkpoints,
-        run=run or "main",
+        run=chosen_runs(opened, run, splits=(train,), capture=capture),
         name=capture,
     )
     rows = [

@@ -40,6 +40,8 @@ def capture(
     from gradkeep.cli._capture_config import read_config
 
     given = read_config(config)
+    for name in split or []:
+        given.loader(name)  # all of them before the first is captured
     model, task = given.make_model(), given.make_task()
     store = gk.open(given.folder / given.store)
     done: list[Captured] = []

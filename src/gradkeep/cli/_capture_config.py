@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradkeep import _arguments
+from gradkeep._arguments import shown
+from gradkeep.cli._edges import input_text
+from gradkeep.cli._imports import imported
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -56,31 +60,39 @@ class CaptureConfig:
         """The model, on its device."""
         from gradkeep.data import model
 
-        options = dict(self.model)
+        options = _named("model", self.model)
         source = options.pop("from", None)
         if source is not None:
-            made = _imported(source, self.folder)(**options)
+            made = _made("model", source, options, self.folder)
         elif "name" in options:
             made = model(options.pop("name"), **options)
         else:
             raise CaptureError("model: neither name nor from", expected="name: mlp, for example")
-        network: nn.Module = made.to(self.device)
-        return network
+        from torch import device, nn
+
+        if not isinstance(made, nn.Module):
+            raise CaptureError("model: this is no torch.nn.Module", found=type(made).__name__)
+        try:
+            place = device(self.device)
+        except RuntimeError as error:
+            told = str(error).splitlines()[0]
+            raise CaptureError("device: there is none such", found=told, expected="cpu") from error
+        return made.to(place)
 
     def make_task(self) -> Task:
         """The task."""
         import gradkeep as gk
 
-        given = {"name": self.task} if isinstance(self.task, str) else dict(self.task)
+        given = {"name": self.task} if isinstance(self.task, str) else _named("task", self.task)
         name = str(given.pop("name", ""))
         if ":" in name:
-            made = _imported(name, self.folder)(**given)
+            made = _made("task", name, given, self.folder)
         elif name in _TASKS:
-            made = getattr(gk, _TASKS[name])(**given)
+            made = _called("task", getattr(gk, _TASKS[name]), given)
         else:
-            raise CaptureError(f"no task {name!r}", expected=f"{', '.join(_TASKS)} or module:Class")
-        task: Task = made
-        return task
+            expected = f"{', '.join(_TASKS)} or module:Class"
+            raise CaptureError(f"no task {shown(name)}", expected=expected)
+        return _arguments.instance("task", made, gk.Task, error=CaptureError, expected="a gk.Task")
 
     def loader(self, split: str) -> DataLoader[Any]:
         """The batches of a split, in the same order every time."""
@@ -88,21 +100,30 @@ class CaptureConfig:
 
         from gradkeep.data import dataset
 
-        options = dict(self.data[split])
+        if split not in self.data:
+            raise CaptureError(
+                f"no data for {shown(split)}", found=", ".join(map(str, self.data)) or "none"
+            )
+        options = _named(f"data: {split}", self.data[split])
         source = options.pop("from", None)
         limit = options.pop("rows", None)
         if source is not None:
-            found = _imported(source, self.folder)(**options)
+            found = _made(f"data: {split}", source, options, self.folder)
         else:
             options.setdefault("split", split)
             for key in ("path", "vocabulary"):
                 if isinstance(options.get(key), str):
                     options[key] = self.folder / options[key]
-            found = dataset(options.pop("kind", ""), **options)
+            found = _called(f"data: {split}", dataset, {"kind": "", **options})
+        if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
+            raise CaptureError(
+                f"data: {split}: this is no dataset with a length", found=type(found).__name__
+            )
         if limit is not None:
             from torch.utils.data import Subset
 
-            found = Subset(found, range(min(int(limit), len(found))))
+            rows = _arguments.count(f"data: {split}: rows", limit, error=CaptureError, least=1)
+            found = Subset(found, range(min(rows, len(found))))
         return DataLoader(found, batch_size=self.batch_size)
 
     def weights(self) -> dict[str, Any]:
@@ -111,9 +132,14 @@ class CaptureConfig:
 
         found: dict[str, Any] = {}
         for name, given in self.checkpoints.items():
-            entry = dict(given) if isinstance(given, Mapping) else {"path": given}
-            path = self.folder / str(entry.pop("path"))
-            found[str(name)] = gk.Weights(path, **entry)
+            where = f"checkpoints: {name}"
+            entry = _named(where, given) if isinstance(given, Mapping) else {"path": given}
+            path = _arguments.file_path(f"{where}: path", entry.pop("path", ""), error=CaptureError)
+            for key, check in _WEIGHTS_CHECKS.items():
+                if entry.get(key) is not None:
+                    entry[key] = check(f"{where}: {key}", entry[key], error=CaptureError)
+            options = {"source": self.folder / path, **entry}
+            found[str(name)] = _called(where, gk.Weights, options)
         return found
 
 
@@ -122,12 +148,13 @@ def read_config(path: str) -> CaptureConfig:
     import yaml
 
     file = Path(path)
+    text = input_text(path, error=CaptureError)
     try:
-        content = yaml.safe_load(file.read_text())
-    except FileNotFoundError:
-        raise CaptureError("there is no such file", path=path) from None
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a day of month 13
         raise CaptureError("this is not YAML", path=path, found=str(error)) from error
+    except RecursionError:
+        raise CaptureError("this is not YAML", path=path, found="endless nesting") from None
     if not isinstance(content, Mapping):
         raise CaptureError("a configuration is a mapping", path=path, found=type(content).__name__)
     content = dict(content)
@@ -141,9 +168,9 @@ def read_config(path: str) -> CaptureConfig:
     known = [part.name for part in fields(CaptureConfig) if part.name != "folder"]
     for key in content:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=2)
+            near = difflib.get_close_matches(str(key)[:80], known, n=2)
             raise CaptureError(
-                f"no key {key!r}",
+                f"no key {shown(key)}",
                 path=path,
                 expected=", ".join(known),
                 fix=f"did you mean {' or '.join(near)}?" if near else None,
@@ -151,10 +178,35 @@ def read_config(path: str) -> CaptureConfig:
     missing = [key for key in ("store", "model", "data") if key not in content]
     if missing:
         raise CaptureError(f"no {missing[0]!r}", path=path, expected="store, model and data")
-    for key in ("model", "data"):
-        if not isinstance(content[key], Mapping):
-            raise CaptureError(f"{key} is not a mapping", path=path, found=repr(content[key])[:80])
-    return CaptureConfig(folder=file.resolve().parent, **dict(content))
+    for key in ("model", "data", "checkpoints"):
+        if not isinstance(content.get(key, {}), Mapping):
+            raise CaptureError(f"{key} is not a mapping", path=path, found=shown(content[key]))
+    for key, check in _CHECKS.items():
+        if key in content:
+            content[key] = check(key, content[key])
+    return CaptureConfig(folder=file.resolve().parent, **content)
+
+
+def _text(name: str, value: object) -> str:
+    return _arguments.text(name, value, error=CaptureError)
+
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    **dict.fromkeys(("store", "run", "name", "encoding", "mode", "device"), _text),
+    "uncovered": lambda name, value: _arguments.one_of(
+        name, value, ("dense", "error", "skip"), error=CaptureError
+    ),
+    "of": lambda name, value: _arguments.one_of(
+        name, value, ("loss", "output", None), error=CaptureError
+    ),
+    "task": lambda name, value: value if isinstance(value, Mapping) else _text(name, value),
+    "embeddings": lambda name, value: _arguments.texts(name, value, error=CaptureError),
+    "batch_size": lambda name, value: _arguments.count(
+        name, value, error=CaptureError, least=1, most=2**31 - 1
+    ),
+    "tolerance": lambda name, value: _arguments.number(name, value, error=CaptureError, least=0),
+}
+"""What each value of the file must be; the rest is checked by what it is given to."""
 
 
 def first_batch(loader: DataLoader[Any]) -> Any:
@@ -164,17 +216,34 @@ def first_batch(loader: DataLoader[Any]) -> Any:
     raise CaptureError("the data set is empty")
 
 
-def _imported(source: str, folder: Path) -> Any:
-    """What `module:name` names, also in files beside the configuration."""
-    import sys
+_WEIGHTS_CHECKS: dict[str, Callable[..., Any]] = {
+    "step": _arguments.count,
+    "lr": _arguments.number,
+}
 
-    module, _, name = source.partition(":")
-    if not name:
-        raise CaptureError(f"{source!r} names no function", expected="module:function")
-    sys.path.insert(0, str(folder))
+
+def _named(where: str, value: object) -> dict[str, Any]:
+    """A mapping whose keys are texts, as arguments are named."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise CaptureError(f"{where} is not a mapping of names", found=shown(value))
+    return dict(value)
+
+
+def _made(where: str, source: object, options: Mapping[str, Any], folder: Path) -> Any:
+    """What the function `module:name` returns for these options."""
+    return _called(
+        where, imported(_text(f"{where}: from", source), str(folder), error=CaptureError), options
+    )
+
+
+def _called(where: str, function: Any, options: Mapping[str, Any]) -> Any:
+    """What the function returns; arguments that it does not take are seen before it is called."""
+    if not callable(function):
+        raise CaptureError(f"{where}: this cannot be called", found=type(function).__name__)
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise CaptureError(f"{source!r} cannot be imported", found=str(error)) from error
-    finally:
-        sys.path.remove(str(folder))
+        inspect.signature(function).bind(**options)
+    except ValueError:
+        pass  # a function of C that does not say what it takes
+    except TypeError as error:
+        raise CaptureError(f"{where}: {error}", found=", ".join(options) or "no options") from error
+    return function(**options)

@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep.cli._edges import (
+    LARGEST,
+    LONGEST,
+    finite,
+    input_file,
+    input_folder,
+    output_folder,
+)
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import FarmError, StudyError
 
@@ -19,16 +27,26 @@ NameOption = Annotated[
     str | None, typer.Option("--name", help="Which models, if the store has several sets.")
 ]
 AttemptsOption = Annotated[
-    int, typer.Option("--attempts", min=1, help="How often a model is tried.")
+    int, typer.Option("--attempts", min=1, max=LARGEST, help="How often a model is tried.")
 ]
 MainOption = Annotated[
     str, typer.Option("--main", help="The module with main(*_, index, logdir), dotted.")
 ]
 TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout", help="Seconds that one model may take.")
+    float | None,
+    typer.Option(
+        "--timeout", min=0, max=LONGEST, callback=finite, help="Seconds that one model may take."
+    ),
 ]
 LeaseOption = Annotated[
-    float, typer.Option("--lease", help="Seconds without a sign of life until others take over.")
+    float,
+    typer.Option(
+        "--lease",
+        min=0,
+        max=LONGEST,
+        callback=finite,
+        help="Seconds without a sign of life until others take over.",
+    ),
 ]
 RetryOption = Annotated[
     bool, typer.Option("--retry-failed", help="Try again what failed as often as it may.")
@@ -48,10 +66,18 @@ def init(
         typer.Option("--from", help="Import a folder of .npy arrays, or the published data."),
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option("--alpha", help="Which share, of published data with several.")
+        float | None,
+        typer.Option(
+            "--alpha",
+            min=0,
+            max=1,
+            callback=finite,
+            help="Which share, of published data with several.",
+        ),
     ] = None,
     grow: Annotated[
-        int | None, typer.Option("--grow", min=1, help="Make room for so many models in all.")
+        int | None,
+        typer.Option("--grow", min=1, max=LARGEST, help="Make room for so many models in all."),
     ] = None,
     name: NameOption = None,
     json: JsonOption = False,
@@ -66,6 +92,10 @@ def init(
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
         raise StudyError("say one of --spec, --from and --grow", fix="for example --spec spec.json")
+    if spec is not None:
+        input_file(spec, error=StudyError)
+    if source is not None:
+        input_folder(source, error=StudyError)
     imported = 0
     chosen = study.MODELS if name is None else name
     if grow is not None:
@@ -93,7 +123,9 @@ def status(
     store: StoreArgument,
     name: NameOption = None,
     attempts: AttemptsOption = 3,
-    errors: Annotated[int, typer.Option("--errors", min=0, help="How many failures to show.")] = 5,
+    errors: Annotated[
+        int, typer.Option("--errors", min=0, max=LARGEST, help="How many failures to show.")
+    ] = 5,
     json: JsonOption = False,
 ) -> None:
     """Show how many models are done, running and failed, why, and how long the rest will take."""
@@ -126,6 +158,7 @@ def export(
     """Write the models that are done as .npy arrays with `_completed.npy`, as other tools read them."""
     from gradkeep.compat import datamodels as layouts
 
+    output_folder(folder, error=StudyError)
     done = layouts.export_folder(store, folder, name=name)
     if json:
         print_json({"folder": str(folder), "models": done})
@@ -158,7 +191,8 @@ def run(
     arguments: PassedArgument = None,
     name: NameOption = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="How many; by default one per core.")
+        int | None,
+        typer.Option("--workers", min=0, max=100_000, help="How many; by default one per core."),
     ] = None,
     engine: Annotated[str, typer.Option("--engine", help="local, ray or slurm.")] = "local",
     address: Annotated[
@@ -240,7 +274,7 @@ def _report(outcome: Outcome, *, as_json: bool) -> None:
         return
     print(outcome.progress)
     for item in outcome.failures[:5]:
-        lines = item.error.strip().splitlines()
+        lines = item.error.strip().splitlines() or ["nothing is known"]
         reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         print(f"model {item.row} failed {item.attempts} times: {reason}", file=sys.stderr)
     if outcome.failures:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
+import os
 import zipfile
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._arguments import shown, whole_numbers
 from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_file, input_text
+from gradkeep.cli._imports import imported
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
@@ -39,15 +41,27 @@ def fit(
     name: NameOption = None,
     masks: MasksOption = "masks",
     output: OutputOption = None,
-    penalty: Annotated[str, typer.Option("--penalty", help="l1, elastic, ridge or means.")] = "l1",
-    lambdas: Annotated[int, typer.Option("--lambdas", min=1, help="How many to try.")] = 20,
+    penalty: Annotated[
+        str | None,
+        typer.Option(
+            "--penalty",
+            help="l1, elastic, ridge or means; by default l1, with few models ridge.",
+            show_default=False,
+        ),
+    ] = None,
+    lambdas: Annotated[
+        int, typer.Option("--lambdas", min=1, max=10_000, help="How many to try.")
+    ] = 20,
     folds: Annotated[
-        int | None, typer.Option("--folds", min=2, help="Leave out all models in turn.")
+        int | None,
+        typer.Option("--folds", min=2, max=LARGEST, help="Leave out all models in turn."),
     ] = None,
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", help="Bytes to stay within, such as 4GiB.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Which models are left out.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Which models are left out.")
+    ] = 0,
     json: JsonOption = False,
 ) -> None:
     """Fit how each output depends on which training examples a model saw, from the models done."""
@@ -119,7 +133,9 @@ def analyze(
     store: StoreArgument,
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {_EVERY}.")],
     fit: Annotated[str | None, typer.Option("--fit", help="The name of a saved fit.")] = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="How many to show of each.")] = 10,
+    count: Annotated[
+        int, typer.Option("--count", min=1, max=LARGEST, help="How many to show of each.")
+    ] = 10,
     targets: Annotated[
         str | None, typer.Option("--targets", help="Of top and verify: which, such as 0,3,7.")
     ] = None,
@@ -150,10 +166,14 @@ def analyze(
         typer.Option("--study", help="Of verify: module:name of a Study, or of what makes it."),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Of verify: trainings of each set.")
+        int,
+        typer.Option("--repeats", min=1, max=LARGEST, help="Of verify: trainings of each set."),
     ] = 1,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Of verify: by default one per core.")
+        int | None,
+        typer.Option(
+            "--workers", min=0, max=MOST_WORKERS, help="Of verify: by default one per core."
+        ),
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", help="Of curve: numbers of models, such as 100,400.")
@@ -224,7 +244,7 @@ def _verified(
     output: str | None,
     **options: Any,
 ) -> VerifiedRemovals:
-    """Trainings without the sets that were given, or without the top examples of each target."""
+    """Trainings without the sets that were given, or the top examples of each target, and a control."""
     from gradkeep import datamodels
 
     study = _study_of(where)
@@ -233,7 +253,7 @@ def _verified(
     else:
         best = datamodels.top(found, count, targets=targets)
         sets = [ids[ids >= 0] for ids in best.positive]
-    return study.verify_removals(found, sets, output=output, **options)
+    return study.verify_removals(found, sets, output=output, control=True, **options)
 
 
 def _loaded(opened: Store, name: str | None, *, option: str = "--fit") -> Datamodels:
@@ -256,11 +276,13 @@ def _one_set(remove: list[str] | None) -> list[int]:
 
 def _numbers(what: str, given: str | None) -> list[int]:
     try:
-        return [int(word) for word in (given or "").split(",")]
+        numbers = [int(word) for word in (given or "").split(",")]
+        found: list[int] = whole_numbers(what, numbers, error=StudyError).tolist()
     except ValueError:
         raise StudyError(
-            f"--{what} is wrong", found=repr(given), expected="whole numbers, such as 0,3,7"
+            f"--{what} is wrong", found=shown(given), expected="whole numbers, such as 0,3,7"
         ) from None
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -276,9 +298,11 @@ def _plain(value: Any) -> Any:
 
 def _show(answer: Any) -> None:
     """Print an answer: records of arrays field by field, some in words of their own."""
-    from gradkeep.datamodels import Groups, TopExamples
+    from gradkeep.datamodels import Groups, TopExamples, VerifiedRemovals
 
-    if isinstance(answer, TopExamples):
+    if isinstance(answer, VerifiedRemovals):
+        print(answer)
+    elif isinstance(answer, TopExamples):
         for place, target in enumerate(answer.targets):
             best = ", ".join(_weighed(answer.positive, answer.positive_weights, place))
             worst = ", ".join(_weighed(answer.negative, answer.negative_weights, place))
@@ -327,11 +351,12 @@ def _labels_of(option: str, source: str | None) -> Any:
             f"--{option} is missing", expected="FILE.npy, FILE.npz:NAME, or a file of lines"
         )
     file, name = source, ""
-    if not Path(source).exists() and ".npz:" in source:
+    if ".npz:" in source and not os.path.exists(source):
         file, _, name = source.rpartition(":")
+    if not file.endswith((".npy", ".npz")):
+        return np.array(input_text(file, error=StudyError).splitlines())
+    input_file(file, error=StudyError)
     try:
-        if not file.endswith((".npy", ".npz")):
-            return np.array(Path(file).read_text().splitlines())
         with open(file, "rb") as opened:  # numpy leaves a broken archive open
             read = np.load(opened)
             if file.endswith(".npy"):
@@ -356,20 +381,13 @@ def _study_of(where: str | None) -> Study:
     """The study that `module:name` is or makes, also in modules of this folder."""
     from gradkeep.datamodels import Study
 
-    module, _, name = (where or "").partition(":")
-    if not name:
+    if where is None:
         raise StudyError(
             "which study trained these models? To train again, its data and training are needed",
-            found=where,
             expected="--study module:name, a Study or a function that returns it",
         )
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise StudyError("--study cannot be imported", path=where, found=error) from error
-    if callable(found):
+    found: Any = imported(where, "", error=StudyError)  # "": as `python -m` does
+    if callable(found) and not isinstance(found, type):
         found = found()
     if not isinstance(found, Study):
         raise StudyError("--study names no study", path=where, found=type(found).__name__)

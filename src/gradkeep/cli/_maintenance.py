@@ -10,6 +10,7 @@ import typer
 
 from gradkeep._display import format_size
 from gradkeep._progress import progress
+from gradkeep.cli._edges import LARGEST, input_folder
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StoreError
 
@@ -83,7 +84,10 @@ def _show(verdict: Verdict) -> None:
 def gc(
     store: StoreArgument,
     keep_versions: Annotated[
-        int, typer.Option("--keep-versions", min=1, help="How many versions of a block stay.")
+        int,
+        typer.Option(
+            "--keep-versions", min=1, max=LARGEST, help="How many versions of a block stay."
+        ),
     ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be removed.")
@@ -177,7 +181,7 @@ def trak(
     """Bring projected gradients, weights and scores of TRAK into a store; DIR is left as it is."""
     from gradkeep.compat.trak import import_save_dir
 
-    whole = folder.resolve()
+    whole = input_folder(folder, error=StoreError).resolve()
     target = store or str(whole.with_name(f"{whole.name}-gradkeep"))
     found = import_save_dir(folder, target, run=run)
     if json:

@@ -1,16 +1,12 @@
-"""What commands share: arguments that several take, answers to stdout, messages to stderr."""
+"""What commands share: arguments that several take, answers to stdout."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from gradkeep.errors import GradkeepError
 
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: its folder or URL.")
@@ -21,25 +17,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 def print_json(fields: Any) -> None:
     """Print one JSON document; what JSON has no number for becomes null."""
     print(json.dumps(_plain(fields), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def show_error(error: GradkeepError, *, as_json: bool) -> None:
-    """Print an error: a message to stderr, or a JSON document to stdout."""
-    if not as_json:
-        print(f"gradkeep: {error}", file=sys.stderr)
-        return
-    print_json(
-        {
-            "error": {
-                "type": type(error).__name__,
-                "message": error.what,
-                "path": error.path,
-                "found": None if error.found is None else str(error.found).strip(),
-                "expected": None if error.expected is None else str(error.expected),
-                "fix": error.fix,
-            }
-        }
-    )
 
 
 def _plain(value: Any) -> Any:

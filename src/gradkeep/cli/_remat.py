@@ -8,22 +8,35 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep.cli._output import (
-    JsonOption,
-    print_json,
-)
+from gradkeep.cli._edges import LONGEST, finite, input_file, output_file
+from gradkeep.cli._output import JsonOption, print_json
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
+_LARGEST_LIMIT = 1e9
 BudgetOption = Annotated[
     str | None,
     typer.Option("--budget", help="Bytes such as 2GiB, or a fraction of the peak such as 0.5."),
 ]
 RatioOption = Annotated[
-    float | None, typer.Option("--ratio", help="A fraction of the peak, as --budget takes it too.")
+    float | None,
+    typer.Option(
+        "--ratio",
+        min=0,
+        max=1000,
+        callback=finite,
+        help="A fraction of the peak, as --budget takes it too.",
+    ),
 ]
 LimitOption = Annotated[
-    float, typer.Option("--limit", help="More than so many times the base cost is thrashing.")
+    float,
+    typer.Option(
+        "--limit",
+        min=1,
+        max=_LARGEST_LIMIT,
+        callback=finite,
+        help="More than so many times the base cost is thrashing.",
+    ),
 ]
 
 
@@ -60,6 +73,9 @@ def simulate(
     from gradkeep.remat import Timeline, read_log, unlimited_peak
     from gradkeep.remat import simulate as run
 
+    input_file(log, error=RematError)
+    if timeline is not None:
+        output_file(timeline, error=RematError)
     program = read_log(log)
     peak = unlimited_peak(program)
     allowed = chosen_budget(peak, ratio=ratio, budget=budget)
@@ -113,7 +129,14 @@ def optimal(
     budget: BudgetOption = None,
     ratio: RatioOption = None,
     time_limit: Annotated[
-        float, typer.Option("--time-limit", help="Seconds for the integer program.")
+        float,
+        typer.Option(
+            "--time-limit",
+            min=0.001,
+            max=LONGEST,
+            callback=finite,
+            help="Seconds for the integer program.",
+        ),
     ] = 60.0,
     json: JsonOption = False,
 ) -> None:
@@ -126,6 +149,7 @@ def optimal(
     from gradkeep._budgets import format_bytes
     from gradkeep._display import text_table
 
+    input_file(log, error=RematError)
     program = remat.simplify(remat.read_log(log))
     graph = remat.Graph.of(remat.read_log(log))
     keep = remat.keep_all(graph)

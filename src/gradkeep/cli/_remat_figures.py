@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._arguments import shown
 from gradkeep._progress import progress
+from gradkeep.cli._edges import MOST_WORKERS, input_file, output_folder
 from gradkeep.cli._output import JsonOption, print_json
+from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
@@ -25,12 +28,13 @@ OutOption = Annotated[
 RatiosOption = Annotated[
     str, typer.Option("--ratios", help="Budgets as shares of the peak, with commas.")
 ]
-LimitOption = Annotated[
-    float, typer.Option("--limit", help="More than so many times the base cost is thrashing.")
-]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", help="How many processes; by default one per core.")
+    int | None,
+    typer.Option(
+        "--workers", min=1, max=MOST_WORKERS, help="How many processes; by default one per core."
+    ),
 ]
+_LARGEST_RATIO = 1000.0
 _RATIOS = "1.0,0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
 _LIVE_RATIOS = "0.9,0.8,0.7,0.6,0.5,0.4"
 _FEWER = "0.9,0.7,0.5,0.3"
@@ -66,7 +70,7 @@ def pareto(
         ),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Timed steps per measurement.")
+        int, typer.Option("--repeats", min=1, max=10_000, help="Timed steps per measurement.")
     ] = 5,
     limit: LimitOption = 2.0,
     workers: WorkersOption = None,
@@ -87,6 +91,7 @@ def pareto(
     budgets = _numbers(ratios)
     measured: list[SweepRow] = []
     if model:
+        output_folder(out, error=RematError)
         experiment = pareto_experiment(
             model,
             sizes=_sizes(size or []),
@@ -171,7 +176,12 @@ def experiments(
     ] = Path("experiments"),
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=1, help="Simulations at a time; by default one per core."),
+        typer.Option(
+            "--workers",
+            min=1,
+            max=MOST_WORKERS,
+            help="Simulations at a time; by default one per core.",
+        ),
     ] = None,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run trials again that failed before.")
@@ -186,6 +196,8 @@ def experiments(
     from gradkeep.compat.dtr.experiments import read_experiment, run_experiment
     from gradkeep.remat.simulator import sweep_sentences
 
+    input_file(config, error=RematError)
+    output_folder(out, error=RematError)
     experiment = read_experiment(config)
     for note in experiment.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -251,6 +263,8 @@ def _cases(
 ) -> list[SweepCase]:
     from gradkeep.remat.simulator import sweep_cases
 
+    for log in logs:
+        input_file(log, error=RematError)
     return sweep_cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
 
 
@@ -266,7 +280,7 @@ def _figure(
 ) -> None:
     from gradkeep.remat.simulator import draw_sweep, sweep, sweep_sentences, write_table
 
-    table = out / f"{name}.csv"
+    table = output_folder(out, error=RematError) / f"{name}.csv"
     with progress(name, "simulations") as report:
         rows = sweep(wanted, table, workers=workers, progress=report)
     rows += measured
@@ -312,9 +326,15 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[float]:
+    """Shares of the peak: one or more, each above 0."""
     try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
+        found = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found or not all(0 < ratio <= _LARGEST_RATIO for ratio in found):
         raise RematError(
-            "ratios are numbers with commas between them", found=text, expected=_RATIOS
-        ) from error
+            "ratios are numbers above 0 with commas between them",
+            found=shown(text),
+            expected=_RATIOS,
+        )
+    return found

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._arguments import shown
+from gradkeep.cli._door import given_code
+from gradkeep.cli._edges import input_file, output_file
 from gradkeep.cli._output import JsonOption, print_json
 from gradkeep.errors import RematError
 
@@ -33,7 +36,10 @@ def record(
     log: Annotated[Path, typer.Option("--log", help="Where the log goes.")] = Path("step.log"),
     function: FunctionOption = "step",
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Times to run it; the least times are kept.")
+        int,
+        typer.Option(
+            "--repeats", min=1, max=10_000, help="Times to run it; the least times are kept."
+        ),
     ] = 3,
     json: JsonOption = False,
 ) -> None:
@@ -44,14 +50,15 @@ def record(
     from gradkeep._budgets import format_bytes
     from gradkeep.remat import read_log, unlimited_peak
 
+    output_file(log, error=RematError)
     step = step_of(script, function)
-    step()
+    run_step(step, script)
     from gradkeep.remat import record as recorder_for  # loads torch
 
     recorder = recorder_for(log)
     for _ in range(repeats):
         with recorder:
-            step()
+            run_step(step, script)
     program = read_log(log)
     peak = unlimited_peak(program)
     if json:
@@ -82,7 +89,7 @@ def plan(
     ] = None,
     function: FunctionOption = "step",
     recordings: Annotated[
-        int, typer.Option("--recordings", min=2, help="Times to run it, recorded.")
+        int, typer.Option("--recordings", min=2, max=1000, help="Times to run it, recorded.")
     ] = 3,
     save: Annotated[
         Path | None,
@@ -91,21 +98,25 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Show budget against slowdown, and the floor, for the function `step()` of a script."""
-    from gradkeep._budgets import format_bytes
+    from gradkeep._budgets import format_bytes, parse_budget
     from gradkeep._display import text_table
 
+    if save is not None and budget is None:
+        raise typer.BadParameter("--save needs --budget")
+    if save is not None:
+        output_file(save, error=RematError)
+    if budget is not None:
+        parse_budget(budget)
     step = step_of(script, function)
-    step()
+    run_step(step, script)
     from gradkeep.remat import memory_budget  # loads torch
 
     whole = memory_budget(1.0, recordings=recordings)
     for _ in range(recordings):
         with whole.step():
-            step()
+            run_step(step, script)
     about = whole.explain()
     points = whole.curve(FRACTIONS)
-    if save is not None and budget is None:
-        raise typer.BadParameter("--save needs --budget")
     if not json:
         # First, so that it can also be seen when the budget is below the floor.
         print(
@@ -154,13 +165,19 @@ def _lines(points: Sequence[BudgetPoint]) -> list[tuple[str, str, str]]:
 
 def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:
     """The function of that name in a Python file; the file is run, but not as `__main__`."""
-    path = Path(script)
-    if not path.is_file():
-        raise RematError("there is no such script", path=path)
+    path = input_file(script, error=RematError)
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
+        compile(path.read_bytes(), str(path), "exec")
         names = runpy.run_path(str(path), run_name="__gradkeep__")
+    except (SyntaxError, ValueError) as error:
+        if given_code(error):
+            raise
+        said = str(error)
+        raise RematError("this is no Python script", path=path, found=said) from error
+    except SystemExit as error:
+        raise _ended(path, error) from error
     finally:
         sys.path.remove(folder)
     found = names.get(function)
@@ -177,3 +194,21 @@ def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[
         )
     step: Callable[[], Any] = found
     return step
+
+
+def run_step(step: Callable[[], Any], script: str | os.PathLike[str]) -> None:
+    """One step of the script; it may not end the whole process."""
+    try:
+        step()
+    except SystemExit as error:
+        raise _ended(script, error) from error
+
+
+def _ended(script: str | os.PathLike[str], error: SystemExit) -> RematError:
+    return RematError(
+        "the script ended itself",
+        path=script,
+        found=f"sys.exit({'' if error.code is None else shown(error.code)})",
+        expected="a function that does one training step and returns",
+        fix='put what ends it under `if __name__ == "__main__":`',
+    )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import Examples, Scaling, channels_first, check_labels, whole_labels
-from gradkeep.data._names import known_name
+from gradkeep.data._names import check_name, known_name
 from gradkeep.data._npz import read_npz
 from gradkeep.errors import DataError
 
@@ -98,6 +99,7 @@ _PIXELS = 3 * 32 * 32
 CIFAR10 = Scaling((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
+@checked(DataError)
 def load_cifar10(
     path: str | os.PathLike[str], *, split: str = "train", normalise: bool = True
 ) -> Examples:
@@ -108,6 +110,7 @@ def load_cifar10(
     """
     known_name(split, _BATCHES, what="split", path=path)
     place = Path(path)
+    check_name(place, "")
     if place.is_file():
         arrays = read_npz(place, f"x_{split}", f"y_{split}")
         images, values = arrays[f"x_{split}"], arrays[f"y_{split}"]

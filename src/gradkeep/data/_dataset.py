@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._annotations import checked
 from gradkeep.data._cifar10 import load_cifar10
 from gradkeep.data._digits import load_digit_images
 from gradkeep.data._idx import load_idx
@@ -35,6 +36,7 @@ _KINDS: dict[str, Callable[..., Dataset]] = {
 }
 
 
+@checked(DataError)
 def dataset(
     kind: str, path: str | os.PathLike[str] | None = None, split: str = "train", **options: Any
 ) -> Dataset:

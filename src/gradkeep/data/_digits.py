@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.data._examples import Examples
 from gradkeep.data._names import known_name
-from gradkeep.errors import MissingExtra
+from gradkeep.errors import DataError, MissingExtra
 
 _TRAIN = 1437
 
@@ -39,6 +41,7 @@ class Digits:
         return digest.hexdigest()
 
 
+@checked(DataError)
 def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     """The digits that scikit-learn ships, with a share of the training labels made wrong.
 
@@ -46,6 +49,8 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     >>> digits.train_images.shape, int(digits.planted.sum())
     ((1437, 64), 115)
     """
+    _arguments.fraction("wrong_labels", wrong_labels, error=DataError)
+    _arguments.count("seed", seed, error=DataError)
     try:
         import sklearn.datasets
     except ImportError as error:
@@ -69,6 +74,7 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
 _MEAN, _STD = 0.3053, 0.3761
 
 
+@checked(DataError)
 def load_digit_images(
     *, split: str = "train", normalise: bool = True, wrong_labels: float = 0.0, seed: int = 0
 ) -> Examples:

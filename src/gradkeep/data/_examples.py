@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import check_fields
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,12 +29,23 @@ class Scaling:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
+    def __post_init__(self) -> None:
+        for value in (*_numbers("mean", self.mean), *_numbers("std", self.std)):
+            _arguments.number("mean or std", value, error=DataError)
+        for value in self.std:
+            _arguments.number("std", value, error=DataError, above=0)
+
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Scale pixels `[..., C, H, W]`."""
         import torch
 
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         return (pixels.to(torch.float32) / 255 - mean) / std
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    kinds: tuple[type[tuple[float, ...]], ...] = (tuple,)
+    return _arguments.instance(name, values, kinds, error=DataError, expected="a tuple of numbers")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +68,9 @@ class Examples:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, DataError)
+        if self.inputs.ndim == 0:
+            raise DataError("inputs are one per row", found="a single number")
         check_labels(self.labels, rows=len(self.inputs), classes=self.classes)
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import (
     Examples,
     Scaling,
@@ -19,7 +20,7 @@ from gradkeep.data._examples import (
     numbered,
     whole_labels,
 )
-from gradkeep.data._names import known_name
+from gradkeep.data._names import check_name, known_name
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
 MNIST = Scaling((0.1307,), (0.3081,))
 
 
+@checked(DataError)
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     """The array in an idx file, in this machine's byte order.
 
@@ -65,6 +67,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     return values.astype(dtype.newbyteorder("="))
 
 
+@checked(DataError)
 def load_idx(
     path: str | os.PathLike[str],
     *,
@@ -116,6 +119,7 @@ def _find(folder: Path, split: str, kind: str, name: str | None) -> Path:
         stems = [f"{prefix}-{kind}" for prefix in _PREFIXES[split]]
         plain = [f"{stem}{joint}{dims}-ubyte" for stem in stems for joint in "-."]
         names = [*plain, *(f"{one}.gz" for one in plain)]
+    check_name(folder, name or "")
     for one in names:
         if (folder / one).is_file():
             return folder / one

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import Scaling
+from gradkeep.data._names import check_name
 from gradkeep.errors import DataError, MissingExtra
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class ImageFolder:
         return image.crop((left, top, left + self.crop, top + self.crop))
 
 
+@checked(DataError)
 def load_image_folder(
     path: str | os.PathLike[str],
     *,
@@ -120,6 +123,7 @@ def load_image_folder(
 
 def _top(path: Path, split: str) -> Path:
     """The folder of the split; one that is not divided is all for training."""
+    check_name(path, split)
     if (path / split).is_dir():
         return path / split
     there = [name for name in _SPLITS if (path / name).is_dir()]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.data._examples import (
     Examples,
     Scaling,
@@ -44,6 +45,7 @@ def read_npz(
         raise DataError("the .npz file cannot be read", path=path, found=error) from error
 
 
+@checked(DataError)
 def load_npz(
     path: str | os.PathLike[str],
     *,

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.data._examples import Examples, check_labels, whole_labels
-from gradkeep.data._names import known_name
+from gradkeep.data._names import check_name, known_name
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,9 +58,15 @@ class Vocabulary:
         object.__setattr__(self, "_numbers", numbers)
 
     @classmethod
+    @checked(DataError)
     def build(cls, texts: Iterable[str], *, size: int = 10_000, least: int = 1) -> Self:
         """The most frequent words, at most `size` with the special ones, seen `least` times."""
-        counts = Counter(word for text in texts for word in split_words(text))
+        _arguments.count("size", size, error=DataError)
+        _arguments.count("least", least, error=DataError)
+        given = texts if isinstance(texts, list | tuple) else _listed(texts)
+        for text in given:
+            _arguments.instance("texts", text, str, error=DataError)
+        counts = Counter(word for text in given for word in split_words(text))
         # Ties by the alphabet: the order of the texts must not matter.
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         kept = [word for word, count in ranked if count >= least]
@@ -67,6 +75,7 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.words)
 
+    @checked(DataError)
     def encode(
         self, texts: Sequence[str], *, length: int
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
@@ -82,9 +91,19 @@ class Vocabulary:
             mask[row, : len(found)] = 1
         return ids, mask
 
+    @checked(DataError)
     def decode(self, ids: Iterable[int]) -> str:
         """The words of one row, without padding."""
-        return " ".join(self.words[number] for number in map(int, ids) if number != PAD)
+        most = len(self.words) - 1
+        numbers = _arguments.whole_numbers("ids", _listed(ids), error=DataError, most=most)
+        return " ".join(self.words[number] for number in numbers if number != PAD)
+
+
+def _listed(values: Iterable[Any]) -> Any:
+    """The values in memory; arrays and tensors as they are."""
+    if getattr(values, "shape", None) == ():
+        raise _arguments.refused("it", values, error=DataError, expected="several, not one")
+    return values if hasattr(values, "shape") else list(values)
 
 
 def split_words(text: str) -> list[str]:
@@ -126,6 +145,7 @@ class Texts:
         }
 
 
+@checked(DataError)
 def load_agnews(
     path: str | os.PathLike[str],
     *,
@@ -168,6 +188,7 @@ def load_agnews(
 
 
 def _file(path: Path, split: str) -> Path:
+    check_name(path, split)
     if path.is_file():
         return path
     for suffix in _SUFFIXES:
@@ -241,6 +262,7 @@ def _clean(text: str) -> str:
     return html.unescape(_ENTITY.sub(r"&\1;", text))
 
 
+@checked(DataError)
 def load_characters(
     path: str | os.PathLike[str],
     *,

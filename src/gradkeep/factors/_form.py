@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import torch
 
-from gradkeep.errors import QueryError
+from gradkeep import _arguments
+from gradkeep._annotations import check_fields
+from gradkeep.errors import GradkeepError, QueryError
 from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import Tensor
 
@@ -45,6 +48,11 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, QueryError)
+        for size in self.shape:
+            _arguments.count("shape", size, error=QueryError)
 
     @property
     def size(self) -> int:
@@ -389,26 +397,41 @@ def form_to_fields(form: Form[Any]) -> dict[str, Any]:
 
 def form_of_kinds(fields: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> Any:
     """The form from its JSON fields, if it is of one of these kinds."""
+    if not isinstance(fields, Mapping):
+        raise _arguments.refused(
+            "fields", fields, error=QueryError, expected="a mapping from names"
+        )
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise QueryError(
             "factors are kept in a form that this version does not know",
-            found=kind,
+            found=_arguments.shown(kind),
             expected=f"one of {', '.join(kinds)}",
             fix="upgrade gradkeep, or capture again",
         )
-    values: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name == "kind":
-            continue
-        if name == "parameters":
-            value = tuple(Parameter(full, tuple(shape)) for full, shape in value)
-        elif isinstance(value, dict):
-            value = form_of_kinds(value, kinds)
-        elif isinstance(value, list):
-            value = tuple(value)
-        values[name] = value
-    return kinds[kind](**values)
+    try:
+        values = {
+            name: _value(name, value, kinds) for name, value in fields.items() if name != "kind"
+        }
+        made = kinds[kind](**values)
+        check_fields(made, QueryError)
+    except GradkeepError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise QueryError(
+            f"the form {kind!r} of a layer is not as it is written",
+            found=_arguments.shown(dict(fields)),
+            fix="gradkeep verify STORE, or capture again",
+        ) from error
+    return made
+
+
+def _value(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
+    if name == "parameters":
+        return tuple(Parameter(full, tuple(shape)) for full, shape in value)
+    if isinstance(value, dict):
+        return form_of_kinds(value, kinds)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def widened(values: Tensor) -> Tensor:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.errors import MissingExtra
+from gradkeep import _arguments
+from gradkeep.errors import FarmError, MissingExtra
+from gradkeep.farm._failure_text import current_failure
+from gradkeep.farm._job import check_workers
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._process import stop_on_signals
 from gradkeep.farm._worker import broken_worker, work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from gradkeep.farm._job import JobSpec
 
@@ -34,6 +37,13 @@ class RayCluster:
     cpus: float = 1.0
     """Cores per worker."""
     gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.address is not None:
+            _arguments.text("address", self.address, error=FarmError)
+        check_workers(self.workers)
+        _arguments.number("cpus", self.cpus, error=FarmError, above=0)
+        _arguments.number("gpus", self.gpus, error=FarmError, least=0)
 
     @property
     def num_workers(self) -> int:
@@ -103,7 +113,7 @@ def _actor_class(ray: Any) -> type:
             try:
                 work(self._spec, stopped=self._asked.is_set)
             except Exception:
-                return traceback.format_exc()
+                return current_failure()
             return None
 
         @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -135,6 +145,15 @@ class Slurm:
     folder: str = "submitit"
     cluster: str = "slurm"
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, least=1)
+        _arguments.text("folder", self.folder, error=FarmError)
+        _arguments.text("cluster", self.cluster, error=FarmError)
+        if not isinstance(self.parameters, Mapping):
+            raise _arguments.refused(
+                "parameters", self.parameters, error=FarmError, expected="a mapping from names"
+            )
 
     @property
     def num_workers(self) -> int:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gradkeep.store as stores
+from gradkeep import _arguments
 from gradkeep.errors import FarmError
 
 if TYPE_CHECKING:
     from gradkeep.store import Durability, Rows
+
+MOST_WORKERS = 100_000
+"""Of all machines together."""
+_LARGEST = 2**31 - 1
+_LONGEST = 10 * 365 * 86400.0
+_DURABILITIES = ("full", "process")
 
 Job = Callable[[Sequence[int]], Sequence[Mapping[str, Any]]]
 """Computes rows: gets their numbers, returns the arrays of each, in the same order."""
@@ -45,12 +51,17 @@ class JobSpec:
     durability: Durability = "full"
 
     def __post_init__(self) -> None:
+        for name in ("store", "rows"):
+            _arguments.text(name, getattr(self, name), error=FarmError)
+        _arguments.instance("job", self.job, bytes, error=FarmError)
         for name in ("batch", "max_attempts", "threads", "give_up_after"):
-            _check(name, getattr(self, name), least=1)
+            value = getattr(self, name)
+            _arguments.count(name, value, error=FarmError, least=1, most=_LARGEST)
         for name in ("timeout", "lease_seconds", "grace"):
             value = getattr(self, name)
-            if value is not None:
-                _check(name, value, least=0.0)
+            if value is not None or name != "timeout":
+                _arguments.number(name, value, error=FarmError, least=0, most=_LONGEST)
+        _arguments.one_of("durability", self.durability, _DURABILITIES, error=FarmError)
 
     def open_rows(self) -> Rows:
         """The rows, opened in this process."""
@@ -82,6 +93,7 @@ def packed_job(job: Job) -> bytes:
     return packed
 
 
-def _check(name: str, value: float, *, least: float) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise FarmError(f"{name} cannot be {value!r}", expected=f"a number of at least {least:g}")
+def check_workers(workers: object, *, least: int = 0, most: int = MOST_WORKERS) -> None:
+    """Refuse a number of workers that is none, or that no cluster has."""
+    if workers is not None or least:
+        _arguments.count("workers", workers, error=FarmError, least=least, most=most)

@@ -10,11 +10,11 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import FarmError
+from gradkeep.farm._job import check_workers
 from gradkeep.farm._process import StopRequest, cores, environment, stop_on_signals
 from gradkeep.farm._worker import (
     BROKEN,
     STOPPED,
-    TIMED_OUT,
     WorkerMessage,
     broken_worker,
     work_in_process,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _TICK = 0.2
 _FAILED_STARTS = 20
+_MOST_PROCESSES = 1024
+"""More on one machine are a slip of the finger."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _Worker:
     ready: bool = False
     leases: tuple[Lease, ...] = ()
     broken: str | None = None
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class LocalProcesses:
     """Spawned processes on this machine: `workers` of them, one per core by default."""
 
     workers: int | None = None
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, most=_MOST_PROCESSES)
 
     @property
     def num_workers(self) -> int:
@@ -126,6 +132,8 @@ class _Supervisor:
                     worker.ready, self._failed_starts = True, 0
                 elif message.kind == "holds":
                     worker.leases = message.leases
+                elif message.kind == "finished":
+                    worker.finished = True
                 else:
                     worker.broken = message.text
         except (EOFError, OSError):
@@ -137,13 +145,11 @@ class _Supervisor:
         code = process.exitcode
         worker.connection.close()
         process.close()
-        if code in (0, STOPPED):
-            return
         if code == BROKEN and worker.broken is not None:
             raise broken_worker("a worker", worker.broken)
-        if code != TIMED_OUT:
-            self._record_death(worker, code)
-        if self._stopping:
+        # Whatever its code says: rows that it still held were not delivered.
+        self._record_death(worker, code)
+        if worker.finished or self._stopping or (code == STOPPED and not worker.leases):
             return
         self._check_hope(worker, code)
         self._workers.append(self._start())
@@ -157,7 +163,7 @@ class _Supervisor:
 
     def _check_hope(self, worker: _Worker, code: int | None) -> None:
         # Killed by a signal before it had a row says little about the next one; an error does.
-        by_itself = code is not None and code > 0
+        by_itself = code is not None and code >= 0
         self._deaths += by_itself or bool(worker.leases)
         self._failed_starts += 0 if worker.ready else _FAILED_STARTS if by_itself else 1
         barren = self._deaths >= self._spec.give_up_after
@@ -191,8 +197,6 @@ class _Supervisor:
 
 
 def _describe(code: int | None) -> str:
-    if code == TIMED_OUT:
-        return "a job that took too long"
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -20,6 +20,10 @@ _THREAD_VARIABLES = (
 )
 
 
+_changing_environment = threading.Lock()
+"""Runs in several threads would else take each other's numbers for what was there before."""
+
+
 @dataclass(slots=True)
 class StopRequest:
     """How often, and by which signal, somebody asked to stop."""
@@ -80,16 +84,17 @@ def cores() -> int:
 @contextmanager
 def environment(threads: int) -> Iterator[None]:
     """Processes that are started in this context find the number in their environment."""
-    before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with _changing_environment:
+        before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def pin(threads: int) -> None:

@@ -7,6 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradkeep._annotations import checked
+from gradkeep.errors import FarmError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -57,6 +60,7 @@ class Progress:
         return ", ".join(parts)
 
 
+@checked(FarmError)
 def format_seconds(seconds: float) -> str:
     """A duration as a person says it.
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import gradkeep.store as stores
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import Conflict, FarmError
 from gradkeep.farm._clusters import RayCluster, Slurm
-from gradkeep.farm._job import Job, JobSpec, packed_job
+from gradkeep.farm._job import Job, JobSpec, check_workers, packed_job
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._process import stop_on_signals
 from gradkeep.farm._progress import Progress, progress_of
@@ -29,6 +31,7 @@ _ENGINES: dict[str, type[LocalProcesses | RayCluster | Slurm]] = {
     "slurm": Slurm,
 }
 _REPORT_SHARE = 20
+_LIMITS = ("batch", "timeout", "max_attempts", "lease_seconds", "grace", "give_up_after")
 
 
 class Engine(Protocol):
@@ -79,14 +82,16 @@ class Outcome:
         return self.progress.complete
 
 
+@checked(FarmError)
 def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     """An engine by its name: `local`, `ray` or `slurm`, with its options.
 
     >>> engine("local", workers=2).num_workers
     2
     """
-    if name not in _ENGINES:
-        raise FarmError("no such engine", found=name, expected=", ".join(_ENGINES))
+    if not isinstance(name, str) or name not in _ENGINES:
+        found = _arguments.shown(name)
+        raise FarmError("no such engine", found=found, expected=", ".join(_ENGINES))
     kind = _ENGINES[name]
     known = [item.name for item in dataclasses.fields(kind)]
     unknown = sorted(set(options) - set(known))
@@ -97,6 +102,7 @@ def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     return kind(**options)
 
 
+@checked(FarmError)
 def run(
     store: Store | str | os.PathLike[str],
     rows: str,
@@ -130,8 +136,18 @@ def run(
             found=f"workers={workers} and engine={engine!r}",
             fix="say one of them",
         )
+    check_workers(workers)
+    _arguments.function("job", job, error=FarmError)
+    if progress is not None:
+        _arguments.function("progress", progress, error=FarmError)
+    if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
+        raise _arguments.refused(
+            "engine", engine, error=FarmError, expected="farm.engine(...), or your own with run()"
+        )
+    for name in limits:
+        _arguments.one_of("a limit", name, _LIMITS, error=FarmError)
     store = store if isinstance(store, stores.Store) else stores.open(store, create=False)
-    opened = store.rows(rows)
+    opened = store.rows(_arguments.text("rows", rows, error=FarmError))
     place = LocalProcesses(workers) if engine is None else engine
     spec = JobSpec(
         store=store.location,

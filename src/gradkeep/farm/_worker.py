@@ -13,14 +13,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gradkeep.errors import FarmError, LeaseLost, StoreError, WriteFailed
+from gradkeep.farm._failure_text import current_failure, failure_text
 from gradkeep.farm._process import pin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from gradkeep.farm._job import Job, JobSpec
@@ -42,7 +44,7 @@ def broken_worker(who: str, text: str) -> FarmError:
     """The error for what made it impossible for a worker to go on, with its traceback."""
     return FarmError(
         f"{who} could not go on",
-        found="\n" + text.rstrip(),
+        found="\n" + failure_text(text.rstrip()),
         fix="repair what it says and run again: what is done stays done",
     )
 
@@ -126,10 +128,10 @@ class Puller:
             result = results if isinstance(results, str) else [results[place]]
             self._settle(number, result, keeper)
 
-    def _attempt(self, numbers: Sequence[int]) -> Sequence[Mapping[str, Any]] | str:
+    def _attempt(self, numbers: Sequence[int]) -> list[Any] | str:
         """The results, or the traceback of what went wrong."""
         try:
-            results = self.job(numbers)
+            results = self._listed(self.job(numbers))
             if len(results) != len(numbers):
                 raise FarmError(
                     "the job returned another number of results than it got rows",
@@ -137,8 +139,17 @@ class Puller:
                     expected=len(numbers),
                 )
         except (Exception, SystemExit):
-            return traceback.format_exc()
+            return current_failure()
         return results
+
+    def _listed(self, results: Any) -> list[Any]:
+        if isinstance(results, str | bytes | Mapping):
+            raise FarmError(
+                "the job returned no list of results",
+                found=type(results).__name__,
+                expected="one mapping from names to arrays for each row",
+            )
+        return list(results)
 
     def _settle(self, number: int, result: Any, keeper: LeaseKeeper) -> None:
         error = result if isinstance(result, str) else None
@@ -151,7 +162,7 @@ class Puller:
                 self.rows.release(lease)
                 raise
             except Exception:
-                error = traceback.format_exc()
+                error = current_failure()
         if error is not None:
             self.rows.fail(lease, f"{error.rstrip()}\nafter {keeper.seconds:.3g} s by {self.owner}")
         keeper.settled()
@@ -262,6 +273,7 @@ class LeaseKeeper:
         elif self._stop_seen and now - self._stop_seen > spec.grace:
             for lease in self._leases.values():
                 self._rows.release(lease)
+            self._beat(())
             self._end("stopped")
         elif now - self._renewed > spec.lease_seconds / 3:
             self._renewed = now
@@ -282,9 +294,13 @@ class LeaseKeeper:
             f"TimeoutError: {describe_rows(list(self._leases))} took longer than "
             f"{self._spec.timeout:g} s each"
         )
+        unrecorded = []
         for lease in self._leases.values():
-            with contextlib.suppress(StoreError, OSError):
-                self._rows.fail(lease, text)
+            try:
+                self._rows.fail(lease, failure_text(text))
+            except (StoreError, OSError):
+                unrecorded.append(lease)
+        self._beat(unrecorded)  # whoever started us may record it
         self._end("timeout")
 
 
@@ -304,7 +320,7 @@ def describe_rows(rows: Sequence[int]) -> str:
 class WorkerMessage:
     """What a worker tells the process that started it."""
 
-    kind: Literal["ready", "holds", "broken"]
+    kind: Literal["ready", "holds", "finished", "broken"]
     leases: tuple[Lease, ...] = ()
     text: str = ""
 
@@ -328,6 +344,8 @@ def work_in_process(spec: JobSpec, connection: Connection) -> None:
             ready=lambda: send(WorkerMessage("ready")),
             beat=lambda leases: send(WorkerMessage("holds", tuple(leases))),
         )
+        # An exit code of 0 alone says nothing: a job may have ended the process with it.
+        send(WorkerMessage("finished"))
     except BaseException:
-        send(WorkerMessage("broken", text=traceback.format_exc()))
+        send(WorkerMessage("broken", text=current_failure()))
         os._exit(BROKEN)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gradkeep._annotations import check_fields, checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors import Dense, ProductSize
@@ -47,6 +48,9 @@ class GradientPair:
     train: Gradients
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_fields(self, QueryError)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProductTile:
@@ -60,6 +64,7 @@ class ProductTile:
 class ProductEngine:
     """A question about some pairs, planned; `tiles` computes it."""
 
+    @checked(QueryError)
     def __init__(
         self,
         pairs: Sequence[GradientPair],
@@ -262,9 +267,10 @@ def _mapped(side: Gradients) -> int:
     return max((entry.bytes for entry in side.block.manifest.segments), default=0)
 
 
+@checked(QueryError)
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
-    if not pairs:
+    if len(pairs) == 0:
         raise QueryError("no gradients to compare")
     for pair in pairs:
         queries, train = pair.queries, pair.train
@@ -337,6 +343,7 @@ class MemoryShares:
     total: int
 
 
+@checked(QueryError)
 def memory_shares(
     budget: float | str | None,
     *,

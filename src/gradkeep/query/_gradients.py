@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep._public import renamed_arguments
 from gradkeep.errors import MissingRows, NotSealed, QueryError
 from gradkeep.factors import form_from_fields
@@ -73,6 +75,7 @@ class Gradients:
         """P, the number of parameters of the chosen layers."""
         return sum(form.gradient_size for form in self.forms.values())
 
+    @checked(QueryError)
     def column(self, name: str) -> Any:
         """A kept value of every row `[N]`: `loss`, `label`, `norm`, ..."""
         return self.block.column(name)
@@ -83,6 +86,7 @@ class Gradients:
             return None
         return torch.from_numpy(np.array(self.block.column("slope"), np.float32))
 
+    @checked(QueryError)
     def norms(self, *, per_layer: bool = False) -> torch.Tensor:
         """The lengths of the gradients `[N]`, or `[N, L]` per layer; read, not computed."""
         all_layers = [layer.name for layer in self.block.schema.layers]
@@ -93,29 +97,37 @@ class Gradients:
             parts = parts * slopes.abs().unsqueeze(1)
         return parts if per_layer else parts.double().square().sum(1).sqrt().float()
 
+    @checked(QueryError)
     def rows(self, positions: Any) -> FactorBatch:
         """The factors of the rows at these positions, in this order."""
-        wanted = np.asarray(positions, np.int64)
+        wanted = _arguments.whole_numbers(
+            "positions", positions, error=QueryError, most=max(0, len(self) - 1)
+        )
         batch = self.block.read_rows(wanted, self._arrays())
         factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
         return FactorBatch(0, len(wanted), factors)
 
+    @checked(QueryError)
     def stream(self, batch_rows: int) -> Iterator[FactorBatch]:
         """All rows in order, up to `batch_rows` at a time."""
+        _arguments.count("batch_rows", batch_rows, error=QueryError, least=1)
         for batch in self.block.stream(self._arrays(), batch_rows=batch_rows):
             factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
             yield FactorBatch(batch.first_row, batch.first_row + len(batch.ids), factors)
 
+    @checked(QueryError)
     def positions(self, ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Where the rows with these ids are."""
+        wanted = _arguments.whole_numbers("ids", ids, error=QueryError, least=-_arguments.LARGEST)
         try:
-            return self.block.positions(ids)
+            return self.block.positions(wanted)
         except MissingRows as error:
             raise QueryError(
                 f"{error.found} in {self.key.split}",
                 found=f"ids {self.ids[:3].tolist()} ... {self.ids[-1:].tolist()}",
             ) from error
 
+    @checked(QueryError)
     def restore(self, ids: Any) -> dict[str, torch.Tensor]:
         """The gradients of these rows, one tensor `[B, *shape]` per parameter.
 
@@ -173,6 +185,7 @@ def gradients(
 
 
 @renamed_arguments(checkpoint="checkpoints")
+@checked(QueryError)
 def gradients(
     store: Store | str | os.PathLike[str],
     *,
@@ -199,6 +212,7 @@ def gradients(
     return gradients_of(open_capture(opened, key), key, layers, of)
 
 
+@checked(QueryError)
 def open_capture(store: Store, key: CaptureKey) -> Block:
     """Everything that a finished capture keeps, or an error that says how to get it."""
     if not store.has(key):
@@ -213,6 +227,7 @@ def open_capture(store: Store, key: CaptureKey) -> Block:
         ) from error
 
 
+@checked(QueryError)
 def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: GradientOf) -> Gradients:
     """The gradients that an open capture holds."""
     kept_layers = [_KeptLayer(layer) for layer in block.schema.layers if layer.form]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from gradkeep import _arguments
 
 if TYPE_CHECKING:
     import builtins
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 LayerChoice = str | type | Sequence[str | type] | None
 """`"fc*"`, `nn.Linear`, `"Linear"`, `"!*.bias"`, several of them, None for all."""
+
+
+_EXPECTED = "a name, a glob, a type, or a list of such"
 
 
 class NamedLayer(Protocol):
@@ -45,7 +50,10 @@ def select_layers(
     """
     if choice is None:
         return list(layers)
-    wanted: list[str | type] = [choice] if isinstance(choice, str | type) else list(choice)
+    several: Any = choice if isinstance(choice, list | tuple | set | frozenset) else [choice]
+    wanted: list[str | type] = list(several)
+    for item in wanted:
+        _arguments.instance("layers", item, (str, type), error=error, expected=_EXPECTED)
     keep = [False] * len(layers)
     if wanted and all(isinstance(item, str) and item.startswith("!") for item in wanted):
         keep = [True] * len(layers)
@@ -78,10 +86,10 @@ def _nothing(
 ) -> GradkeepError:
     names = [layer.names[0] for layer in layers]
     types = sorted({layer.type for layer in layers})
-    shown = pattern if isinstance(pattern, str) else pattern.__name__
-    near = difflib.get_close_matches(shown, [*names, *types], n=3, cutoff=0.4)
+    asked = pattern if isinstance(pattern, str) else pattern.__name__
+    near = difflib.get_close_matches(asked[:200], [*names, *types], n=3, cutoff=0.4)
     return error(
-        f"no layer matches {shown!r}",
+        f"no layer matches {_arguments.shown(asked)}",
         found=f"{len(names)} layers: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}",
         expected=f"a name, a glob such as 'layer4.*', or a type of {', '.join(types)}",
         fix=f"did you mean {' or '.join(near)}? {hint}" if near else hint,

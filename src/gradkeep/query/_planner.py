@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gradkeep._annotations import checked
 from gradkeep._budgets import format_bytes
 from gradkeep._public import renamed_attribute
 from gradkeep.errors import QueryError
@@ -77,6 +78,7 @@ class ComputeChoice:
     alternatives: Mapping[Compute, Cost]
 
 
+@checked(QueryError)
 def choose_compute(
     form: AnyForm,
     load: ProductSize,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep._public import renamed_arguments
 from gradkeep.errors import QueryError
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
@@ -51,6 +53,7 @@ Side = Gradients | Sequence[Gradients]
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def dot(
     queries: Side,
     train: Side,
@@ -79,6 +82,7 @@ def dot(
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def cosine(
     queries: Side,
     train: Side,
@@ -97,6 +101,7 @@ def cosine(
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def gram(
     gradients: Gradients, *, compute: ComputeWish = None, memory_budget: float | str | None = None
 ) -> Products:
@@ -105,6 +110,7 @@ def gram(
 
 
 @renamed_arguments(plan="compute")
+@checked(QueryError)
 def top(
     queries: Side,
     train: Side,
@@ -215,14 +221,16 @@ def _inverse(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(queries: Side, train: Side, weights: Sequence[float] | None) -> list[GradientPair]:
-    asked = [queries] if isinstance(queries, Gradients) else list(queries)
-    rows = [train] if isinstance(train, Gradients) else list(train)
+    asked, rows = _listed("queries", queries), _listed("train", train)
     if len(asked) != len(rows):
         raise QueryError(
             "queries and training rows at different numbers of checkpoints",
             found=f"{len(asked)} and {len(rows)}",
             fix="pass one capture of each per checkpoint, in the same order",
         )
+    for side, given in (("queries", asked), ("train", rows)):
+        for one in given:
+            _arguments.instance(side, one, Gradients, error=QueryError)
     by = [1.0] * len(rows) if weights is None else [float(weight) for weight in weights]
     if len(by) != len(rows):
         raise QueryError(
@@ -232,8 +240,19 @@ def _pairs(queries: Side, train: Side, weights: Sequence[float] | None) -> list[
     return [GradientPair(q, t, w) for q, t, w in zip(asked, rows, by, strict=True)]
 
 
+def _listed(name: str, side: Side) -> list[Gradients]:
+    if isinstance(side, Gradients):
+        return [side]
+    kinds: tuple[type[Sequence[Gradients]], ...] = (list, tuple)
+    return list(
+        _arguments.instance(name, side, kinds, error=QueryError, expected="gk.gradients(...)")
+    )
+
+
 def _positions(queries: Gradients, ids: Any) -> list[int]:
     if ids is None:
         return list(range(len(queries)))
     found: list[int] = queries.positions(ids).tolist()
+    if not found:
+        raise QueryError("no queries were asked about", fix="pass ids= of some rows")
     return found

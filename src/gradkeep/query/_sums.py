@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import QueryError
 from gradkeep.factors import tiles
 from gradkeep.query._engine import memory_shares
@@ -43,6 +45,7 @@ class Directions:
         return found
 
 
+@checked(QueryError)
 def mean(
     gradients: Gradients,
     *,
@@ -70,6 +73,7 @@ def mean(
     return dataclasses.replace(summed, layers=values)
 
 
+@checked(QueryError)
 def total(
     gradients: Gradients,
     *,
@@ -84,6 +88,7 @@ def total(
     return Directions(groups, sums, gradients.forms, gradients.weights)
 
 
+@checked(QueryError)
 def squares(
     gradients: Gradients,
     *,
@@ -102,6 +107,7 @@ def squares(
     return Directions(groups, sums, gradients.forms, gradients.weights)
 
 
+@checked(QueryError)
 def variance(
     gradients: Gradients,
     *,
@@ -138,6 +144,7 @@ def variance(
     return Directions(groups, values, gradients.forms, gradients.weights)
 
 
+@checked(QueryError)
 def along(
     gradients: Gradients, directions: Directions, *, memory_budget: float | str | None = None
 ) -> torch.Tensor:
@@ -204,17 +211,24 @@ def _membership(
         labels, names = np.zeros(count, np.int64), np.zeros(1, np.int64)
     else:
         given = gradients.column(by) if isinstance(by, str) else by
-        values = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+        values = _arguments.array(
+            "by", given, error=QueryError, kinds="biufUS", expected="one group per row"
+        )
         if values.shape != (count,):
             raise QueryError(
                 "one group per row is needed", found=f"shape {values.shape}", expected=f"({count},)"
             )
         names, labels = np.unique(values, return_inverse=True)
-    amounts = np.ones(count) if weights is None else np.asarray(weights, np.float64)
+    amounts = np.ones(count)
+    if weights is not None:
+        given = _arguments.array("weights", weights, error=QueryError)
+        amounts = given.astype(np.float64)
     if amounts.shape != (count,):
         raise QueryError(
             "one weight per row is needed", found=f"shape {amounts.shape}", expected=f"({count},)"
         )
+    if not np.isfinite(amounts).all():
+        raise QueryError("weights are finite numbers", found="NaN or infinity among them")
     if ids is not None:
         chosen = np.zeros(count, bool)
         chosen[gradients.positions(ids)] = True

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.attribution.projections._flat_sketches import DenseMatrix, ProjectionSum
 from gradkeep.attribution.projections._projection import require_finite, require_room
 from gradkeep.attribution.projections._sketch import FLAT, GradientSketch, sketch_of
@@ -27,6 +29,7 @@ _BUFFERS = 6
 """Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
 
 
+@checked(AttributionError)
 def project(
     gradients: Gradients,
     projection: Projection,
@@ -92,6 +95,7 @@ def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) ->
     return split.train_rows, min(split.scratch, CACHED)
 
 
+@checked(AttributionError)
 def project_dense(
     gradients: torch.Tensor, projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -117,8 +121,10 @@ def project_dense(
     return require_finite(into.values())
 
 
+@checked(AttributionError)
 def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
     """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
+    _arguments.count("size", size, error=AttributionError, least=1)
     made = sketch_of(projection, model).flat(FLAT, size)
     if not isinstance(made, DenseMatrix):
         raise AttributionError(
@@ -128,6 +134,7 @@ def signs_or_normals(size: int, projection: Projection, *, model: object = 0) ->
     return made.matrix()
 
 
+@checked(AttributionError)
 def project_parameters(
     gradients: Mapping[str, torch.Tensor], projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -137,6 +144,8 @@ def project_parameters(
     """
     if not gradients:
         raise AttributionError("there is no gradient to project")
+    for name, value in gradients.items():
+        _arguments.instance(f"gradients[{name!r}]", value, torch.Tensor, error=AttributionError)
     named = {name: widened(value) for name, value in gradients.items()}
     like = next(iter(named.values()))
     sketch = sketch_of(projection, model)
@@ -157,6 +166,7 @@ _TEMPORARIES = 6
 """Arrays of k numbers that a position has while its spectrum is made."""
 
 
+@checked(AttributionError)
 def project_layers(
     layers: Iterable[tuple[AnyForm, GradientRows]],
     projection: Projection,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import AttributionError
 
@@ -45,10 +45,10 @@ class Projection:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             near = difflib.get_close_matches(str(self.kind), KINDS, n=2, cutoff=0.3)
             raise AttributionError(
-                f"no projection {self.kind!r}",
+                f"no projection {_arguments.shown(self.kind)}",
                 expected=", ".join(KINDS),
                 fix=f"did you mean {' or '.join(near)}?" if near else None,
             )
@@ -72,12 +72,10 @@ class Projection:
 
 def whole(name: str, value: object) -> int:
     """A whole number of any kind, as Python's own."""
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise AttributionError(
-            f"the {name} of a projection must be a whole number", found=repr(value)
-        ) from None
+    least = -_arguments.LARGEST
+    return _arguments.count(
+        f"the {name} of a projection", value, error=AttributionError, least=least
+    )
 
 
 def require_finite(values: Tensor, ids: Any = None) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
+from gradkeep import _arguments
 from gradkeep.attribution.projections._flat_sketches import (
     CountSketch,
     DenseMatrix,
@@ -15,6 +17,7 @@ from gradkeep.attribution.projections._flat_sketches import (
 )
 from gradkeep.attribution.projections._projection import PARTS
 from gradkeep.attribution.projections._tensor_sketch import TensorSketch
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +98,15 @@ class GradientSketch:
             self.flat(name, values.shape[1]).add(into, start, values)
 
 
-@lru_cache(maxsize=4)
 def sketch_of(projection: Projection, model: object) -> GradientSketch:
     """The sketch of a model, kept for the next batch."""
+    if not isinstance(model, Hashable):
+        raise _arguments.refused(
+            "model", model, error=AttributionError, expected="a number, a text or the like"
+        )
+    return _kept_sketch(projection, model)
+
+
+@lru_cache(maxsize=4)
+def _kept_sketch(projection: Projection, model: object) -> GradientSketch:
     return GradientSketch(projection, model)

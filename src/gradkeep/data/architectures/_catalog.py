@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.data._names import known_name
 from gradkeep.errors import DataError, RematError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
@@ -44,6 +47,8 @@ class Workload:
         return loss.detach()
 
 
+_LARGEST = 2**24
+"""No size of a reference model is as large: a slip of the finger, and all memory is gone."""
 _MODULES = {
     "BertClassifier": "_transformers",
     "CNN": "_small",
@@ -73,6 +78,7 @@ def model_class(name: str) -> Any:
     return getattr(module, name)
 
 
+@checked(DataError)
 def model(name: str, *, seed: int = 0, **sizes: Any) -> torch.nn.Module:
     """A reference model, the same for the same seed; torch's own random state is left as it was.
 
@@ -107,13 +113,15 @@ def _check(model: str, size: str, value: object, default: object) -> None:
     elif isinstance(default, int):
         # What can be left out has zero as its default; nothing else can be of size zero.
         least = min(default, 1)
-        right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        right = whole and least <= value < _LARGEST  # type: ignore[operator]
         expected = f"a whole number from {least}"
     elif isinstance(default, float):
         right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
         expected = "a share from 0 up to 1"
     else:
-        right = isinstance(value, list | tuple) and all(type(n) is int and n > 0 for n in value)
+        several = isinstance(value, list | tuple)
+        right = several and all(type(n) is int and 0 < n < _LARGEST for n in value)  # type: ignore[attr-defined]
         expected = "a list of whole numbers"
     if not right:
         raise DataError(f"{size} of {model} is {expected}", found=repr(value), expected=expected)
@@ -249,6 +257,7 @@ def zoo() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
+@checked(DataError)
 def default_sizes(name: str) -> dict[str, int | float]:
     """The sizes of a model, batch size included, that `build` takes unless told otherwise.
 
@@ -258,6 +267,7 @@ def default_sizes(name: str) -> dict[str, int | float]:
     return dict(_workload_entry(name).small)
 
 
+@checked(DataError)
 def published_sizes(name: str) -> dict[str, int | float]:
     """The sizes of the published experiments; most need a large machine.
 
@@ -268,6 +278,7 @@ def published_sizes(name: str) -> dict[str, int | float]:
     return {**entry.small, **entry.published}
 
 
+@checked(DataError)
 def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: float) -> Workload:
     """A model of the zoo with generated inputs; torch's own random state is left as it was.
 
@@ -287,10 +298,13 @@ def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: f
     return Workload(name, made, loss, full)
 
 
+@checked(DataError)
 def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
     """The sizes, each of the type that the model expects; wrong ones are refused by name."""
     known = default_sizes(name)
     checked = {}
+    if not isinstance(sizes, Mapping):
+        raise _arguments.refused("sizes", sizes, error=RematError, expected="a mapping from names")
     for key, value in sizes.items():
         if key not in known:
             raise RematError(
@@ -298,7 +312,7 @@ def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
             )
         whole = isinstance(known[key], int)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or (whole and value != int(value)):
+        if not number or not abs(value) < _LARGEST or (whole and value != int(value)):
             kind = "a whole number" if whole else "a number"
             raise RematError(f"{key} of {name} is {kind}", found=repr(value), expected=kind)
         # Zero switches off what is a share or a choice; nothing can be of size zero.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.datamodels.analyses._similarity import unit_rows
 from gradkeep.errors import DatamodelsError
 
@@ -33,6 +35,7 @@ class Components:
     lowest: AnyArray
 
 
+@checked(DatamodelsError)
 def components(found: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
     """PCA of the targets' weights, each scaled to length 1, by a singular value decomposition.
 
@@ -48,6 +51,8 @@ def components(found: Datamodels, count: int = 10, *, extremes: int = 5) -> Comp
 
 def principal(rows: AnyArray, count: int, extremes: int) -> Components:
     """The components of any rows `[t, n]`."""
+    _arguments.count("count", count, error=DatamodelsError, least=1)
+    _arguments.count("extremes", extremes, error=DatamodelsError)
     centred = rows - rows.mean(axis=0)
     left, strength, right = np.linalg.svd(centred, full_matrices=False)
     count = min(count, len(strength))
@@ -77,6 +82,7 @@ class Clusters:
     eigenvalues: AnyArray
 
 
+@checked(DatamodelsError)
 def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
     """Spectral clusters of the targets: k-means on the eigenvectors of a graph of nearest neighbours.
 
@@ -89,6 +95,8 @@ def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) ->
     >>> clusters(fit(data.masks, like), 2).labels.tolist()
     [0, 1, 0, 1, 0]
     """
+    _arguments.count("near", near, error=DatamodelsError, least=1)
+    _arguments.count("seed", seed, error=DatamodelsError)
     rows = unit_rows(found)
     t = len(rows)
     if not 1 <= count <= t:
@@ -158,6 +166,7 @@ class Comparison:
     only_second: Components
 
 
+@checked(DatamodelsError)
 def compare(
     first: Datamodels, second: Datamodels, count: int = 5, *, extremes: int = 5
 ) -> Comparison:

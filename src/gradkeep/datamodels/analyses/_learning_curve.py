@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.fitting._fit import fit
 from gradkeep.datamodels.fitting._masks import Masks
 from gradkeep.datamodels.fitting._options import checked_outputs, rows_left_out
@@ -35,6 +36,7 @@ class LearningCurve:
     correlations: tuple[Correlation, ...]
 
 
+@checked(DatamodelsError)
 def learning_curve(
     masks: Any,
     outputs: Any,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.errors import DatamodelsError, EvidenceWarning
 
@@ -31,6 +32,7 @@ class Counterfactual:
     change: AnyArray
 
 
+@checked(DatamodelsError)
 def counterfactual(found: Datamodels, removed: Any, *, base: Any = None) -> Counterfactual:
     """The predicted outputs after leaving out some examples of a training set (all, or `base [n]`).
 
@@ -89,6 +91,7 @@ class VerifiedRemovals:
         return "\n".join(lines)
 
 
+@checked(DatamodelsError)
 def verify_removals(
     found: Datamodels,
     removals: Sequence[Any],
@@ -113,7 +116,7 @@ def verify_removals(
     >>> verify_removals(found, [[0, 1], [2, 3, 4], [5]], real).correlation > 0.9
     True
     """
-    if repeats < 1 or not removals:
+    if repeats < 1 or len(removals) == 0:
         raise DatamodelsError("verification needs a removal and a repeat or more")
     n, targets = found.weights.shape
     whole = checked_base(base, n)
@@ -185,6 +188,7 @@ class DataSupport:
     after: AnyArray
 
 
+@checked(DatamodelsError)
 def data_support(found: Datamodels, *, threshold: float = 0.0, base: Any = None) -> DataSupport:
     """The smallest removal that is predicted to flip each target: how brittle its output is.
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def unit_rows(found: Datamodels) -> AnyArray:
     return np.asarray(np.divide(rows, length, out=np.zeros_like(rows), where=length > 0))
 
 
+@checked(DatamodelsError)
 def similarity(found: Datamodels, other: Datamodels | None = None) -> AnyArray:
     """The cosine of the weights of all pairs of targets, `[t, t']`; 0 for a target without weights.
 
@@ -52,6 +55,7 @@ class Neighbours:
     cosine: AnyArray
 
 
+@checked(DatamodelsError)
 def neighbours(found: Datamodels, count: int = 10) -> Neighbours:
     """The targets with the most similar datamodels, in blocks: t^2 n operations, little memory.
 
@@ -60,6 +64,7 @@ def neighbours(found: Datamodels, count: int = 10) -> Neighbours:
     >>> neighbours(fit(data.masks, data.outputs), 2).ids.shape
     (5, 2)
     """
+    _arguments.count("count", count, error=DatamodelsError, least=1)
     rows = unit_rows(found)
     count = min(count, len(rows) - 1)
     ids = np.empty((len(rows), count), np.int64)
@@ -86,6 +91,7 @@ class RankedPairs:
         return len(self.first)
 
 
+@checked(DatamodelsError)
 def near_duplicates(found: Datamodels, *, threshold: float = 0.8) -> RankedPairs:
     """Pairs of targets whose datamodels have a cosine of `threshold` or more.
 
@@ -109,6 +115,7 @@ def near_duplicates(found: Datamodels, *, threshold: float = 0.8) -> RankedPairs
     return _ordered(np.concatenate(first), np.concatenate(second), np.concatenate(cosine))
 
 
+@checked(DatamodelsError)
 def leakage(found: Datamodels, *, threshold: float = 8.0) -> RankedPairs:
     """Targets with a training example whose weight stands out from all others: `first` is the target,
     `second` the example, `strength` the weight in robust standard deviations of that target's.

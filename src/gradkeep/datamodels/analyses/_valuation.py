@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep._annotations import checked
 from gradkeep.datamodels.fitting._masks import Masks
 from gradkeep.datamodels.fitting._options import checked_outputs
 from gradkeep.errors import DatamodelsError
@@ -30,6 +31,7 @@ class DataValues:
     kind: Literal["banzhaf", "shapley"]
 
 
+@checked(DatamodelsError)
 def values(
     masks: Any, utility: Any, *, kind: Literal["banzhaf", "shapley"] = "banzhaf"
 ) -> DataValues:
@@ -105,6 +107,7 @@ class Memorisation:
     suspects: AnyArray
 
 
+@checked(DatamodelsError)
 def memorisation(masks: Any, outputs: Any) -> Memorisation:
     """How much of its own output each training example owes to itself (Feldman and Zhang).
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class TopExamples:
     negative_weights: AnyArray
 
 
+@checked(DatamodelsError)
 def top(found: Datamodels, count: int = 10, *, targets: Any = None) -> TopExamples:
     """The `count` most positive and most negative training examples of each target.
 
@@ -40,7 +43,7 @@ def top(found: Datamodels, count: int = 10, *, targets: Any = None) -> TopExampl
     n, t = found.weights.shape
     chosen = np.arange(t) if targets is None else checked_ids("targets", targets, t)
     weights = found.weights[:, chosen].T.astype(np.float64)
-    count = min(count, n)
+    count = min(_arguments.count("count", count, error=DatamodelsError, least=1), n)
     return TopExamples(chosen, *_first(weights, count), *_negated(_first(-weights, count)))
 
 
@@ -72,6 +75,7 @@ class Groups:
     share: AnyArray
 
 
+@checked(DatamodelsError)
 def by_group(found: Datamodels, groups: Any, *, target_groups: Any = None) -> Groups:
     """Weights summed over groups of training examples `[n]`, such as classes or sources.
 
@@ -101,7 +105,9 @@ def by_group(found: Datamodels, groups: Any, *, target_groups: Any = None) -> Gr
 
 def _indicator(what: str, groups: Any, count: int) -> tuple[tuple[Any, ...], AnyArray]:
     """The names in order, and which group each is in, float64 `[count, groups]`."""
-    array = np.asarray(groups)
+    array = _arguments.array(
+        what, groups, error=DatamodelsError, kinds="biufUS", expected="one group each"
+    )
     if array.shape != (count,):
         raise DatamodelsError(
             f"{what} must name one group each",
@@ -114,7 +120,8 @@ def _indicator(what: str, groups: Any, count: int) -> tuple[tuple[Any, ...], Any
 
 def checked_ids(what: str, ids: Any, count: int) -> AnyArray:
     """Distinct ids below `count`, from ids or a boolean array; sorted."""
-    array = np.atleast_1d(np.asarray(ids))
+    given = _arguments.array(what, ids, error=DatamodelsError, expected="ids")
+    array = np.atleast_1d(given)
     if array.dtype == np.bool_ and array.shape == (count,):
         return np.flatnonzero(array)
     array = array.astype(np.int64) if array.size == 0 else array
@@ -137,7 +144,7 @@ def checked_base(base: Any, count: int) -> AnyArray:
     """The training set that something is taken from: all examples, or a mask of some, bool `[n]`."""
     if base is None:
         return np.ones(count, np.bool_)
-    array = np.asarray(base)
+    array = _arguments.array("base", base, error=DatamodelsError, expected="a mask")
     if array.shape != (count,) or array.dtype != np.bool_:
         raise DatamodelsError(
             "a base must be the mask of one training set",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep._ranks import ranks
 from gradkeep.errors import DatamodelsError
 
@@ -50,6 +52,7 @@ class Correlation:
         return told
 
 
+@checked(DatamodelsError)
 def correlation(
     predicted: AnyArray,
     actual: AnyArray,
@@ -70,6 +73,10 @@ def correlation(
     >>> round(found.mean, 6), found.models
     (1.0, 20)
     """
+    if not 0 < level < 1:
+        raise DatamodelsError("level is a share between 0 and 1", found=level, expected="0.95")
+    _arguments.count("resamples", resamples, error=DatamodelsError, least=1)
+    _arguments.count("seed", seed, error=DatamodelsError)
     p, y = _two_dimensional(predicted), _two_dimensional(actual)
     if p.shape != y.shape or len(p) < _LEAST:
         raise DatamodelsError(
@@ -137,5 +144,7 @@ def _percentiles(
 
 
 def _two_dimensional(values: AnyArray) -> AnyArray:
-    array = np.asarray(values, dtype=np.float64)
+    array = _arguments.array("it", values, error=DatamodelsError).astype(np.float64)
+    if array.ndim not in (1, 2):
+        raise DatamodelsError("predictions and outputs are [m, t]", found=list(array.shape))
     return array[:, None] if array.ndim == 1 else array

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels.fitting._correlation import correlation
 from gradkeep.datamodels.fitting._counts import Counts, zeros
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 _ENOUGH_TO_SCORE = 10
 
 
+@checked(DatamodelsError)
 def fit(
     masks: Any,
     outputs: Any,
@@ -88,20 +91,31 @@ def fit(
     >>> found.weights[[4, 7], 0].round(1).tolist(), found.held_out.mean > 0.99
     ([3.0, -2.0], True)
     """
+    _arguments.count("seed", seed, error=DatamodelsError)
+    _check_device(device)
     packed = Masks.of(masks)
     y = checked_outputs(packed, outputs)
     models, examples = packed.shape
     scores = checked_prior(prior, examples, y.shape[1])
     options = FitOptions(
-        penalty=cast("Any", penalty or default_penalty(models, examples, prior=scores is not None)),
+        penalty=cast(
+            "Any",
+            default_penalty(models, examples, prior=scores is not None)
+            if penalty is None
+            else penalty,
+        ),
         share=float(share),
         tolerance=float(tolerance),
         max_steps=max_steps,
         dtype=cast("Any", dtype),
         device=device,
         memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
-        scratch=None if scratch is None else Path(scratch),
-        variances=None if variances is None else np.asarray(variances, dtype=np.float64),
+        scratch=None
+        if scratch is None
+        else Path(_arguments.file_path("scratch", scratch, error=DatamodelsError)),
+        variances=None
+        if variances is None
+        else _arguments.array("variances", variances, error=DatamodelsError).astype(np.float64),
     )
     options.check_prior(scores, examples)
     warn_of_few(options.penalty, models, examples)
@@ -127,8 +141,25 @@ def fit(
     return work.by_rows(rows) if options.penalty != "means" else work.at(None, held_out=rows)
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        told = str(error).splitlines()[0][:200]
+        raise DatamodelsError("there is no such device", found=told, expected="cpu") from error
+
+
 def _checked_lam(lam: Any, outputs: AnyArray) -> AnyArray:
-    values = np.broadcast_to(np.asarray(lam, np.float64), (outputs.shape[1],)).copy()
+    given = _arguments.array("lam", lam, error=DatamodelsError).astype(np.float64)
+    if given.shape not in ((), (1,), (outputs.shape[1],)):
+        raise DatamodelsError(
+            "lam must be one positive number per target, or one for all",
+            found=f"shape {list(given.shape)}",
+            expected=[outputs.shape[1]],
+        )
+    values = np.broadcast_to(given, (outputs.shape[1],)).copy()
     varying = np.ptp(outputs, axis=0) > 0
     if not (np.isfinite(values) & ((values > 0) | ~varying)).all():
         raise DatamodelsError(

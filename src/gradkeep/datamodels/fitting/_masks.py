@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import DatamodelsError, StudyError
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 Subsets = Literal["fixed", "independent"]
 """`fixed`: every subset has the same size; `independent`: every example with the same chance."""
 _MASK, _TRAINING = 0, 1
+_ANY = "biufcmMOSUV"
+"""Whatever numpy holds: what an array is used for says what must be in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +56,7 @@ class Masks:
             )
 
     @classmethod
+    @checked(DatamodelsError)
     def of(cls, masks: Any) -> Masks:
         """Masks from an array `[m, n]` of booleans or of zeros and ones; packed ones as they are."""
         if isinstance(masks, Masks):
@@ -103,13 +108,18 @@ class Masks:
         """The masks as booleans `[m, n]`: eight times the memory."""
         return self.dense(0, len(self)).view(np.bool_)
 
+    @checked(DatamodelsError)
     def dense(self, start: int, stop: int) -> AnyArray:
         """Zeros and ones of some models, uint8 `[stop - start, n]`."""
+        _arguments.count("start", start, error=DatamodelsError)
+        _arguments.count("stop", stop, error=DatamodelsError)
         rows = np.ascontiguousarray(self.bits[start:stop])
         return np.unpackbits(rows, axis=1, count=self.num_examples, bitorder="little")
 
+    @checked(DatamodelsError)
     def blocks(self, most: int) -> Iterator[tuple[int, AnyArray]]:
         """All models in order, `most` at a time: where each block begins, and `dense` of it."""
+        _arguments.count("most", most, error=DatamodelsError, least=1)
         for start in range(0, len(self), most):
             yield start, self.dense(start, min(len(self), start + most))
 
@@ -126,11 +136,7 @@ class Masks:
 
 def as_array(values: Any) -> AnyArray:
     """The values of a tensor, told without importing torch, or of anything else."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        # numpy has no bfloat16; float32 holds it exactly.
-        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
-    return np.asarray(values.numpy() if hasattr(values, "numpy") else values)
+    return _arguments.array("it", values, error=DatamodelsError, kinds=_ANY, expected="an array")
 
 
 def _check_binary(rows: AnyArray, start: int) -> None:
@@ -144,6 +150,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
         )
 
 
+@checked(StudyError)
 def draw_masks(
     seed: int,
     indices: Sequence[int],
@@ -161,7 +168,7 @@ def draw_masks(
     masks = np.zeros((len(indices), num_examples), np.bool_)
     for mask, index in zip(masks, indices, strict=True):
         # The raw stream of a bit generator is the one thing numpy promises never to change.
-        keys = _bits(seed, index, _MASK).random_raw(num_examples)
+        keys = _bits(seed, int(index), _MASK).random_raw(num_examples)
         if subsets == "fixed":
             mask[np.argsort(keys, kind="stable")[: subset_size(alpha, num_examples)]] = True
         else:

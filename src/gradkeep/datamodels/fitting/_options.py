@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep.datamodels.fitting._masks import as_array
 from gradkeep.datamodels.fitting._memory import FitLayout, fit_layout
 from gradkeep.datamodels.fitting._path import PathSolver, Penalty
@@ -161,7 +162,7 @@ def checked_prior(prior: Any, examples: int, targets: int) -> AnyArray | None:
     """Prior weights `[n, t]` from attribution scores `[t, n]`, an array or anything with numpy()."""
     if prior is None:
         return None
-    array = as_array(prior).astype(np.float64)
+    array = _arguments.array("prior", prior, error=DatamodelsError).astype(np.float64)
     array = array[None] if array.ndim == 1 else array
     if array.shape != (targets, examples) or not np.isfinite(array).all():
         raise DatamodelsError(
@@ -186,7 +187,9 @@ def fractions(
         return tuple(float(value) for value in np.geomspace(high, low, int(lambdas)))
     if isinstance(lambdas, Mapping | str) or not isinstance(lambdas, Iterable):
         raise DatamodelsError("lambdas is a number of penalties or several fractions")
-    values = tuple(sorted((float(value) for value in lambdas), reverse=True))
+    given = lambdas if hasattr(lambdas, "shape") else list(lambdas)
+    array = _arguments.array("lambdas", given, error=DatamodelsError)
+    values = tuple(sorted(array.astype(np.float64).ravel().tolist(), reverse=True))
     if not values or not all(np.isfinite(values)) or values[-1] < 0:
         raise DatamodelsError("lambdas must be positive numbers", found=values)
     if values[-1] == 0:
@@ -219,13 +222,14 @@ def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> t
 
 def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:
     """Which models are left out to choose the penalty: sorted rows, from a part or from ids."""
+    _arguments.count("seed", seed, error=DatamodelsError)
     if isinstance(held_out, float):
         if not 0 < held_out < 1:
             raise DatamodelsError("held_out as a part must be between 0 and 1", found=held_out)
         count = max(_LEAST_LEFT_OUT, round(held_out * models))
         rows = np.sort(np.random.default_rng(seed).permutation(models)[:count])
     else:
-        rows = np.unique(np.asarray(held_out))
+        rows = np.unique(_arguments.array("held_out", held_out, error=DatamodelsError))
         if rows.dtype.kind not in "iu" or len(rows) == 0 or rows[0] < 0 or rows[-1] >= models:
             raise DatamodelsError(
                 "held_out must be a part, such as 0.1, or ids of models",

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep import _arguments
+from gradkeep._annotations import checked
+from gradkeep.errors import DatamodelsError
+
 if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray
 
@@ -21,6 +25,7 @@ class PlantedData:
     bias: AnyArray
 
 
+@checked(DatamodelsError)
 def planted(
     models: int,
     examples: int,
@@ -41,6 +46,13 @@ def planted(
     >>> data.masks.shape, data.outputs.shape, data.weights.shape
     ((100, 20), (100, 3), (20, 3))
     """
+    for name, value in (("models", models), ("examples", examples), ("targets", targets)):
+        _arguments.count(name, value, error=DatamodelsError, least=1)
+    for name, value in (("large", large), ("seed", seed)):
+        _arguments.count(name, value, error=DatamodelsError)
+    _arguments.fraction("alpha", alpha, error=DatamodelsError)
+    _arguments.number("tail", tail, error=DatamodelsError, least=0)
+    _arguments.number("explained", explained, error=DatamodelsError, above=0, most=1)
     rng = np.random.default_rng(seed)
     masks = rng.random((models, examples)) < alpha
     weights = rng.normal(0, tail, (examples, targets))

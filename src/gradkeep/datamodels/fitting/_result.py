@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as stores
+from gradkeep._annotations import checked
 from gradkeep._public import renamed_attribute
 from gradkeep.datamodels.fitting._correlation import Correlation, correlation
 from gradkeep.datamodels.fitting._counts import Counts
@@ -86,12 +87,14 @@ class Datamodels:
         """Targets whose gap is above the tolerance: raise max_steps, or use float64."""
         return tuple(np.flatnonzero(self.gap > self.options.tolerance).tolist())
 
+    @checked(DatamodelsError)
     def predict(self, masks: Any) -> AnyArray:
         """The outputs of models trained on these subsets, `[m, t]`: 2 m n t operations."""
         given = Masks.of(masks)
         self._check_examples(given)
         return predict(given, self.weights, self.bias)
 
+    @checked(DatamodelsError)
     def score(
         self, masks: Any, outputs: Any, *, kind: Literal["pearson", "spearman"] = "pearson"
     ) -> Correlation:
@@ -99,6 +102,7 @@ class Datamodels:
         given = Masks.of(masks)
         return correlation(self.predict(given), self._outputs(given, outputs), kind=kind)
 
+    @checked(DatamodelsError)
     def add(self, masks: Any, outputs: Any) -> Datamodels:
         """The fit of these and more models at the same penalties, started from this one.
 
@@ -111,6 +115,7 @@ class Datamodels:
         self._check_examples(given)
         return grown(self, given, self._outputs(given, outputs))
 
+    @checked(DatamodelsError)
     def save(self, store: Store | str | os.PathLike[str], name: str) -> None:
         """Keep the fit in a store, a row per target, under a name of its scores."""
         _save(self, open_store(store), name)
@@ -177,6 +182,7 @@ def _save(found: Datamodels, store: Store, name: str) -> None:
     )
 
 
+@checked(DatamodelsError)
 def load(store: Store | str | os.PathLike[str], name: str) -> Datamodels:
     """The datamodels saved under a name.
 

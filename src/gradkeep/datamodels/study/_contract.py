@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep import farm
+from gradkeep import _arguments, farm
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import SchemaMismatch, StudyError
@@ -166,6 +166,10 @@ class MainJob:
 
 def load_main(module: str) -> Callable[..., Any]:
     """`main` of a module, by its dotted name."""
+    if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+        raise StudyError(
+            f"{_arguments.shown(module)} is no name of a module", expected="such as examples.train"
+        )
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradkeep import _arguments
+from gradkeep._annotations import check_fields, checked
 from gradkeep.datamodels.fitting._masks import as_array
 from gradkeep.errors import StudyError
 
@@ -14,7 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from gradkeep.errors import GradkeepError
+
 _BATCH = 1024
+_DTYPES = (
+    *("float32", "float16", "float64", "int64", "int32", "int16", "int8", "bool"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +39,18 @@ class Output:
     examples: Any = None
     """What the model is asked about, for outputs that follow from logits."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, StudyError)
+        for size in self.shape:
+            _arguments.count("shape", size, error=StudyError)
+        _arguments.one_of("dtype", self.dtype, _DTYPES, error=StudyError)
+
     def __call__(self, model: Any) -> np.ndarray[Any, np.dtype[Any]]:
         """The values for one model, `shape`."""
         return as_array(self.of_model(model)).astype(self.dtype, copy=False)
 
 
+@checked(StudyError)
 def margins(examples: Any, *, dtype: str = "float32") -> Output:
     """Correct logit minus the best other one, for each of `examples`: inputs and labels `[t]`.
 
@@ -47,21 +62,25 @@ def margins(examples: Any, *, dtype: str = "float32") -> Output:
     return _of_logits(examples, margins_of, dtype)
 
 
+@checked(StudyError)
 def losses(examples: Any, *, dtype: str = "float32") -> Output:
     """The cross entropy of each of `examples` `[t]`."""
     return _of_logits(examples, losses_of, dtype)
 
 
+@checked(StudyError)
 def confidences(examples: Any, *, dtype: str = "float32") -> Output:
     """The probability given to the right class of each of `examples` `[t]`."""
     return _of_logits(examples, confidences_of, dtype)
 
 
+@checked(StudyError)
 def correct(examples: Any, *, dtype: str = "float32") -> Output:
     """1 where the right class has the largest logit, else 0, `[t]`."""
     return _of_logits(examples, correct_of, dtype)
 
 
+@checked(StudyError)
 def output(
     of_model: Callable[[Any], Any], shape: tuple[int, ...] | int, *, dtype: str = "float32"
 ) -> Output:
@@ -99,6 +118,20 @@ def correct_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def tensors(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """All inputs and labels of a dataset, a pair of tensors, or a pair of arrays."""
+    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+        raise _no_examples(examples)
+    try:
+        inputs, labels = _whole(examples)
+    except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
+        if isinstance(error, StudyError):
+            raise
+        raise _no_examples(examples) from error
+    if inputs.ndim == 0 or labels.ndim == 0 or len(inputs) != len(labels):
+        raise _no_examples(examples)
+    return inputs, labels
+
+
+def _whole(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     if not (isinstance(examples, tuple | list) and len(examples) == 2):
@@ -112,6 +145,15 @@ def tensors(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:
             )
     inputs, labels = examples
     return torch.as_tensor(inputs), torch.as_tensor(labels)
+
+
+def _no_examples(examples: object) -> GradkeepError:
+    return _arguments.refused(
+        "examples",
+        examples,
+        error=StudyError,
+        expected="a dataset of pairs, or inputs [N, ...] and labels [N]",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep.datamodels.fitting._masks import as_array
 from gradkeep.errors import StoreError, StudyError
 from gradkeep.store import Array, Schema
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 COMPLETED = "_completed"
 """The name of the flags that say which models are done; no array may have it."""
 
+_MOST_MODELS = 2**31 - 1
 _ALIASES = {"float": "float64", "int": "int64", "bool": "bool", "bool_": "bool"}
 _EXAMPLE = '{"num_models": 100, "schema": {"masks": {"shape": [50000], "dtype": "bool_"}}}'
 
@@ -64,10 +67,13 @@ class Spec:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Spec:
         """The spec in a JSON file."""
+        file = _arguments.file_path("path", path, error=StudyError)
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(file).read_text())
         except OSError as error:
             raise StudyError("the spec cannot be read", path=path, found=error.strerror) from error
+        except RecursionError:
+            raise StudyError("the spec is not JSON", path=path, found="endless nesting") from None
         except ValueError as error:
             raise StudyError(
                 "the spec is not JSON", path=path, found=error, expected=_EXAMPLE
@@ -84,17 +90,19 @@ class Spec:
             return StudyError(f"the spec's {what}", path=path, found=found, expected=expected)
 
         if not isinstance(fields, dict):
-            raise refuse("content is not an object", repr(fields), _EXAMPLE)
+            raise refuse("content is not an object", _arguments.shown(fields), _EXAMPLE)
         missing = [name for name in ("num_models", "schema") if name not in fields]
         unknown = sorted(set(fields) - {"num_models", "schema"})
         if missing or unknown:
             found = f"missing {missing}, unknown {unknown}"
             raise refuse("fields are not these two", found, "num_models and schema")
         count, schema = fields["num_models"], fields["schema"]
-        if type(count) is not int or count < 1:
-            raise refuse("num_models is wrong", repr(count), "a whole number of at least 1")
+        if type(count) is not int or not 1 <= count <= _MOST_MODELS:
+            expected = f"a whole number from 1 to {_MOST_MODELS}"
+            raise refuse("num_models is wrong", _arguments.shown(count), expected)
         if not isinstance(schema, dict) or not schema:
-            raise refuse("schema is wrong", repr(schema), "name: {shape, dtype}, one or more")
+            found = _arguments.shown(schema)
+            raise refuse("schema is wrong", found, "name: {shape, dtype}, one or more")
         found_fields = []
         for name, item in schema.items():
             if name == COMPLETED:
@@ -130,20 +138,22 @@ def _field(name: str, item: Any, refuse: Any) -> Field:
     if unknown:
         raise refuse(f"{where} has unknown fields", ", ".join(unknown), "shape and dtype")
     shape, dtype = item["shape"], item["dtype"]
-    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise refuse(f"{where}.shape is wrong", repr(shape), "a list of whole numbers, [] for one")
+    right = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+    if not right or math.prod(shape) >= 2**40:
+        found = _arguments.shown(shape)
+        raise refuse(f"{where}.shape is wrong", found, "a list of whole numbers, [] for one")
     kind = getattr(np, dtype, None) if isinstance(dtype, str) else None
     if isinstance(dtype, str) and dtype in _ALIASES:
         kind = np.dtype(_ALIASES[dtype])
     try:
-        found = None if kind is None else np.dtype(kind)
+        dtype_found = None if kind is None else np.dtype(kind)
     except TypeError:
-        found = None
-    if found is None or found.kind not in "biuf":
+        dtype_found = None
+    if dtype_found is None or dtype_found.kind not in "biuf":
         raise refuse(
             f"{where}.dtype is wrong", repr(dtype), "a numpy type such as float16 or bool_"
         )
-    return Field(name, tuple(shape), found)
+    return Field(name, tuple(shape), dtype_found)
 
 
 def check_returned(spec: Spec, returned: Any, *, index: int) -> dict[str, AnyArray]:

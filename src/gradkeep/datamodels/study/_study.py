@@ -12,7 +12,8 @@ import numpy as np
 import xxhash
 
 import gradkeep.store as stores
-from gradkeep import farm
+from gradkeep import _arguments, farm
+from gradkeep._annotations import checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels.analyses._removal import (
     VerifiedRemovals,
@@ -89,6 +90,7 @@ class Study:
     """
 
     @_store_first
+    @checked(StudyError)
     def __init__(
         self,
         store: Store | str | os.PathLike[str],
@@ -106,14 +108,18 @@ class Study:
         repeats: int = 1,
         memory_budget: float | str | None = None,
     ) -> None:
+        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
+        _arguments.count("seed", seed, error=StudyError)
+        _arguments.count("repeats", repeats, error=StudyError, least=1)
         self.store = open_store(store)
         self.name = name
         data = load_dataset(dataset)
         count = count_of(data)
         check_alpha(alpha, num_examples=count)
-        if type(repeats) is not int or repeats < 1:
-            raise StudyError("repeats is wrong", found=repr(repeats), expected="1 or more")
         given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
+        for key, one in given.items():
+            _arguments.text("a name in outputs", key, error=StudyError)
+            _arguments.instance(f"outputs[{key!r}]", one, Output, error=StudyError)
         self._blank = _blank(train_fn, keep_models)
         self.job = StudyJob(
             dataset,
@@ -131,28 +137,34 @@ class Study:
         self.job.stacked = self._choose(data, stacked)
         self.rows: Rows = self._enter(data, num_models)
 
+    @checked(StudyError)
     def run(self, *, workers: int | None = None, **options: Any) -> farm.Outcome:
         """Train what is not trained yet; `options` are those of `gradkeep.farm.run`."""
         if self.job.stacked:
             options.setdefault("batch", MANY)
         return farm.run(self.store, self.name, self.job, workers=workers, **options)
 
+    @checked(StudyError)
     def grow(self, num_models: int) -> None:
         """Make room for more models; those that are done stay."""
+        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
         self.rows.grow(num_models)
 
     def done(self) -> AnyArray:
         """The models that are trained, sorted `[m]`."""
         return self.rows.done()
 
+    @checked(StudyError)
     def masks(self, models: Sequence[int] | None = None) -> Masks:
         """Which examples these models (all that are done) were trained on."""
         return Masks.of(self._read(models, MASKS))
 
+    @checked(StudyError)
     def outputs(self, name: str | None = None, models: Sequence[int] | None = None) -> AnyArray:
         """The kept values `[m, *shape]` of these models (all that are done)."""
         return self._read(models, self._output(name))
 
+    @checked(StudyError)
     def ceiling(self, output: str | None = None) -> AnyArray:
         """The largest correlation with an output `[t]` that anything told the subsets alone can reach.
 
@@ -176,6 +188,7 @@ class Study:
         share = np.divide(within, everything, out=np.ones_like(within), where=everything > 0)
         return np.asarray(np.sqrt(np.clip(1 - share, 0, 1)))
 
+    @checked(StudyError)
     def model(self, index: int) -> Any:
         """A trained model as it was, if the study keeps models."""
         if self._blank is None:
@@ -185,6 +198,7 @@ class Study:
         flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
         return restore_weights(self._blank(), np.asarray(flat))
 
+    @checked(StudyError)
     def capture(
         self,
         test: Any = None,
@@ -236,12 +250,14 @@ class Study:
                 kept.append(found)
         return kept
 
+    @checked(StudyError)
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
         """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""
         from gradkeep.datamodels.fitting._fit import fit
 
         return fit(self.masks(), self.outputs(output), **options)
 
+    @checked(StudyError)
     def verify_removals(
         self,
         found: Datamodels,
@@ -387,7 +403,15 @@ def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] |
 
 def count_of(data: Any) -> int:
     """How many examples there are, in a dataset or a pair of inputs and labels."""
-    return len(data[1]) if is_pair(data) else len(data)
+    try:
+        return len(data[1]) if is_pair(data) else len(data)
+    except TypeError:
+        raise _arguments.refused(
+            "dataset",
+            data,
+            error=StudyError,
+            expected="a dataset with a length, or inputs [N, ...] and labels [N]",
+        ) from None
 
 
 def is_pair(data: Any) -> bool:

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gradkeep import _arguments
+from gradkeep._annotations import check_fields, checked
 from gradkeep.datamodels.study._outputs import tensors
 from gradkeep.errors import StudyError
 
@@ -43,6 +45,9 @@ class Training:
     """More for the optimizer, such as momentum or weight decay."""
 
     def __post_init__(self) -> None:
+        check_fields(self, StudyError)
+        _arguments.number("lr", self.lr, error=StudyError, least=0)
+        self._optimizer()
         for name in ("epochs", "batch_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise StudyError(
@@ -54,6 +59,7 @@ class Training:
         inputs, labels = tensors(subset)
         return self.train_one(inputs, labels, seed)
 
+    @checked(StudyError)
     def train_one(self, inputs: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.nn.Module:
         """One model, on inputs `[N, ...]` and labels `[N]`."""
         import torch
@@ -70,6 +76,7 @@ class Training:
                 optimizer.step()
         return model
 
+    @checked(StudyError)
     def begin(self, seed: int) -> torch.nn.Module:
         """The untrained model that a seed stands for."""
         with seeded(seed):
@@ -77,14 +84,19 @@ class Training:
 
     def make_optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         """The optimizer of these parameters, of one model or of many stacked."""
+        made: torch.optim.Optimizer = self._optimizer()(parameters, lr=self.lr, **self.options)
+        return made
+
+    def _optimizer(self) -> Any:
         import torch
 
         kind = getattr(torch.optim, self.optimizer, None)
-        if kind is None:
-            raise StudyError("torch.optim has no such optimizer", found=self.optimizer)
-        made: torch.optim.Optimizer = kind(parameters, lr=self.lr, **self.options)
-        return made
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            found = _arguments.shown(self.optimizer)
+            raise StudyError("torch.optim has no such optimizer", found=found, expected="SGD, Adam")
+        return kind
 
+    @checked(StudyError)
     def batches(self, count: int, seed: int) -> Iterator[torch.Tensor]:
         """The places `[B]` of every batch of every epoch; an epoch's last batch may be smaller."""
         import torch

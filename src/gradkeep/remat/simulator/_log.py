@@ -108,7 +108,7 @@ class _LogReader:
                 continue
             try:
                 values = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise self._wrong(number, "not JSON", f"{text[:60]!r} ({error})") from error
             if not isinstance(values, dict) or "INSTRUCTION" not in values:
                 raise self._wrong(number, "no INSTRUCTION", repr(text[:60]))

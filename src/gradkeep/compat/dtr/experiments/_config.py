@@ -56,6 +56,8 @@ def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
         raise RematError("the configuration cannot be read", path=file, found=str(error)) from error
     try:
         return parse_experiment(_loaded(file, text))
+    except RecursionError:
+        raise RematError("the configuration is nested without end", path=file) from None
     except RematError as error:
         if error.path is not None:
             raise

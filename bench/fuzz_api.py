@@ -1,0 +1,34 @@
+"""Public functions with one bad argument at a time: each must return, or raise an error of gradkeep.
+
+`./x bench fuzz_api [CALLS]` prints how many were tried, ok, refused, wrong, ugly and hung; all by default.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests import api_fuzz as fuzz
+
+
+def main(count: int | None = None) -> int:
+    """Print the figures; 1 if anything was wrong, ugly or hung."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.chdir(fuzz.deep_folder(Path(folder)))
+        known = fuzz.calls(fuzz.World(Path(folder)))
+        for call in known:
+            if call.name not in fuzz.REFUSED_AS_THEY_ARE:
+                call.function(**call.good())
+        found = fuzz.try_all(
+            fuzz.tries(known, count, seed=0), told=lambda text: print(text, flush=True)
+        )
+    print(f"{len(known)} functions  {found}  in {time.monotonic() - began:.0f} s")
+    return int(bool(found.bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(int(word) for word in sys.argv[1:])))

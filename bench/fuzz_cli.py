@@ -1,0 +1,65 @@
+"""Malformed command lines: each must succeed, or be refused in a sentence with a documented exit code.
+
+`./x bench fuzz_cli [LINES] [SEED]` prints how many were tried, ok, refused, wrong, ugly and hung.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests import command_fuzz as fuzz
+
+PROCESSES = 25
+"""One in so many lines is run as a process of its own as well."""
+
+
+def run_process(arguments, box, patience):
+    """The same as a process that a shell would start."""
+    import os
+
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "gradkeep", *arguments],
+        cwd=box.work,
+        env={**os.environ, **box.environment()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=patience + 15)  # torch takes its time to load
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            code = None
+    texts = (out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
+    return fuzz.Ended(code, *texts, time.monotonic() - began)
+
+
+def main(count: int = 4180, seed: int = 0) -> int:
+    """Print the figures; 1 if anything was wrong, ugly or hung."""
+    fuzz.preload()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        box = fuzz.Sandbox(Path(folder) / "box")
+        wanted = list(fuzz.lines(count, seed))
+
+        def tell(text: str) -> None:
+            print(text, flush=True)
+
+        found = fuzz.try_lines(wanted, box, told=tell)
+        print(f"in forks      {found}", flush=True)
+        as_processes = fuzz.try_lines(wanted[::PROCESSES], box, run=run_process, told=tell)
+        print(f"as processes  {as_processes}")
+    print(f"{time.monotonic() - began:.0f} s")
+    return int(bool(found.bad or as_processes.bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(int(word) for word in sys.argv[1:])))
