@@ -1,9 +1,10 @@
 """Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
 
 from gradkeep._public import lazy_names
+from gradkeep.store._gc import GcReport, gc
 from gradkeep.store._keys import BlockKey, CaptureKey, Checkpoint, Run, ScoresKey
-from gradkeep.store._maintenance import Damage, GcReport, Verdict, gc, verify
 from gradkeep.store._store import Store, open
+from gradkeep.store._verify import Damage, Verdict, verify
 from gradkeep.store.backends import (
     Backend,
     Bucket,

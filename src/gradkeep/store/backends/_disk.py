@@ -2,6 +2,9 @@
 
 `link(2)` is the commit: it is atomic, and unlike `rename(2)` it fails when the name is taken. So
 there is one winner per name on every POSIX filesystem, without a lock.
+
+Nothing in a store is a symbolic link: gradkeep makes none and follows none, so that no store, whoever
+made it, is read, changed or emptied outside of its own folder. The store itself may be reached by one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +31,7 @@ _TEMP = ".tmp-"
 _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
 _ONE_WRITE = 1 << 26
 _SETTLED_SECONDS = 0.1
+_OUTSIDE = re.compile(r"/\.{0,2}/|\0")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -42,7 +47,7 @@ class LocalDisk(Backend):
     def put_if_absent(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
-        target = self._path(key)
+        target = self._inside(key)
         try:
             if os.path.lexists(target):
                 return self._accept_existing(key, parts, durability=durability)
@@ -125,15 +130,9 @@ class LocalDisk(Backend):
                 # The other writer may not have come to its own fsync yet: what we acknowledge
                 # must be durable by our own doing.
                 self._make_durable([key])
-        except FileNotFoundError as error:
-            if not os.path.islink(self._path(key)):
-                # Deleted since we saw it, as leases and packed rows are: the name is free again.
-                return self.put_if_absent(key, parts, durability=durability)
-            raise Damaged(
-                "the name is taken by a link that leads nowhere",
-                path=self._path(key),
-                fix="remove the link, then run again",
-            ) from error
+        except FileNotFoundError:
+            # Deleted since we saw it, as leases and packed rows are: the name is free again.
+            return self.put_if_absent(key, parts, durability=durability)
         return False
 
     def _require_same(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -155,11 +154,11 @@ class LocalDisk(Backend):
             raise self._refusal(error, "") from error
 
     def _make_durable(self, keys: Sequence[str]) -> None:
-        folders = sorted({os.path.dirname(self._path(key)) for key in keys})
+        folders = sorted({os.path.dirname(self._inside(key)) for key in keys})
         for folder in folders:
             self._ensure_folder(folder, durability="full")
         for key in keys:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = _opened(self._path(key))
             try:
                 self._calls.sync(fd)
             finally:
@@ -201,24 +200,30 @@ class LocalDisk(Backend):
             self._calls.sync_folder(os.path.dirname(folder))
 
     def open(self, key: str) -> Readable:
-        return _File(self._path(key))
+        return _File(self._inside(key))
 
     def list(self, prefix: str) -> list[Entry]:
+        path = self._inside(f"{prefix}/any") if prefix else f"{self.root}/any"
         try:
-            with os.scandir(self._path(prefix)) as found:
+            with os.scandir(os.path.dirname(path)) as found:
                 return sorted(_entries(found), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise _unreadable(os.path.dirname(path), error) from error
 
     def exists(self, key: str) -> bool:
-        return os.path.lexists(self._path(key))
+        return os.path.lexists(self._inside(key))
 
     def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
         folders: set[str] = set()
         removed = 0
         for key in keys:
             path = self._path(key)
-            folders.add(os.path.dirname(path))
+            folder = os.path.dirname(path)
+            if folder not in folders:
+                self._inside(key)
+                folders.add(folder)
             try:
                 self._calls.unlink(path)
             except FileNotFoundError:
@@ -237,6 +242,7 @@ class LocalDisk(Backend):
 
     def move_aside(self, key: str) -> str:
         aside = self.free_aside(key)
+        self._inside(key)
         try:
             self._ensure_folder(self._path(QUARANTINE), durability="full")
             self._calls.rename(self._path(key), self._path(aside))
@@ -249,9 +255,11 @@ class LocalDisk(Backend):
 
     def stamp(self, prefix: str) -> int | None:
         try:
-            return os.stat(self._path(prefix)).st_mtime_ns
-        except FileNotFoundError:
+            return os.lstat(self._inside(prefix)).st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
             return 0
+        except OSError as error:
+            raise _unreadable(self._path(prefix), error) from error
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         now = time.time()
@@ -262,7 +270,7 @@ class LocalDisk(Backend):
                     continue
                 path = os.path.join(folder, name)
                 try:
-                    age = now - os.stat(path).st_mtime
+                    age = now - os.lstat(path).st_mtime
                 except FileNotFoundError:
                     continue
                 if age >= older_than or _writer_is_gone(name):
@@ -289,7 +297,33 @@ class LocalDisk(Backend):
         return True
 
     def _path(self, key: str) -> str:
-        return os.path.join(self.root, key) if key else self.root
+        if not key:
+            return self.root
+        if _OUTSIDE.search(f"/{key}/"):
+            raise Damaged(
+                "a name that leads out of the store",
+                path=self.location,
+                found=ascii(key)[:200],
+                expected="names below the store's folder",
+                fix="this store was not made by gradkeep alone; ask whoever made it",
+            )
+        return f"{self.root}/{key}"
+
+    def _inside(self, key: str) -> str:
+        """The path of a key, after a look at every folder on the way to it: none is a link."""
+        path = self._path(key)
+        at = key.find("/")
+        while at >= 0:
+            folder = f"{self.root}/{key[:at]}"
+            try:
+                if stat.S_ISLNK(os.lstat(folder).st_mode):
+                    raise _link(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                break  # nor is anything below it
+            except OSError as error:
+                raise _unreadable(folder, error) from error
+            at = key.find("/", at + 1)
+        return path
 
     def _refusal(self, error: OSError, key: str) -> WriteFailed:
         path = self.describe(key)
@@ -321,7 +355,8 @@ class _File(Readable):
     _fd = -1  # until it is open, and after it was closed
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._path = path
+        self._fd = _opened(path)
         status = os.fstat(self._fd)
         self.size = status.st_size
         self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
@@ -332,7 +367,10 @@ class _File(Readable):
     def read(self, offset: int, length: int) -> bytes:
         pieces = []
         while length > 0:
-            piece = os.pread(self._fd, length, offset)
+            try:
+                piece = os.pread(self._fd, length, offset)
+            except OSError as error:
+                raise _unreadable(self._path, error) from error
             if not piece:
                 break
             pieces.append(piece)
@@ -342,7 +380,10 @@ class _File(Readable):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         while buffer:
-            count = os.preadv(self._fd, [buffer], offset)
+            try:
+                count = os.preadv(self._fd, [buffer], offset)
+            except OSError as error:
+                raise _unreadable(self._path, error) from error
             if count == 0:
                 raise EOFError(offset)
             if count == len(buffer):
@@ -355,7 +396,10 @@ class _File(Readable):
             return memoryview(b"")
         # A private mapping: torch can take it without a warning, and a write to it by mistake
         # never reaches the file.
-        mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+        try:
+            mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
+            raise _unreadable(self._path, error) from error
         for start, stop in soon:
             # What is in memory already is faulted in cheaply; only what is not is asked for.
             if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
@@ -383,6 +427,59 @@ class _File(Readable):
         self.close()
 
 
+def _opened(path: str) -> int:
+    """A descriptor of a plain file; all else under its name is damage."""
+    try:
+        # Not to wait for the other end of a pipe.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except NotADirectoryError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+    except OSError as error:
+        if os.path.islink(path):
+            raise _link(path) from error
+        raise _unreadable(path, error) from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise Damaged(
+            f"{what} in place of a file",
+            path=path,
+            fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
+        )
+    return fd
+
+
+def _link(path: str) -> Damaged:
+    try:
+        target = os.readlink(path)
+    except OSError:
+        target = "?"
+    where = (
+        "that leads nowhere" if not os.path.exists(path) else "and not the file or folder itself"
+    )
+    return Damaged(
+        f"a link {where}",
+        path=path,
+        found=f"a link to {ascii(target)[:200]}",
+        expected="the file or folder itself: nothing in a store is read through a link",
+        fix="put the content in its place (git-annex: `git annex unlock`; DVC: `dvc config "
+        "cache.type copy`, then `dvc checkout --relink`), or copy the store with `cp -rL`",
+    )
+
+
+def _unreadable(path: str, error: Exception) -> StoreError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return StoreError(
+        "this cannot be read",
+        path=path,
+        found=reason,
+        fix="check the permissions and the disk, then run again",
+    )
+
+
 def _temp_in(folder: str) -> str:
     return os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
@@ -391,16 +488,14 @@ def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
     for item in found:
         if item.name.startswith(_TEMP):
             continue
-        if item.is_dir():
+        # A link is listed as a file, whatever it leads to: opening it says what is wrong.
+        if item.is_dir(follow_symlinks=False):
             yield Entry(item.name, 0, is_folder=True)
             continue
         try:
-            status = item.stat()
+            status = item.stat(follow_symlinks=False)
         except FileNotFoundError:
-            # A link that leads nowhere is listed, a file deleted since the listing began is not.
-            if os.path.lexists(item.path):
-                yield Entry(item.name, 0, is_folder=False)
-            continue
+            continue  # deleted since the listing began
         yield Entry(item.name, status.st_size, is_folder=False, modified=status.st_mtime)
 
 

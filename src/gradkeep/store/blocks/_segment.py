@@ -6,8 +6,8 @@ times more than `preadv`, as each fault reads far ahead.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from gradkeep.errors import Damaged
+from gradkeep.store._document import parse_json
 from gradkeep.store.backends._backend import flat
 from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decompress
@@ -138,7 +139,11 @@ class CompressedRows:
                 if index != opened:
                     shape = (min(self.rows, self.total - index * self.rows), *out.shape[1:])
                     content, opened = np.empty(shape, out.dtype), index
-                    decompress(self._frame(index), content)
+                    try:
+                        decompress(self._frame(index), content)
+                    except ValueError:  # more or fewer bytes than the rows have, or no frame at all
+                        what = f"cannot be unpacked at frame {index}"
+                        raise damaged(self.path, f"tensor {self.name!r}", what) from None
                 until = min(stop, (index + 1) * self.rows)
                 out[at : at + until - row] = content[within : within + until - row]
                 at += until - row
@@ -152,6 +157,9 @@ class CompressedRows:
             raise damaged(self.path, f"tensor {self.name!r}", what)
         return frame
 
+
+_COUNT = re.compile(r"\d{1,18}")
+_ABSURD = 1 << 62
 
 _verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
 """The blocks of tensors that this process has already verified, by the identity of the file."""
@@ -176,6 +184,7 @@ class Segment:
         identity = (self.path, *self._file.identity)
         self._known = _verified.setdefault(identity, set()) if self._file.settled else set()
         self._small: dict[str, AnyArray] = {}
+        self._fitting: set[str] = set()
         self._checked: dict[str, CheckedRows] = {}
         self._digests: dict[str, tuple[int, list[str]]] = {}
 
@@ -191,19 +200,78 @@ class Segment:
         zeroed = head[:DIGEST_AT] + b"0" * 32 + head[DIGEST_END:]
         if head[8:DIGEST_AT] != OPENING or xxhash.xxh3_128_hexdigest(zeroed) != self.digest:
             raise self._damage("the header", "does not fit its checksum")
-        layout = json.loads(head[8:])
+        layout = parse_json(head[8:], path=self.path)
         self.metadata: dict[str, str] = layout.pop("__metadata__")
         self._layout: dict[str, Any] = layout
         self._base = 8 + length
+        if not self._is_layout():
+            raise self._damage("the header", "is not one that gradkeep wrote")
         end = self._base + max((item["data_offsets"][1] for item in layout.values()), default=0)
         if end != self._file.size:
             what = "is cut off" if end > self._file.size else "has bytes at its end"
             raise self._damage("the file", f"{what}: {self._file.size} bytes instead of {end}")
 
+    def _is_layout(self) -> bool:
+        """Whether all that is read of a header without another look has its right type."""
+        if not isinstance(self.metadata, dict):
+            return False
+        numbers = (self.metadata.get("rows"), self.metadata.get("first_row"))
+        texts = all(isinstance(value, str) for value in self.metadata.values())
+        if not texts or not all(isinstance(x, str) and _COUNT.fullmatch(x) for x in numbers):
+            return False
+        return "schema" in self.metadata and all(map(_is_extent, self._layout.values()))
+
+    def _extent(self, name: str) -> Extent:
+        extent = self.extents.get(name)
+        if extent is None:
+            raise self._damage(f"tensor {name!r}", "is not there")
+        return extent
+
+    def _note(self, name: str) -> int:
+        """A positive number in the metadata."""
+        value = self.metadata.get(name, "")
+        if not _COUNT.fullmatch(value) or int(value) < 1:
+            raise self._damage("the header", f"has no number {name!r}")
+        return int(value)
+
+    def _fit(self, array: Array) -> None:
+        """Raise `Damaged` unless the tensors of an array have the form that the schema says."""
+        if array.name in self._fitting:
+            return
+        name, rows = array.name, self.rows
+        if array.ragged:
+            self._check_form(f"{name}#offsets", np.int64, (rows + 1,))
+            bounds = self.small(f"{name}#offsets")
+            if bounds[0] != 0 or (np.diff(bounds) < 0).any():
+                raise self._damage(f"tensor {name + '#offsets'!r}", "does not rise from 0")
+            rows = int(bounds[-1])
+        if array.scaled:
+            self._check_form(f"{name}#scale", np.float32, (rows,))
+        extent = self._extent(name)
+        if array.compression is not None:
+            frames = -(-rows // self._note(f"frame_rows:{name}"))
+            self._check_form(f"{name}#frames", np.int64, (frames + 1,))
+            self._check_form(f"{name}#check", np.uint64, (frames,))
+            bounds = self.small(f"{name}#frames")
+            size = extent.stop - extent.start
+            if bounds[0] != 0 or bounds[-1] != size or (np.diff(bounds) < 0).any():
+                raise self._damage(f"tensor {name + '#frames'!r}", "does not divide its array")
+        else:
+            self._check_form(name, array.stored_dtype, (rows, *array.stored_shape))
+            if f"check_rows:{name}" in self.metadata:
+                groups = -(-rows // self._note(f"check_rows:{name}"))
+                self._check_form(f"{name}#check", np.uint64, (groups,))
+        self._fitting.add(name)
+
+    def _check_form(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        extent = self._extent(name)
+        if (extent.dtype, extent.shape) != (dtype, shape):
+            raise self._damage(f"tensor {name!r}", "has another form than the schema says")
+
     @cached_property
     def extents(self) -> dict[str, Extent]:
         """Where each tensor lies; worked out when asked for, as a scan needs only the header."""
-        return {
+        found = {
             name: Extent(
                 DTYPES[item["dtype"]],
                 tuple(item["shape"]),
@@ -212,6 +280,13 @@ class Segment:
             )
             for name, item in self._layout.items()
         }
+        for name, extent in found.items():
+            if math.prod(extent.shape) * extent.dtype.itemsize != extent.stop - extent.start:
+                raise self._damage(f"tensor {name!r}", "has another size than its shape says")
+        ids = found.get("ids")
+        if ids is None or (ids.dtype, ids.shape) != (np.dtype("int64"), (self.rows,)):
+            raise self._damage("tensor 'ids'", "does not name every row")
+        return found
 
     @property
     def rows(self) -> int:
@@ -235,7 +310,7 @@ class Segment:
 
     def read_ahead(self, names: Sequence[str]) -> None:
         """Map the file and have the tensors of these names read in now."""
-        extents = (self.extents[name] for name in names)
+        extents = (self._extent(name) for name in names)
         self._map = self._file.map([(extent.start, extent.stop) for extent in extents])
 
     def view(self, name: str, start: int = 0, stop: int | None = None) -> AnyArray:
@@ -245,7 +320,7 @@ class Segment:
         """
         if self._map is None:
             self._map = self._file.map()
-        extent = self.extents[name]
+        extent = self._extent(name)
         stop = extent.shape[0] if stop is None else stop
         part = self._map[extent.start : extent.stop]
         row_bytes = len(part) // extent.shape[0] if extent.shape[0] else 0
@@ -258,7 +333,7 @@ class Segment:
     def small(self, name: str) -> AnyArray:
         """A small tensor read into memory and kept: ids, offsets, scales, checks."""
         if name not in self._small:
-            extent = self.extents[name]
+            extent = self._extent(name)
             data = self._file.read(extent.start, extent.stop - extent.start)
             if self._verify and (name, _ALL) not in self._known:
                 self._check_blocks(name, memoryview(data), 0, len(data))
@@ -284,10 +359,12 @@ class Segment:
         if name not in self._digests:
             noted = self.metadata.get(f"blocks:{name}")
             if noted is None:
-                self._digests[name] = (max(1, size), [self.metadata[f"xxh3:{name}"]])
+                self._digests[name] = (max(1, size), [self.metadata.get(f"xxh3:{name}", "")])
             else:
                 step, _, joined = noted.partition(":")
                 digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+                if not _COUNT.fullmatch(step) or len(digests) != -(-size // max(1, int(step))):
+                    raise self._damage(f"tensor {name!r}", "has no digest for some of its bytes")
                 self._digests[name] = (int(step), digests)
         return self._digests[name]
 
@@ -301,6 +378,7 @@ class Segment:
 
     def column(self, array: Array, start: int = 0, stop: int | None = None) -> Column:
         """The rows `[start, stop)` of an array, as stored."""
+        self._fit(array)
         stop = self.rows if stop is None else stop
         offsets = None
         if array.ragged:
@@ -318,8 +396,18 @@ class Segment:
 
         Reads only what it needs: one `preadv` per pick, or per group of rows that share a check.
         """
+        self._fit(array)
         name, size = array.name, _row_bytes(array)
         target = flat(out.reshape(-1).view(np.uint8))
+        try:
+            self._gather(array, picks, out, target, size)
+        except EOFError:
+            raise self._damage(f"tensor {name!r}", "is cut off") from None
+
+    def _gather(
+        self, array: Array, picks: Sequence[Pick], out: AnyArray, target: memoryview, size: int
+    ) -> None:
+        name = array.name
         if array.compression is not None:
             self._frames(array).gather(picks, out)
         elif not self._verify or (name, _ALL) in self._known:
@@ -333,7 +421,7 @@ class Segment:
 
     def _checks(self, name: str, size: int) -> CheckedRows:
         if name not in self._checked:
-            group = int(self.metadata[f"check_rows:{name}"])
+            group = self._note(f"check_rows:{name}")
             # A list: comparing plain integers is several times faster than numpy's.
             checks = self.small(f"{name}#check").tolist()
             extent = self.extents[name]
@@ -351,7 +439,7 @@ class Segment:
             start=self.extents[name].start,
             bounds=self.small(f"{name}#frames").tolist(),
             checks=self.small(f"{name}#check").tolist() if self._verify else None,
-            rows=int(self.metadata[f"frame_rows:{name}"]),
+            rows=self._note(f"frame_rows:{name}"),
             total=self._stored_rows(array),
         )
 
@@ -374,6 +462,16 @@ class Segment:
 
     def _damage(self, part: str, what: str) -> Damaged:
         return damaged(self.path, part, what)
+
+
+def _is_extent(item: object) -> bool:
+    if not isinstance(item, dict) or str(item.get("dtype")) not in DTYPES:
+        return False
+    shape, offsets = item.get("shape"), item.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    whole = all(type(x) is int and 0 <= x < _ABSURD for x in (*shape, *offsets))
+    return whole and bool(shape) and offsets[0] <= offsets[1]
 
 
 def _row_bytes(array: Array) -> int:
