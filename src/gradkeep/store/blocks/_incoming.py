@@ -89,6 +89,8 @@ def _from_list(array: Array, given: Any, *, path: str) -> AnyArray:
     # A float array takes every number, a whole one only whole ones, a bool one only bools; a list
     # of nothing has no kind of its own.
     takes = {"f": "fiub", "i": "iub", "u": "iub", "b": "b"}[wanted.kind]
+    if wanted == np.uint64 and natural.dtype.kind == "f" and _all_whole(given):
+        natural = np.asarray(given, np.uint64)  # numpy makes floats of a mix of small and large
     if natural.size and natural.dtype.kind not in takes:
         kind = "numbers that no dtype holds" if natural.dtype.kind == "O" else natural.dtype
         raise _wrong(array, f"a list of {kind}", f"dtype {array.dtype}", path=path)
@@ -100,6 +102,10 @@ def _from_list(array: Array, given: Any, *, path: str) -> AnyArray:
             expected = f"{array.dtype}: {limits.min} to {limits.max}"
             raise _wrong(array, found, expected, path=path)
     return natural.astype(wanted)
+
+
+def _all_whole(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(type(x) is int and x >= 0 for x in given)
 
 
 def _check_finite(

@@ -7,23 +7,20 @@ times more than `preadv`, as each fault reads far ahead.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from gradkeep.errors import Damaged
-from gradkeep.store._document import parse_json
 from gradkeep.store.backends._backend import flat
 from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decompress
+from gradkeep.store.blocks._header import COUNT, Extent, read_header
 from gradkeep.store.blocks._packing import (
     DIGEST_AT,
     DIGEST_END,
-    DTYPES,
     OPENING,
     block_digests,
     tensor_digest,
@@ -38,16 +35,6 @@ if TYPE_CHECKING:
 
 Pick = tuple[int, int, int]
 """Stored rows `[start, stop)` that go to row `at` of the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a tensor lies in the file."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 def damaged(path: str, part: str, what: str) -> Damaged:
@@ -158,12 +145,10 @@ class CompressedRows:
         return frame
 
 
-_COUNT = re.compile(r"\d{1,18}")
-_ABSURD = 1 << 62
-
 _verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
 """The blocks of tensors that this process has already verified, by the identity of the file."""
 
+_OPENING_BYTES = 16384
 _ALL = -1  # the block number that stands for all blocks of a tensor
 
 
@@ -174,13 +159,13 @@ class Segment:
         self.key = key
         self.path = backend.describe(key)
         self._file: Readable = backend.open(key)
+        self._map: memoryview | None = None
         try:
             self._verify = verify
             self._open_header()
         except BaseException:
             self._file.close()
             raise
-        self._map: memoryview | None = None
         identity = (self.path, *self._file.identity)
         self._known = _verified.setdefault(identity, set()) if self._file.settled else set()
         self._small: dict[str, AnyArray] = {}
@@ -189,7 +174,10 @@ class Segment:
         self._digests: dict[str, tuple[int, list[str]]] = {}
 
     def _open_header(self) -> None:
-        head = self._file.read(0, min(16384, self._file.size))
+        head = self._file.read(0, min(_OPENING_BYTES, self._file.size))
+        if len(head) == self._file.size:
+            # A file that was read as a whole, as a single row mostly is, need not be mapped too.
+            self._map = memoryview(bytearray(head))
         length = int.from_bytes(head[:8], "little")
         if len(head) < DIGEST_END or length > self._file.size - 8:
             raise self._damage("the header", "is cut off or not a segment's")
@@ -200,26 +188,15 @@ class Segment:
         zeroed = head[:DIGEST_AT] + b"0" * 32 + head[DIGEST_END:]
         if head[8:DIGEST_AT] != OPENING or xxhash.xxh3_128_hexdigest(zeroed) != self.digest:
             raise self._damage("the header", "does not fit its checksum")
-        layout = parse_json(head[8:], path=self.path)
-        self.metadata: dict[str, str] = layout.pop("__metadata__")
-        self._layout: dict[str, Any] = layout
-        self._base = 8 + length
-        if not self._is_layout():
-            raise self._damage("the header", "is not one that gradkeep wrote")
-        end = self._base + max((item["data_offsets"][1] for item in layout.values()), default=0)
+        try:
+            header = read_header(head[8:], 8 + length)
+        except ValueError as error:
+            what = f"is not one that gradkeep wrote: {str(error)[:200]}"
+            raise self._damage("the header", what) from None
+        self.metadata, self.extents, end = header.metadata, header.extents, header.end
         if end != self._file.size:
             what = "is cut off" if end > self._file.size else "has bytes at its end"
             raise self._damage("the file", f"{what}: {self._file.size} bytes instead of {end}")
-
-    def _is_layout(self) -> bool:
-        """Whether all that is read of a header without another look has its right type."""
-        if not isinstance(self.metadata, dict):
-            return False
-        numbers = (self.metadata.get("rows"), self.metadata.get("first_row"))
-        texts = all(isinstance(value, str) for value in self.metadata.values())
-        if not texts or not all(isinstance(x, str) and _COUNT.fullmatch(x) for x in numbers):
-            return False
-        return "schema" in self.metadata and all(map(_is_extent, self._layout.values()))
 
     def _extent(self, name: str) -> Extent:
         extent = self.extents.get(name)
@@ -230,7 +207,7 @@ class Segment:
     def _note(self, name: str) -> int:
         """A positive number in the metadata."""
         value = self.metadata.get(name, "")
-        if not _COUNT.fullmatch(value) or int(value) < 1:
+        if not COUNT.fullmatch(value) or int(value) < 1:
             raise self._damage("the header", f"has no number {name!r}")
         return int(value)
 
@@ -268,26 +245,6 @@ class Segment:
         if (extent.dtype, extent.shape) != (dtype, shape):
             raise self._damage(f"tensor {name!r}", "has another form than the schema says")
 
-    @cached_property
-    def extents(self) -> dict[str, Extent]:
-        """Where each tensor lies; worked out when asked for, as a scan needs only the header."""
-        found = {
-            name: Extent(
-                DTYPES[item["dtype"]],
-                tuple(item["shape"]),
-                self._base + item["data_offsets"][0],
-                self._base + item["data_offsets"][1],
-            )
-            for name, item in self._layout.items()
-        }
-        for name, extent in found.items():
-            if math.prod(extent.shape) * extent.dtype.itemsize != extent.stop - extent.start:
-                raise self._damage(f"tensor {name!r}", "has another size than its shape says")
-        ids = found.get("ids")
-        if ids is None or (ids.dtype, ids.shape) != (np.dtype("int64"), (self.rows,)):
-            raise self._damage("tensor 'ids'", "does not name every row")
-        return found
-
     @property
     def rows(self) -> int:
         """How many rows the segment holds."""
@@ -310,6 +267,8 @@ class Segment:
 
     def read_ahead(self, names: Sequence[str]) -> None:
         """Map the file and have the tensors of these names read in now."""
+        if self._map is not None:
+            return
         extents = (self._extent(name) for name in names)
         self._map = self._file.map([(extent.start, extent.stop) for extent in extents])
 
@@ -334,7 +293,11 @@ class Segment:
         """A small tensor read into memory and kept: ids, offsets, scales, checks."""
         if name not in self._small:
             extent = self._extent(name)
-            data = self._file.read(extent.start, extent.stop - extent.start)
+            data: bytes | memoryview
+            if self._map is not None:
+                data = self._map[extent.start : extent.stop]
+            else:
+                data = self._file.read(extent.start, extent.stop - extent.start)
             if self._verify and (name, _ALL) not in self._known:
                 self._check_blocks(name, memoryview(data), 0, len(data))
             self._small[name] = np.frombuffer(data, extent.dtype).reshape(extent.shape)
@@ -342,6 +305,11 @@ class Segment:
 
     def _check_blocks(self, name: str, data: memoryview, low: int, high: int) -> None:
         """Verify the blocks of a tensor that hold its bytes `[low, high)`."""
+        if f"blocks:{name}" not in self.metadata:
+            if xxhash.xxh3_128_hexdigest(data) != self.metadata.get(f"xxh3:{name}"):
+                raise self._damage(f"tensor {name!r}", "does not fit its checksum")
+            self._known.add((name, _ALL))
+            return
         step, digests = self._blocks(name, len(data))
         last = max(low, high - 1)
         for index in range(low // step, min(len(digests), last // step + 1)):
@@ -357,15 +325,11 @@ class Segment:
     def _blocks(self, name: str, size: int) -> tuple[int, list[str]]:
         """The bytes of a block of the tensor, and the digest of each."""
         if name not in self._digests:
-            noted = self.metadata.get(f"blocks:{name}")
-            if noted is None:
-                self._digests[name] = (max(1, size), [self.metadata.get(f"xxh3:{name}", "")])
-            else:
-                step, _, joined = noted.partition(":")
-                digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
-                if not _COUNT.fullmatch(step) or len(digests) != -(-size // max(1, int(step))):
-                    raise self._damage(f"tensor {name!r}", "has no digest for some of its bytes")
-                self._digests[name] = (int(step), digests)
+            step, _, joined = self.metadata[f"blocks:{name}"].partition(":")
+            digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+            if not COUNT.fullmatch(step) or int(step) < 1 or len(digests) != -(-size // int(step)):
+                raise self._damage(f"tensor {name!r}", "has no digest for some of its bytes")
+            self._digests[name] = (int(step), digests)
         return self._digests[name]
 
     def values(self, array: Array, start: int, stop: int) -> AnyArray:
@@ -462,16 +426,6 @@ class Segment:
 
     def _damage(self, part: str, what: str) -> Damaged:
         return damaged(self.path, part, what)
-
-
-def _is_extent(item: object) -> bool:
-    if not isinstance(item, dict) or str(item.get("dtype")) not in DTYPES:
-        return False
-    shape, offsets = item.get("shape"), item.get("data_offsets")
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        return False
-    whole = all(type(x) is int and 0 <= x < _ABSURD for x in (*shape, *offsets))
-    return whole and bool(shape) and offsets[0] <= offsets[1]
 
 
 def _row_bytes(array: Array) -> int:
