@@ -160,7 +160,7 @@ class LocalDisk(Backend):
         for folder in folders:
             self._ensure_folder(folder, durability="full")
         for key in keys:
-            fd = _opened(self._path(key))
+            fd, _ = _opened(self._path(key))
             try:
                 self._calls.sync(fd)
             finally:
@@ -364,8 +364,7 @@ class _File(Readable):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._fd = _opened(path)
-        status = os.fstat(self._fd)
+        self._fd, status = _opened(path)
         self.size = status.st_size
         self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         # Timestamps come in ticks of some milliseconds: a change within the same tick as the last
@@ -435,8 +434,8 @@ class _File(Readable):
         self.close()
 
 
-def _opened(path: str) -> int:
-    """A descriptor of a plain file; all else under its name is damage."""
+def _opened(path: str) -> tuple[int, os.stat_result]:
+    """A descriptor of a plain file and its status; all else under its name is damage."""
     try:
         # Not to wait for the other end of a pipe.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -448,16 +447,16 @@ def _opened(path: str) -> int:
         if os.path.islink(path):
             raise _link(path) from error
         raise _unreadable(path, error) from error
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise Damaged(
             f"{what} in place of a file",
             path=path,
             fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
         )
-    return fd
+    return fd, status
 
 
 def _link(path: str) -> Damaged:

@@ -211,7 +211,7 @@ class Segment:
             raise self._damage("the header", f"has no number {name!r}")
         return int(value)
 
-    def _fit(self, array: Array) -> None:
+    def require_form(self, array: Array) -> None:
         """Raise `Damaged` unless the tensors of an array have the form that the schema says."""
         if array.name in self._fitting:
             return
@@ -303,6 +303,16 @@ class Segment:
             self._small[name] = np.frombuffer(data, extent.dtype).reshape(extent.shape)
         return self._small[name]
 
+    def stored_bytes(self, name: str) -> memoryview:
+        """The bytes of a tensor as stored, verified; of a small file without a copy."""
+        extent = self._extent(name)
+        if self._map is None:
+            return flat(self.small(name).reshape(-1).view(np.uint8))
+        data = self._map[extent.start : extent.stop]
+        if self._verify and (name, _ALL) not in self._known:
+            self._check_blocks(name, data, 0, len(data))
+        return data
+
     def _check_blocks(self, name: str, data: memoryview, low: int, high: int) -> None:
         """Verify the blocks of a tensor that hold its bytes `[low, high)`."""
         if f"blocks:{name}" not in self.metadata:
@@ -342,7 +352,7 @@ class Segment:
 
     def column(self, array: Array, start: int = 0, stop: int | None = None) -> Column:
         """The rows `[start, stop)` of an array, as stored."""
-        self._fit(array)
+        self.require_form(array)
         stop = self.rows if stop is None else stop
         offsets = None
         if array.ragged:
@@ -360,7 +370,7 @@ class Segment:
 
         Reads only what it needs: one `preadv` per pick, or per group of rows that share a check.
         """
-        self._fit(array)
+        self.require_form(array)
         name, size = array.name, _row_bytes(array)
         target = flat(out.reshape(-1).view(np.uint8))
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
-from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows
+from gradkeep.errors import Conflict, InvalidRows, MissingRows
 from gradkeep.store import _document
 from gradkeep.store._heads import record_head
 from gradkeep.store.blocks._block import Block
@@ -36,6 +36,7 @@ from gradkeep.store.blocks._manifest import (
 from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack, pack_batch
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
+from gradkeep.store.rows._loose_rows import read_loose_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -202,11 +203,16 @@ class RowFiles:
         """Batches that hold the wanted rows, and where in them each one is."""
         batches: list[Batch] = []
         place: dict[int, int] = {}
-        for row in sorted(set(wanted.tolist()) - self._packed_ids):
-            batch = self._read_loose(row, names)
-            if batch is not None:
-                place[row] = len(place)
-                batches.append(batch)
+        loose = sorted(set(wanted.tolist()) - self._packed_ids)
+        if loose:
+            files = ((row, self._row_key(row)) for row in loose)
+            arrays = self._arrays(names)
+            batch = read_loose_rows(self._backend, self.schema, arrays, files, verify=self._verify)
+            batches.append(batch)
+            place.update(zip(batch.ids.tolist(), range(len(batch.ids)), strict=True))
+            if len(place) < len(loose):
+                # Packed since we looked: the manifest is published before the file is removed.
+                self._refresh_packed()
         packed = sorted(set(wanted.tolist()) & self._packed_ids)
         if packed and self._packed is not None:
             batches.append(self._packed.read(packed, names))
@@ -221,25 +227,6 @@ class RowFiles:
                 fix="wait for the workers, ask for rows in done(), or pass fill=nan",
             )
         return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
-
-    def _read_loose(self, row: int, names: Sequence[str] | None) -> Batch | None:
-        try:
-            segment = Segment(self._backend, self._row_key(row), verify=self._verify)
-        except FileNotFoundError:
-            # Packed since we looked: the manifest is published before the file is removed.
-            self._refresh_packed()
-            return None
-        try:
-            if segment.schema_hash != self.schema.hash or segment.small("ids").tolist() != [row]:
-                raise Damaged(
-                    "this file is not the row its name says",
-                    path=segment.path,
-                    fix="`gradkeep verify STORE --repair` moves it aside",
-                )
-            columns = tuple(segment.column(array) for array in self._arrays(names))
-            return Batch(np.array([row], np.int64), columns)
-        finally:
-            segment.close()
 
     def _read_filled(self, wanted: AnyArray, names: Sequence[str] | None, *, fill: float) -> Batch:
         check_fill(fill, self._arrays(names), path=self.path)
