@@ -198,6 +198,8 @@ def test_many_rows_to_come_cost_nothing(store):
     start = time.monotonic()
     (found,) = store.info().row_sets
     assert (found.done, found.pending) == (0, 2**40)
+    with pytest.raises(InvalidRows, match="too many rows"):
+        store.rows("models").states()
     assert time.monotonic() - start < 2
 
 
@@ -274,3 +276,13 @@ def test_rows_put_while_others_are_packed_are_packed_too(tmp_path):
     rows._adopt = adopt
     assert rows.compact(rows_per_file=10) == 40
     assert store.rows("models").read(range(40))["out"].tolist() == list(range(40))
+
+
+def test_a_size_under_another_name_is_not_believed(tmp_path):
+    store = gk.open(tmp_path, durability="process")
+    store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=6)
+    size = tmp_path / "datamodels/models/size/000000000006.json"
+    size.rename(size.with_name("100000000006.json"))
+    with pytest.raises(StoreError, match="another's name"):
+        len(store.rows("models").states())
+    assert not verify(tmp_path).healthy

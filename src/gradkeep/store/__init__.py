@@ -29,7 +29,7 @@ from gradkeep.store.blocks import (
     zarr_references,
     zarr_view,
 )
-from gradkeep.store.rows import Lease, Rows, RowState
+from gradkeep.store.rows import Lease, RowCounts, Rows, RowState
 
 __all__ = [
     "Array",
@@ -51,6 +51,7 @@ __all__ = [
     "Memory",
     "Ragged",
     "Readable",
+    "RowCounts",
     "RowState",
     "Rows",
     "Run",

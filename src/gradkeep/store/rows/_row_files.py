@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
-from gradkeep.errors import Conflict, InvalidRows, MissingRows
+from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
+from gradkeep.store._fields import read_document
 from gradkeep.store._heads import record_head
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
@@ -72,19 +73,38 @@ class RowFiles:
         self._packed: Block | None = None
         self._packed_ids: set[int] = set()
         self._known_done: set[int] = set()
+        self._known_size = 0
         latest_manifest(backend, folder)  # raises if what was packed is lost
         self._refresh_packed()
 
     @property
     def num_rows(self) -> int:
         """How many rows there are to be; the largest size that was ever set."""
-        return max((size for size, _ in _sizes(self._backend, self.folder)), default=0)
+        largest = max(_sizes(self._backend, self.folder), default=0)
+        if largest > self._known_size:
+            self._check_size(largest)
+            self._known_size = largest
+        return largest
+
+    def _check_size(self, size: int) -> None:
+        """Raise `Damaged` if the record of a size is another's under its name, as after a rename."""
+        try:
+            told = read_document(self._backend, size_key(self.folder, size)).whole("num_rows")
+        except (StoreError, FileNotFoundError):
+            return  # the name says it all; `verify` tells of the rest
+        if told != size:
+            raise Damaged(
+                "a number of rows under another's name",
+                path=self._backend.describe(size_key(self.folder, size)),
+                found=told,
+                expected=size,
+                fix="`gradkeep verify STORE --repair` moves it aside",
+            )
 
     def grow(self, num_rows: int) -> None:
         """Make room for more rows; never fewer."""
         check_size(num_rows, path=self.path)
-        sizes = list(_sizes(self._backend, self.folder))
-        largest = max((size for size, _ in sizes), default=0)
+        largest = self.num_rows
         if num_rows < largest:
             raise InvalidRows(
                 "rows can only be added",
@@ -422,11 +442,11 @@ def size_key(folder: str, num_rows: int) -> str:
     return f"{folder}/{SIZES}/{num_rows:0{_SIZE_DIGITS}d}.json"
 
 
-def _sizes(backend: Backend, folder: str) -> Iterator[tuple[int, str]]:
+def _sizes(backend: Backend, folder: str) -> Iterator[int]:
     for entry in backend.list(f"{folder}/{SIZES}"):
         name = entry.name.removesuffix(".json")
         if is_number(name, digits=_SIZE_DIGITS):
-            yield int(name), entry.name
+            yield int(name)
 
 
 def _one_row(value: Any) -> Any:

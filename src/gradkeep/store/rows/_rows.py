@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
+_MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
 """Characters of an error's text that are kept: half of them from its beginning, half from its end."""
 
@@ -186,9 +187,17 @@ class Rows(RowFiles):
         return self._backend.delete(keys, durability=self._durability)
 
     def states(self, *, max_attempts: int = 3) -> list[RowState]:
-        """The state of every row, in order."""
-        done = set(self.done().tolist())
+        """The state of every row, in order; of very many, `counts()` tells how many are in each."""
         total = self.num_rows
+        if total > _MOST_STATES:
+            raise InvalidRows(
+                "there are too many rows to tell of each",
+                path=self.path,
+                found=f"{total} rows",
+                expected=f"at most {_MOST_STATES}",
+                fix="counts() tells how many are done, leased, failed and pending",
+            )
+        done = set(self.done().tolist())
         leases, failures = self._held(), self._all_failures()
         return [
             self._state(row, done, leases, failures, max_attempts=max_attempts)
