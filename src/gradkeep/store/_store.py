@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gradkeep.errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
+from gradkeep.errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document
 from gradkeep.store._fields import read_document
 from gradkeep.store._heads import head_keys, record_head
@@ -93,8 +93,12 @@ class Store:
             _check_free(backend, create=False)
         if STORE_FILE in names:
             # What a later version wrote is not damage, and must not be repaired as if it were.
-            with contextlib.suppress(Damaged):
+            try:
                 read_identity(backend)
+            except (FormatTooNew, NotAStore):
+                raise
+            except (StoreError, OSError):
+                return  # damaged, or not to be read now
 
     @property
     def location(self) -> str:

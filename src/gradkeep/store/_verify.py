@@ -105,8 +105,12 @@ def verify(
         orphans = ()
     repaired: tuple[str, ...] = ()
     if repair:
-        paths = tuple(dict.fromkeys(item.path for item in check.damage))
-        repaired = repair_damage(backend, paths, orphans)
+        paths = dict.fromkeys(item.path for item in check.damage)
+        repaired = (
+            *repair_damage(backend, [key for key in paths if key not in check.unread], orphans),
+            # Bytes that nobody has seen may be sound: a disk that is away, a missing permission.
+            *(f"{key} was left where it is: it could not be read" for key in sorted(check.unread)),
+        )
     found = tuple(check.damage)
     return Verdict(len(check.keys), check.bytes, found, orphans, tuple(check.unknown), repaired)
 
@@ -117,6 +121,8 @@ class _Check:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.damage: list[Damage] = []
+        self.unread: set[str] = set()
+        """What could not be read, so that nobody knows whether it is damaged."""
         self.unknown: list[str] = []
         self.bytes = 0
         self.keys: dict[str, Entry] = {}
@@ -134,7 +140,7 @@ class _Check:
         try:
             listed = self._backend.list(prefix)
         except (GradkeepError, OSError) as error:
-            self._note(prefix, _reason(error))
+            self._failed(prefix, error)
             return
         for entry in listed:
             key = f"{prefix}/{entry.name}" if prefix else entry.name
@@ -166,8 +172,12 @@ class _Check:
             if self._is_there(key):
                 self._note(key, "it cannot be opened")
         except Exception as error:  # the promise is that a check ends, whatever it meets
-            tensor = error.tensor if isinstance(error, Damaged) else None
-            self._note(key, _reason(error), tensor)
+            self._failed(key, error)
+
+    def _failed(self, key: str, error: Exception) -> None:
+        if not isinstance(error, Damaged):
+            self.unread.add(key)
+        self._note(key, _reason(error), error.tensor if isinstance(error, Damaged) else None)
 
     def _is_there(self, key: str) -> bool:
         try:
