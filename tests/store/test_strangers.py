@@ -134,7 +134,7 @@ def test_nothing_but_our_errors_whatever_a_field_holds(store):
                     changed[name] = value
                 forge(store, key, lambda _, changed=changed: changed)
                 tried += 1
-                if tried % 3:
+                if tried % 5:
                     continue
                 raised = look(store.location) if tried % 60 == 0 else quick(store, key)
                 # What is no store, or one of a later version, is not for us to call damaged.
@@ -176,7 +176,7 @@ def quick(store, key):
 )
 def test_no_json_is_too_deep_or_too_odd(store, key, text):
     forge(store, key, lambda _: sealed(text))
-    assert "verify" not in look(store.location)
+    assert "verify" not in quick(store, key)
     assert key in [item.path for item in verify(store.location).damage]
 
 
@@ -296,7 +296,7 @@ def test_a_link_in_place_of_a_file_is_damage(store, tmp_path, key, leads):
     found = verify(store.location)
     assert [item.path for item in found.damage][:1] == [key]
     assert "link" in found.damage[0].what
-    assert look(store.location) or "size" in key
+    assert quick(store, key) or "size" in key
     before = away.read_bytes()
     verify(store.location, repair=True)
     assert away.read_bytes() == before
@@ -432,7 +432,7 @@ def test_nothing_but_our_errors_whatever_a_header_says(store):
     tried = 0
     for name, item in layout.items():
         for part in item:
-            for value in [*ODD[::2], "0", "7", [0, 10**9], [10**9], "int64", "F64", [2, 1, 1]]:
+            for value in [*ODD[::4], "0", "7", [0, 10**9], [10**9], "int64", "F64", [2, 1, 1]]:
 
                 def change(x, name=name, part=part, value=value):
                     x[name][part] = value
@@ -452,4 +452,4 @@ def test_nothing_but_our_errors_whatever_a_header_says(store):
                     except StoreError:
                         assert way != "verify"
                     tried += 1
-    assert tried > 200
+    assert tried > 100

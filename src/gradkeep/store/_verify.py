@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from gradkeep.store.backends._backend import Backend, Entry
     from gradkeep.store.blocks._manifest import Manifest
+    from gradkeep.store.blocks._schema import Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,13 @@ class _Check:
         self._known = {
             key: file for key in self.keys if (file := known_file(key)) and key not in self._folders
         }
+        manifests = [file for file in self._known.values() if file.kind == "manifest"]
+        self._newest = {file.folder: 0 for file in manifests}
+        for file in manifests:
+            self._newest[file.folder] = max(self._newest[file.folder], file.number)
         self._digests: dict[str, str] = {}
         self._manifests: dict[str, Manifest] = {}
+        self._schemas: dict[str, Schema | None] = {}
         self._most_rows: dict[str, int] = {}
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
@@ -244,10 +250,10 @@ class _Check:
         # What is recorded of it is compared afterwards, once it is known that it can be read.
         manifest = load_manifest(self._backend, file.folder, file.number, recorded={})
         self._manifests[key] = manifest
-        with contextlib.suppress(GradkeepError):
-            if load_schema(self._backend, file.folder).hash != manifest.schema_hash:
-                self._note(key, "it belongs to another schema than its block's")
-        if file.folder.startswith(f"{ROWS}/") and self._newest(file.folder) != file.number:
+        schema = self._schema(file.folder)
+        if schema is not None and schema.hash != manifest.schema_hash:
+            self._note(key, "it belongs to another schema than its block's")
+        if file.folder.startswith(f"{ROWS}/") and self._newest[file.folder] != file.number:
             return  # of packed rows, nobody reads an older version
         for entry in manifest.segments:
             named = f"{file.folder}/{entry.file}"
@@ -262,10 +268,14 @@ class _Check:
                     what = f"it is not the segment that version {manifest.version} names"
                     self._note(named, what)
 
-    def _newest(self, folder: str) -> int:
-        files = self._known.values()
-        of = [x.number for x in files if x.kind == "manifest" and x.folder == folder]
-        return max(of, default=-1)
+    def _schema(self, folder: str) -> Schema | None:
+        """The schema of a block, read once; None if it cannot be."""
+        if folder not in self._schemas:
+            try:
+                self._schemas[folder] = load_schema(self._backend, folder)
+            except Exception:  # told of the schema itself
+                self._schemas[folder] = None
+        return self._schemas[folder]
 
     def _segment(self, key: str, file: KnownFile) -> None:
         segment = Segment(self._backend, key)
@@ -287,9 +297,8 @@ class _Check:
         if file.kind in ("row", "packed") and len(ids):
             most = self._most_rows.get(file.folder, 0)
             self._most_rows[file.folder] = max(most, int(ids.max()) + 1)
-        try:
-            schema = load_schema(self._backend, file.folder)
-        except (GradkeepError, FileNotFoundError):
+        schema = self._schema(file.folder)
+        if schema is None:
             return  # told of the schema itself
         if segment.schema_hash != schema.hash:
             self._note(segment.key, "it belongs to another schema")
