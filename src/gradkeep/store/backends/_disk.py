@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import secrets
@@ -22,6 +21,12 @@ from typing import TYPE_CHECKING
 
 from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
+from gradkeep.store.backends._plain_file import (
+    PlainFile,
+    link_in_place,
+    open_plain,
+    unreadable,
+)
 from gradkeep.store.backends._syscalls import Syscalls
 
 if TYPE_CHECKING:
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
 _TEMP = ".tmp-"
 _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
 _ONE_WRITE = 1 << 26
-_SETTLED_SECONDS = 0.1
 _TRUSTED_SECONDS = 0.05
 _OUTSIDE = re.compile(r"/\.{0,2}/|\0")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -160,7 +164,7 @@ class LocalDisk(Backend):
         for folder in folders:
             self._ensure_folder(folder, durability="full")
         for key in keys:
-            fd, _ = _opened(self._path(key))
+            fd, _ = open_plain(self._path(key))
             try:
                 self._calls.sync(fd)
             finally:
@@ -208,7 +212,7 @@ class LocalDisk(Backend):
         if now - self._looked_at.get(folder, -1.0) > _TRUSTED_SECONDS:
             self._inside(key)
             self._looked_at = {folder: now}
-        return _File(self._path(key))
+        return PlainFile(self._path(key))
 
     def list(self, prefix: str) -> list[Entry]:
         path = self._inside(f"{prefix}/any") if prefix else f"{self.root}/any"
@@ -218,7 +222,7 @@ class LocalDisk(Backend):
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _unreadable(os.path.dirname(path), error) from error
+            raise unreadable(os.path.dirname(path), error) from error
 
     def exists(self, key: str) -> bool:
         return os.path.lexists(self._inside(key))
@@ -267,7 +271,7 @@ class LocalDisk(Backend):
         except (FileNotFoundError, NotADirectoryError):
             return 0
         except OSError as error:
-            raise _unreadable(self._path(prefix), error) from error
+            raise unreadable(self._path(prefix), error) from error
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         now = time.time()
@@ -325,11 +329,11 @@ class LocalDisk(Backend):
             folder = f"{self.root}/{key[:at]}"
             try:
                 if stat.S_ISLNK(os.lstat(folder).st_mode):
-                    raise _link(folder)
+                    raise link_in_place(folder)
             except (FileNotFoundError, NotADirectoryError):
                 break  # nor is anything below it
             except OSError as error:
-                raise _unreadable(folder, error) from error
+                raise unreadable(folder, error) from error
             at = key.find("/", at + 1)
         return path
 
@@ -357,134 +361,6 @@ class LocalDisk(Backend):
             found=reason,
             fix="check the disk, then run again: the work resumes",
         )
-
-
-class _File(Readable):
-    _fd = -1  # until it is open, and after it was closed
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._fd, status = _opened(path)
-        self.size = status.st_size
-        self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-        # Timestamps come in ticks of some milliseconds: a change within the same tick as the last
-        # one would go unnoticed, so a file counts as settled only a little later.
-        self.settled = time.time() - status.st_mtime > _SETTLED_SECONDS
-
-    def read(self, offset: int, length: int) -> bytes:
-        pieces = []
-        while length > 0:
-            try:
-                piece = os.pread(self._fd, length, offset)
-            except OSError as error:
-                raise _unreadable(self._path, error) from error
-            if not piece:
-                break
-            pieces.append(piece)
-            offset += len(piece)
-            length -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        while buffer:
-            try:
-                count = os.preadv(self._fd, [buffer], offset)
-            except OSError as error:
-                raise _unreadable(self._path, error) from error
-            if count == 0:
-                raise EOFError(offset)
-            if count == len(buffer):
-                return
-            buffer = buffer[count:]
-            offset += count
-
-    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
-        if self.size == 0:
-            return memoryview(b"")
-        # A private mapping: torch can take it without a warning, and a write to it by mistake
-        # never reaches the file.
-        try:
-            mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
-            raise _unreadable(self._path, error) from error
-        for start, stop in soon:
-            # What is in memory already is faulted in cheaply; only what is not is asked for.
-            if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
-                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-        return memoryview(mapped)
-
-    def _in_memory(self, offset: int) -> bool:
-        """Whether a byte can be read without the disk; True where the system cannot tell."""
-        if not hasattr(os, "RWF_NOWAIT"):
-            return True
-        try:
-            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _opened(path: str) -> tuple[int, os.stat_result]:
-    """A descriptor of a plain file and its status; all else under its name is damage."""
-    try:
-        # Not to wait for the other end of a pipe.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except NotADirectoryError:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
-    except OSError as error:
-        if os.path.islink(path):
-            raise _link(path) from error
-        raise _unreadable(path, error) from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise Damaged(
-            f"{what} in place of a file",
-            path=path,
-            fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
-        )
-    return fd, status
-
-
-def _link(path: str) -> Damaged:
-    try:
-        target = os.readlink(path)
-    except OSError:
-        target = "?"
-    where = (
-        "that leads nowhere" if not os.path.exists(path) else "and not the file or folder itself"
-    )
-    return Damaged(
-        f"a link {where}",
-        path=path,
-        found=f"a link to {ascii(target)[:200]}",
-        expected="the file or folder itself: nothing in a store is read through a link",
-        fix="put the content in its place (git-annex: `git annex unlock`; DVC: `dvc config "
-        "cache.type copy`, then `dvc checkout --relink`), or copy the store with `cp -rL`",
-    )
-
-
-def _unreadable(path: str, error: Exception) -> StoreError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return StoreError(
-        "this cannot be read",
-        path=path,
-        found=reason,
-        fix="check the permissions and the disk, then run again",
-    )
 
 
 def _temp_in(folder: str) -> str:
