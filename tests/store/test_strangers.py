@@ -364,6 +364,10 @@ ENDLESS = "with recursive n(i) as (select 1 union all select i + 1 from n) selec
         "update runs set config = '3'",
         "update checkpoints set step = 'x'",
         "insert into store values ('another')",
+        "update stamps set folder = cast(x'ff80' as text)",
+        "update segments set file = cast(x'e28028' as text)",
+        "update blocks set problem = cast(x'ff' as text)",
+        "update stamps set stamp = 'x'",
     ],
 )
 def test_an_odd_catalogue_is_made_again(store, statements):

@@ -378,6 +378,10 @@ def _is_ours(connection: sqlite3.Connection, uuid: str) -> bool:
         )
         if connection.execute(f"select 1 from {table} where {odd} limit 1").fetchall():
             return False
+    for table in ("segments", "stamps"):  # the rest is read below
+        odd = " or ".join(f"{name} glob '*[^ -~]*'" for _, name, *_ in columns[table])
+        if connection.execute(f"select 1 from {table} where {odd} limit 1").fetchall():
+            return False  # text that is none: all names in a store are plain
     if connection.execute("select uuid from store").fetchall() != [(uuid,)]:
         return False
     catalog = Catalog(connection)
