@@ -177,8 +177,10 @@ def swap_files(at: Victim) -> None:
 
 def overwrite_by_another(at: Victim) -> None:
     one = at.file()
-    alike = [x for x in at.files(one.suffix) if x.parent == one.parent] or at.files(one.suffix)
-    rewrite(one, at.chance.choice(alike).read_bytes())
+    others = [x for x in at.files() if x != one]
+    alike = [x for x in others if x.suffix == one.suffix]
+    near = [x for x in alike if x.parent == one.parent]
+    rewrite(one, at.chance.choice(near or alike or others).read_bytes())
 
 
 def duplicate(at: Victim) -> None:
@@ -276,12 +278,11 @@ def deep_nesting(at: Victim) -> None:
 
 def huge_numbers(at: Victim) -> None:
     file = at.file(".json")
-    text = file.read_text()
+    text = file.read_text().rpartition(',\n  "xxh3"')[0]
     digits = [i for i, letter in enumerate(text) if letter.isdigit()]
-    place = at.chance.choice(digits) if digits else 0
+    place = at.chance.choice(digits) if digits else 1
     text = text[:place] + "9" * at.chance.choice([20, 400, 5000]) + text[place:]
-    body = text.rpartition(',\n  "xxh3"')[0].encode()
-    rewrite(file, body + _document._seal(body))
+    rewrite(file, text.encode() + _document._seal(text.encode()))
 
 
 def old_manifest_restored(at: Victim) -> None:
