@@ -132,6 +132,17 @@ def test_no_claim_of_nothing_takes_everything(rows, count):
     assert all(state.state != "leased" for state in rows.states())
 
 
+@pytest.mark.parametrize("number", ["x", 1.5, None, [1], -1])
+def test_odd_versions_and_counts_are_refused(store, block, rows, number):
+    if number is not None:
+        with pytest.raises(StoreError):
+            store.read(KEY, version=number)
+    with pytest.raises(StoreError):
+        gk.store.gc(store, keep_versions=number)
+    with pytest.raises(StoreError):
+        rows.compact(rows_per_file=number)
+
+
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800", "ids", "a#b", ""])
 def test_names_that_a_file_cannot_hold_are_refused(name):
     with pytest.raises(StoreError, match="name"):

@@ -61,9 +61,11 @@ def gc(
     touches a removed segment. A store in which a version is lost is refused: what looks like waste
     there may be all that is left.
     """
-    if keep_versions < 1:
+    if not isinstance(keep_versions, int) or keep_versions < 1:
         raise StoreError(
-            "at least one version must stay", found=keep_versions, expected="1 or more"
+            "at least one version must stay",
+            found=repr(keep_versions)[:60],
+            expected="a whole number of at least 1",
         )
     store = store if isinstance(store, Store) else open_store(store, create=False)
     backend = store.backend

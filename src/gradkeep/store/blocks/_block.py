@@ -68,6 +68,13 @@ class Block:
 
     def _choose(self, version: int | None) -> Manifest:
         if version is not None:
+            if isinstance(version, bool) or not isinstance(version, int | np.integer):
+                raise InvalidRows(
+                    "a version is a whole number",
+                    path=self.path,
+                    found=repr(version)[:60],
+                    expected="one of versions()",
+                )
             manifest = load_manifest(self.backend, self.folder, version)
         else:
             newest = latest_manifest(self.backend, self.folder)

@@ -260,9 +260,11 @@ class RowFiles:
         Readers may read and writers may put meanwhile, and several processes may compact. Full
         files only, unless `partial`. A kill at any moment leaves every row readable.
         """
-        if rows_per_file < 1:
+        if not isinstance(rows_per_file, int | np.integer) or rows_per_file < 1:
             raise InvalidRows(
-                "a packed file holds at least one row", found=rows_per_file, expected="1 or more"
+                "a packed file holds at least one row",
+                found=repr(rows_per_file)[:60],
+                expected="a whole number of at least 1",
             )
         moved = 0
         waiting: list[int] | None = None
