@@ -180,6 +180,14 @@ def test_no_json_is_too_deep_or_too_odd(store, key, text):
     assert key in [item.path for item in verify(store.location).damage]
 
 
+@pytest.mark.parametrize("uuid", ["\ud800", "a\nb", "é", 3, None])
+def test_an_odd_identity_is_damage(store, uuid):
+    forge(store, "STORE.json", lambda x: {**x, "uuid": uuid})
+    assert [item.path for item in verify(store.location).damage] == ["STORE.json"]
+    with pytest.raises(Damaged):
+        gk.open(store.location)
+
+
 def test_a_huge_document_is_refused_before_it_is_read(store, monkeypatch):
     key = f"{KEY.folder}/manifest/000001.json"
     with open(at(store, key), "r+b") as file:

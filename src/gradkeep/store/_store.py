@@ -378,4 +378,7 @@ def read_identity(backend: Backend) -> str:
             expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
-    return fields.text("uuid")
+    identity = fields.text("uuid")
+    if not identity.isascii() or not identity.isprintable():
+        raise fields.wrong("uuid: not one that gradkeep gives")
+    return identity
