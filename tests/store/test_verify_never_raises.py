@@ -157,3 +157,17 @@ def test_a_backend_that_raises_anything_ends_no_check(error):
     found = verify(backend)
     assert len(found.damage) >= 10
     assert verify(backend, repair=True).repaired
+
+
+@pytest.mark.parametrize("part", ["rows", "claims", "failed"])
+def test_rows_in_the_folder_of_others_are_named_and_not_believed(store, part):
+    folder = Path(store.backend.root, "datamodels/models", part, "000000")
+    folder.rename(folder.with_name("000009"))
+    found = verify(store.location)
+    assert found.damage
+    assert all("another folder" in item.what for item in found.damage)
+    rows = store.rows("models")
+    rows.read(rows.done())
+    assert len(rows.states()) == 4
+    verify(store.location, repair=True)
+    assert verify(store.location).healthy

@@ -31,6 +31,7 @@ from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._manifest import load_manifest, load_schema, schema_key
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.catalog._samples import check_samples, holds_samples_of, samples_available
+from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 from gradkeep.store.rows._row_files import SIZES, size_key
 
 if TYPE_CHECKING:
@@ -200,6 +201,8 @@ class _Check:
             self._note(key, "a folder in place of a file")
         elif file is None:
             self._foreign(key, entry)
+        elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
+            self._note(key, "it lies in another folder than its number says")
         elif file.kind in ("segment", "packed", "row"):
             self._segment(key, file)
         elif file.kind == "samples":
@@ -385,6 +388,10 @@ class _Check:
             told = any(item.path.startswith(f"{folder}/{SIZES}") for item in self.damage)
             if most > max(sizes, default=0) and not told:
                 self._note(size_key(folder, most), f"missing: there are rows up to {most - 1}")
+
+
+def _in_its_folder(key: str, file: KnownFile) -> bool:
+    return int(key.split("/")[-2]) == file.number // ROWS_PER_FOLDER
 
 
 def _labels(folder: str) -> dict[str, str]:

@@ -57,7 +57,8 @@ def lease_numbers(backend: Backend, folder: str, bucket: int) -> dict[int, list[
     found: dict[int, list[int]] = {}
     for entry in backend.list(f"{folder}/{LEASES}/{bucket:06d}"):
         row, _, number = entry.name.removesuffix(".json").partition("-")
-        if is_number(row, digits=1) and is_number(number):
+        named = is_number(row, digits=1) and is_number(number)
+        if named and int(row) // ROWS_PER_FOLDER == bucket:
             found.setdefault(int(row), []).append(int(number))
     return {row: sorted(numbers) for row, numbers in found.items()}
 

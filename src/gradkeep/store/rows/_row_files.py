@@ -380,7 +380,8 @@ class RowFiles:
         for bucket in self._buckets(LOOSE):
             for entry in self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"):
                 name = entry.name.removesuffix(SUFFIX)
-                if is_number(name, digits=1):
+                # A row in another's folder would not be found when it is read.
+                if is_number(name, digits=1) and int(name) // ROWS_PER_FOLDER == bucket:
                     yield int(name)
 
     def _buckets(self, kind: str) -> list[int]:

@@ -251,13 +251,16 @@ class Rows(RowFiles):
 
     def _last_error(self, row: int, names: list[str]) -> str:
         key = f"{self.folder}/{FAILED}/{row // ROWS_PER_FOLDER:06d}/{names[-1]}"
-        return read_document(self._backend, key).text("error")
+        try:
+            return read_document(self._backend, key).text("error")
+        except FileNotFoundError:
+            return "forgotten meanwhile, so that the row is tried again"
 
     def _failures(self, bucket: int) -> dict[int, list[str]]:
         found: dict[int, list[tuple[float, str]]] = {}
         for entry in self._backend.list(f"{self.folder}/{FAILED}/{bucket:06d}"):
             row = entry.name.partition("-")[0]
-            if is_number(row, digits=1):
+            if is_number(row, digits=1) and int(row) // ROWS_PER_FOLDER == bucket:
                 found.setdefault(int(row), []).append((entry.modified, entry.name))
         return {row: [name for _, name in sorted(named)] for row, named in found.items()}
 
