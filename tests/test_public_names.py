@@ -101,7 +101,7 @@ NAMES = {
     """,
     "gradkeep.store": """
         Array Backend Batch Block BlockKey Bucket CaptureKey Checkpoint Damage Durability
-        Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowState Rows
+        Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowCounts RowState Rows
         Run Schema ScoresKey Store Verdict Writer WriterShare backend_for gc open
         register_backend verify zarr_references zarr_view
     """,
@@ -118,7 +118,7 @@ NAMES = {
         RunFacts RunInfo SegmentFacts SqlResult StoreInfo
     """,
     "gradkeep.store.rows": """
-        Lease RowState Rows
+        Lease RowCounts RowState Rows
     """,
     "gradkeep.testing": """
         BackendTests StoreTests

@@ -1,9 +1,10 @@
 """Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
 
 from gradkeep._public import lazy_names
+from gradkeep.store._gc import GcReport, gc
 from gradkeep.store._keys import BlockKey, CaptureKey, Checkpoint, Run, ScoresKey
-from gradkeep.store._maintenance import Damage, GcReport, Verdict, gc, verify
 from gradkeep.store._store import Store, open
+from gradkeep.store._verify import Damage, Verdict, verify
 from gradkeep.store.backends import (
     Backend,
     Bucket,
@@ -28,7 +29,7 @@ from gradkeep.store.blocks import (
     zarr_references,
     zarr_view,
 )
-from gradkeep.store.rows import Lease, Rows, RowState
+from gradkeep.store.rows import Lease, RowCounts, Rows, RowState
 
 __all__ = [
     "Array",
@@ -50,6 +51,7 @@ __all__ = [
     "Memory",
     "Ragged",
     "Readable",
+    "RowCounts",
     "RowState",
     "Rows",
     "Run",

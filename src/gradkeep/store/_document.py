@@ -1,13 +1,16 @@
 """Small JSON files that carry their own checksum.
 
 The last field of the object is the xxh3-128 of every byte before it, so that a change of any byte
-of the file, a space included, is noticed. The file stays plain JSON for every other reader.
+of the file, a space included, is noticed. The file stays plain JSON for every other reader. A
+checksum is no signature: what a stranger wrote can carry a right one, so size and depth are bounded
+here, and `_fields.py` looks at every type.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
@@ -16,7 +19,11 @@ from gradkeep.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+LARGEST_DOCUMENT = 256 << 20
+"""Bytes; a manifest of a million segments fits."""
+_DEEPEST = 64
 _SEAL_BYTES = len(b',\n  "xxh3": "') + 32 + len(b'"\n}\n')
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def to_bytes(fields: Mapping[str, Any]) -> bytes:
@@ -29,7 +36,7 @@ def to_bytes(fields: Mapping[str, Any]) -> bytes:
     }
     """
     text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False)
-    body = text.removesuffix("\n}").encode()
+    body = _encoded(text.removesuffix("\n}"))
     return body + _seal(body)
 
 
@@ -44,16 +51,66 @@ def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
             expected="the bytes that gradkeep wrote",
             fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
         )
-    fields: dict[str, Any] = json.loads(data)
+    fields = parse_json(data, path=path)
     del fields["xxh3"]
     return fields
+
+
+def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
+    """The fields of a JSON object; raises `Damaged` for all else, however large or deep it is."""
+    if len(data) > LARGEST_DOCUMENT:
+        raise not_ours(path, f"{len(data)} bytes", f"at most {LARGEST_DOCUMENT} bytes")
+    try:
+        fields = json.loads(data, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+        raise not_ours(path, f"{type(error).__name__}: {error}"[:200], "a JSON object") from None
+    if not isinstance(fields, dict):
+        raise not_ours(path, type(fields).__name__, "a JSON object")
+    if _is_deeper(fields, _DEEPEST):
+        raise not_ours(path, f"more than {_DEEPEST} values inside each other", "a flat document")
+    return fields
+
+
+def not_ours(path: str, found: object, expected: object) -> Damaged:
+    """The error for a document whose checksum fits but which gradkeep did not write."""
+    return Damaged(
+        "this is not a document that gradkeep wrote",
+        path=path,
+        found=found,
+        expected=expected,
+        fix="`gradkeep verify STORE --repair` moves it aside; ask whoever made the store",
+    )
 
 
 def digest(fields: Mapping[str, Any]) -> str:
     """A fingerprint of the fields, whatever their order."""
     text = json.dumps(fields, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return xxhash.xxh3_128_hexdigest(_encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    # Half of a pair of surrogates, as broken file names have it, is no text; JSON can escape it.
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
 
 def _seal(body: bytes) -> bytes:
     return b',\n  "xxh3": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    level: list[object] = [value]
+    for _ in range(most):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += [x for x in item.values() if isinstance(x, dict | list)]
+            elif isinstance(item, list):
+                below += [x for x in item if isinstance(x, dict | list)]
+        if not below:
+            return False
+        level = below
+    return True

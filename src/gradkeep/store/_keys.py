@@ -17,6 +17,7 @@ BLOCKS = "blocks"
 SCORES = "scores"
 ROWS = "datamodels"
 RUNS = "runs"
+HEADS = "heads"
 CATALOG = "catalog.sqlite"
 
 

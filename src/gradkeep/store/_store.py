@@ -8,10 +8,15 @@ import os
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.errors import Conflict, Damaged, FormatTooNew, NotAStore, SchemaMismatch, StoreError
+import xxhash
+
+from gradkeep.errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document
+from gradkeep.store._fields import read_document
+from gradkeep.store._heads import head_keys, record_head
 from gradkeep.store._keys import (
     BLOCKS,
+    HEADS,
     ROWS,
     RUNS,
     SCORES,
@@ -20,6 +25,14 @@ from gradkeep.store._keys import (
     Run,
     ScoresKey,
     checked_name,
+)
+from gradkeep.store._records import (
+    checked_checkpoint,
+    checked_run,
+    checkpoint_folder,
+    read_checkpoint,
+    read_run,
+    run_folder,
 )
 from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._block import Block
@@ -37,11 +50,11 @@ from gradkeep.store.catalog._info import store_info
 from gradkeep.store.catalog._samples import ensure_samples, samples_available
 from gradkeep.store.catalog._scan import block_addresses, folders
 from gradkeep.store.catalog._sql import sql
-from gradkeep.store.rows._row_files import set_size
+from gradkeep.store.rows._row_files import check_size, set_size
 from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from gradkeep.store._keys import BlockKey
     from gradkeep.store.backends._backend import Backend, Durability
@@ -70,20 +83,22 @@ class Store:
         self.backend = backend
         self.durability: Durability = durability
         self.verify_reads = verify
-        fields = _document.from_bytes(backend.read(STORE_FILE), path=backend.describe(STORE_FILE))
-        check_format(backend, fields)
-        self.uuid: str = fields["uuid"]
+        self.uuid = read_identity(backend)
 
     @staticmethod
     def require_some(backend: Backend) -> None:
         """Raise unless there is a store, damaged or not, that this version understands."""
         names = {entry.name for entry in backend.list("")}
-        if not names & {STORE_FILE, BLOCKS, SCORES, ROWS}:
+        if not names & {STORE_FILE, BLOCKS, SCORES, ROWS, RUNS, HEADS}:
             _check_free(backend, create=False)
         if STORE_FILE in names:
             # What a later version wrote is not damage, and must not be repaired as if it were.
-            with contextlib.suppress(Damaged):
-                Store(backend)
+            try:
+                read_identity(backend)
+            except (FormatTooNew, NotAStore):
+                raise
+            except (StoreError, OSError):
+                return  # damaged, or not to be read now
 
     @property
     def location(self) -> str:
@@ -128,30 +143,27 @@ class Store:
 
     def add_run(self, run: Run) -> Run:
         """Record a run; adding it again is free, adding another one under its name is refused."""
-        checked_name("run", run.name)
-        self._put_record(f"{RUNS}/{run.name}/run.json", run)
-        return run
+        recorded = checked_run(run)
+        self._put_record(run_folder(run.name), "run.json", recorded)
+        return recorded
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         """Record a checkpoint of a run."""
-        checked_name("run", checkpoint.run)
-        checked_name("checkpoint", checkpoint.name)
-        folder = f"{RUNS}/{checkpoint.run}/ckpt/{checkpoint.name}"
-        self._put_record(f"{folder}/ckpt.json", checkpoint)
-        return checkpoint
+        recorded = checked_checkpoint(checkpoint)
+        folder = checkpoint_folder(recorded.run, recorded.name)
+        self._put_record(folder, "ckpt.json", recorded)
+        return recorded
 
     def runs(self) -> list[Run]:
         """All recorded runs, by name."""
-        records = (self._record(f"{RUNS}/{name}/run.json") for name in folders(self.backend, RUNS))
-        return [Run(**fields) for fields in records if fields is not None]
+        records = (read_run(self.backend, name) for name in folders(self.backend, RUNS))
+        return [run for run in records if run is not None]
 
     def checkpoints(self, run: str = "main") -> list[Checkpoint]:
         """All recorded checkpoints of a run, by step."""
-        folder = f"{RUNS}/{checked_name('run', run)}/ckpt"
-        records = (
-            self._record(f"{folder}/{name}/ckpt.json") for name in folders(self.backend, folder)
-        )
-        found = [Checkpoint(**fields) for fields in records if fields is not None]
+        names = folders(self.backend, f"{run_folder(checked_name('run', run))}/ckpt")
+        records = (read_checkpoint(self.backend, run, name) for name in names)
+        found = [checkpoint for checkpoint in records if checkpoint is not None]
         return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
 
     def write(
@@ -203,27 +215,31 @@ class Store:
         folder = key.folder
         if not self.backend.exists(schema_key(folder)):
             raise StoreError("there is no such block", path=self.backend.describe(folder))
-        # Manifests first, the schema last: at any moment what is left is an unsealed block.
+        # Records first, manifests next, the schema last: at any moment what is left is an unsealed
+        # block.
         # Each part has a name that is deleted even if an earlier, killed delete removed them all:
         # that must be durable before the rest goes, or a power cut brings some of them back.
         last = schema_key(folder)
+        self.backend.delete(
+            [*head_keys(self.backend, folder), f"{HEADS}/{folder}/any"], durability=self.durability
+        )
         parts = {
             MANIFESTS: [manifest_key(folder, 0)],
             "": [],
             SEGMENTS: [f"{folder}/{segment_file(0)}"],
         }
         for part, keys in parts.items():
-            names = [entry.name for entry in self.backend.list(f"{folder}/{part}".rstrip("/"))]
+            listed = self.backend.list(f"{folder}/{part}".rstrip("/"))
+            names = [entry.name for entry in listed if not entry.is_folder]
             keys += [f"{folder}/{part}/{name}".replace("//", "/") for name in names]
-            self.backend.delete(
-                [item for item in keys if item != last and not item.endswith(_FOLDERS)],
-                durability=self.durability,
-            )
+            self.backend.delete([item for item in keys if item != last], durability=self.durability)
         self.backend.delete([schema_key(folder)], durability=self.durability)
 
     def rows(self, name: str, schema: Schema | None = None, *, num_rows: int | None = None) -> Rows:
         """Rows that many processes write: created with a schema and a size, else opened."""
         folder = f"{ROWS}/{checked_name('rows', name)}"
+        if num_rows is not None:
+            check_size(num_rows, path=self.backend.describe(folder))
         if schema is not None:
             if schema.num_rows is not None:
                 schema = dataclasses.replace(schema, num_rows=None)
@@ -260,20 +276,13 @@ class Store:
             block = self.read(key, version=manifest.version)
             ensure_samples(self.backend, block, key.labels, durability=self.durability)
 
-    def _record(self, key: str) -> dict[str, Any] | None:
+    def _put_record(self, folder: str, name: str, record: Run | Checkpoint) -> None:
+        key, fields = f"{folder}/{name}", dataclasses.asdict(record)
+        data = _document.to_bytes(fields)
         try:
-            return _document.from_bytes(self.backend.read(key), path=self.backend.describe(key))
-        except FileNotFoundError:
-            return None
-
-    def _put_record(self, key: str, record: Run | Checkpoint) -> None:
-        fields = dataclasses.asdict(record)
-        try:
-            self.backend.put_if_absent(
-                key, [_document.to_bytes(fields)], durability=self.durability
-            )
+            self.backend.put_if_absent(key, [data], durability=self.durability)
         except Conflict:
-            stored = self._record(key) or {}
+            stored = read_document(self.backend, key).values
             lines = [
                 f"\n    {name}: stored {stored.get(name)!r}, given {fields[name]!r}"
                 for name in fields
@@ -285,9 +294,8 @@ class Store:
                 found="".join(lines),
                 fix="use another name",
             ) from None
-
-
-_FOLDERS = (f"/{SEGMENTS}", f"/{MANIFESTS}")
+        xxh3 = xxhash.xxh3_128_hexdigest(data)
+        record_head(self.backend, folder, 0, xxh3, durability=self.durability)
 
 
 def open(
@@ -354,18 +362,23 @@ def _check_free(backend: Backend, *, create: bool) -> None:
         )
 
 
-def check_format(backend: Backend, fields: Mapping[str, Any]) -> None:
-    """Raise unless the fields are those of a store that this version can read."""
+def read_identity(backend: Backend) -> str:
+    """The store's uuid; raises unless there is a store that this version can read."""
+    fields = read_document(backend, STORE_FILE)
     path = backend.describe(STORE_FILE)
-    if fields.get("format") != FORMAT:
-        raise NotAStore(
-            "this is not a store", path=path, found=fields.get("format"), expected=FORMAT
-        )
-    if fields["version"] > VERSION:
+    if fields.values.get("format") != FORMAT:
+        found = ascii(fields.values.get("format"))[:200]
+        raise NotAStore("this is not a store", path=path, found=found, expected=FORMAT)
+    version = fields.whole("version")
+    if version > VERSION:
         raise FormatTooNew(
             "this store was written by a later gradkeep",
             path=path,
-            found=f"format {fields['version']}",
+            found=f"format {version}",
             expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
+    identity = fields.text("uuid")
+    if not identity.isascii() or not identity.isprintable():
+        raise fields.wrong("uuid: not one that gradkeep gives")
+    return identity

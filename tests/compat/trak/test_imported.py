@@ -89,3 +89,44 @@ def test_another_shape_is_refused(tmp_path):
     (tmp_path / "array.npy").rename(tmp_path / "old" / "0" / "grads.mmap")
     with pytest.raises(AttributionError, match="another shape"):
         import_save_dir(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".x", "a/../../../x", "a\0b", ""])
+def test_a_name_never_leads_out_of_the_folder(tmp_path, name):
+    save_dir(tmp_path / "old")
+    np.save(tmp_path / "x.npy", np.ones((N, M), np.float16))
+    for secret in ("x.mmap", "x_grads.mmap"):
+        (tmp_path / secret).write_bytes((tmp_path / "x.npy").read_bytes())
+    fields = {"num_targets": M, "scores_finalized": 1}
+    (tmp_path / "old" / "experiments.json").write_text(json.dumps({name: fields}))
+    found = import_save_dir(tmp_path / "old", tmp_path / "new")
+    assert found.scores == ()
+    assert "not the name of a file in this folder" in found.skipped[0]
+    assert gs.open(tmp_path / "new").captures() == [gs.CaptureKey("id_0", "train", "trak")]
+
+
+@pytest.mark.parametrize("part", ["0", "scores", "0/grads.mmap", "scores/my test.mmap"])
+def test_a_link_out_of_the_folder_is_not_read(tmp_path, part):
+    save_dir(tmp_path / "old")
+    (tmp_path / "old" / part).rename(tmp_path / "away")
+    (tmp_path / "old" / part).symlink_to(tmp_path / "away")
+    with pytest.raises(AttributionError, match="leads out of the folder"):
+        import_save_dir(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize("value", [None, "12", -1, 0, 1.5, True, 10**40, [], {}])
+@pytest.mark.parametrize("name", ["train set size", "JL dimension"])
+def test_odd_sizes_are_refused(tmp_path, name, value):
+    save_dir(tmp_path / "old")
+    about = {"JL dimension": K, "train set size": N, name: value}
+    (tmp_path / "old" / "metadata.json").write_text(json.dumps(about))
+    with pytest.raises(AttributionError, match=name):
+        import_save_dir(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "[" * 100_000, "null"])
+def test_what_is_no_object_is_refused(tmp_path, text):
+    save_dir(tmp_path / "old")
+    (tmp_path / "old" / "experiments.json").write_text(text)
+    with pytest.raises(AttributionError):
+        import_save_dir(tmp_path / "old", tmp_path / "new")

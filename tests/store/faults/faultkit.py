@@ -26,6 +26,7 @@ import numpy as np
 
 from gradkeep import store as gs
 from gradkeep.store.backends import Syscalls
+from gradkeep.store.blocks import _manifest
 from gradkeep.store.catalog import _catalog, _samples
 
 ARRAYS = (
@@ -211,6 +212,10 @@ def _derive(store, key):
     # when it is first queried.
     block = store.read(key)
     _samples.ensure_samples(store.backend, block, key.labels, durability=store.durability)
+    # So does its second record, by whoever writes next.
+    _manifest.ensure_recorded(
+        store.backend, key.folder, block.manifest, durability=store.durability
+    )
 
 
 def finish(work, disk, durability="process"):

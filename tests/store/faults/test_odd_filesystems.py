@@ -15,7 +15,7 @@ from gradkeep.store.backends import Syscalls
 @pytest.mark.parametrize("kind", ["size", "nr_inodes"])
 def test_a_full_disk_is_told_and_the_work_resumes_when_there_is_room(kind, small_disk, ram):
     kit.make(ram / "whole", kit.capture, kit.rows)
-    small, large = {"size": ("40k", "4m"), "nr_inodes": ("21", "1000")}[kind]
+    small, large = {"size": ("40k", "4m"), "nr_inodes": ("30", "1000")}[kind]
     path = small_disk(f"{kind}={small}") / "store"
     told = []
     work = (ack for step in (kit.capture, kit.rows) for ack in step(gs.LocalDisk(path), "full"))

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _ID = re.compile(r"id_(-?\d+)\.json")
 _ROWS = 4096
+_SAFE = re.compile(r"(?!\.)[^/\\\0]{1,200}")
+"""The name of an experiment that is also the beginning of a file's name."""
+_LARGEST_JSON = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,18 @@ def import_save_dir(
     folder = Path(save_dir)
     about = _json(folder / "metadata.json")
     opened = store if isinstance(store, gs.Store) else gs.open(store)
-    rows, dim = int(about["train set size"]), int(about["JL dimension"])
+    rows, dim = _whole(about, "train set size", folder), _whole(about, "JL dimension", folder)
     ids = sorted(int(m[1]) for p in folder.glob("id_*.json") if (m := _ID.fullmatch(p.name)))
     experiments = folder / "experiments.json"
-    named = _json(experiments) if experiments.exists() else {}
     done: list[str] = []
     skipped: list[str] = []
+    named = {}
+    for name, fields in (_json(experiments) if experiments.exists() else {}).items():
+        # The names come from a file that somebody else may have written.
+        if _SAFE.fullmatch(name) is None or not isinstance(fields, dict):
+            skipped.append(f"experiment {name[:100]!a}: not the name of a file in this folder")
+        else:
+            named[name] = fields
     for number in ids:
         try:
             _captured(opened, folder / str(number), number, rows, dim, run, about)
@@ -64,7 +73,7 @@ def import_save_dir(
         for name, fields in named.items():
             path = folder / str(number) / f"{name}_grads.mmap"
             if path.exists():
-                values = _mapped(path, (int(fields["num_targets"]), dim))
+                values = _mapped(path, (_whole(fields, "num_targets", folder), dim))
                 key = gs.CaptureKey(f"id_{number}", _name(name), run)
                 _write(opened, key, {"projection": values}, about)
     scored = []
@@ -74,7 +83,7 @@ def import_save_dir(
         if not fields.get("scores_finalized") or not path.exists():
             skipped.append(f"scores {name}: not finalized")
             continue
-        values = _mapped(path, (rows, int(fields["num_targets"])))
+        values = _mapped(path, (rows, _whole(fields, "num_targets", folder)))
         turned = np.asarray(values, np.float32).T
         named_ids = tuple(f"id_{number}" for number in ids)
         as_scores(turned, _name(name), named_ids, "as imported").save(_name(name), store=opened)
@@ -138,6 +147,13 @@ def _write(store: gs.Store, key: gs.CaptureKey, arrays: dict[str, Any], about: A
 
 
 def _mapped(path: Path, shape: tuple[int, ...] | None) -> Any:
+    if not path.resolve().is_relative_to(path.parent.parent.resolve()):
+        raise AttributionError(
+            "this file is a link that leads out of the folder; it was not read",
+            path=path,
+            found=path.resolve(),
+            fix="put the file itself in its place",
+        )
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -156,20 +172,39 @@ def _mapped(path: Path, shape: tuple[int, ...] | None) -> Any:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ValueError(f"{path.stat().st_size} bytes")
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         raise AttributionError(
             "there are no TRAK results here",
             path=path.parent,
             expected=f"a folder with {path.name}, as TRAKer(save_dir=...) makes it",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AttributionError(
             "this file was cut off while it was written",
             path=path,
-            found=str(error),
+            found=str(error)[:200],
             fix="restore it from a copy, or featurize again",
         ) from error
+    if not isinstance(found, dict):
+        raise AttributionError(
+            "this file is not one of TRAK's", path=path, found=type(found).__name__
+        )
+    return found
+
+
+def _whole(fields: Any, name: str, path: Path) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**62:
+        raise AttributionError(
+            f"there is no {name!r} in the results of TRAK",
+            path=path,
+            found=repr(value)[:60],
+            expected="a whole number above 0",
+        )
+    return value
 
 
 def _name(exp_name: str) -> str:

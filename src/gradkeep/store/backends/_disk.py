@@ -2,22 +2,31 @@
 
 `link(2)` is the commit: it is atomic, and unlike `rename(2)` it fails when the name is taken. So
 there is one winner per name on every POSIX filesystem, without a lock.
+
+Nothing in a store is a symbolic link: gradkeep makes none and follows none, so that no store, whoever
+made it, is read, changed or emptied outside of its own folder. The store itself may be reached by one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import secrets
 import socket
+import stat
 import time
 from typing import TYPE_CHECKING
 
 from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
+from gradkeep.store.backends._plain_file import (
+    PlainFile,
+    link_in_place,
+    open_plain,
+    unreadable,
+)
 from gradkeep.store.backends._syscalls import Syscalls
 
 if TYPE_CHECKING:
@@ -26,7 +35,8 @@ if TYPE_CHECKING:
 _TEMP = ".tmp-"
 _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
 _ONE_WRITE = 1 << 26
-_SETTLED_SECONDS = 0.1
+_TRUSTED_SECONDS = 0.05
+_OUTSIDE = re.compile(r"/\.{0,2}/|\0")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -38,11 +48,12 @@ class LocalDisk(Backend):
         self.location = os.fspath(path)
         self._calls = Syscalls() if syscalls is None else syscalls
         self._known_folders: set[str] = set()
+        self._looked_at: dict[str, float] = {}
 
     def put_if_absent(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
-        target = self._path(key)
+        target = self._inside(key)
         try:
             if os.path.lexists(target):
                 return self._accept_existing(key, parts, durability=durability)
@@ -125,15 +136,9 @@ class LocalDisk(Backend):
                 # The other writer may not have come to its own fsync yet: what we acknowledge
                 # must be durable by our own doing.
                 self._make_durable([key])
-        except FileNotFoundError as error:
-            if not os.path.islink(self._path(key)):
-                # Deleted since we saw it, as leases and packed rows are: the name is free again.
-                return self.put_if_absent(key, parts, durability=durability)
-            raise Damaged(
-                "the name is taken by a link that leads nowhere",
-                path=self._path(key),
-                fix="remove the link, then run again",
-            ) from error
+        except FileNotFoundError:
+            # Deleted since we saw it, as leases and packed rows are: the name is free again.
+            return self.put_if_absent(key, parts, durability=durability)
         return False
 
     def _require_same(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -155,11 +160,11 @@ class LocalDisk(Backend):
             raise self._refusal(error, "") from error
 
     def _make_durable(self, keys: Sequence[str]) -> None:
-        folders = sorted({os.path.dirname(self._path(key)) for key in keys})
+        folders = sorted({os.path.dirname(self._inside(key)) for key in keys})
         for folder in folders:
             self._ensure_folder(folder, durability="full")
         for key in keys:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd, _ = open_plain(self._path(key))
             try:
                 self._calls.sync(fd)
             finally:
@@ -201,24 +206,36 @@ class LocalDisk(Backend):
             self._calls.sync_folder(os.path.dirname(folder))
 
     def open(self, key: str) -> Readable:
-        return _File(self._path(key))
+        # Thousands of rows are read from one folder: a moment is not too long to trust it. What is
+        # removed or written looks each time.
+        folder, now = key.rpartition("/")[0], time.monotonic()
+        if now - self._looked_at.get(folder, -1.0) > _TRUSTED_SECONDS:
+            self._inside(key)
+            self._looked_at = {folder: now}
+        return PlainFile(self._path(key))
 
     def list(self, prefix: str) -> list[Entry]:
+        path = self._inside(f"{prefix}/any") if prefix else f"{self.root}/any"
         try:
-            with os.scandir(self._path(prefix)) as found:
+            with os.scandir(os.path.dirname(path)) as found:
                 return sorted(_entries(found), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise unreadable(os.path.dirname(path), error) from error
 
     def exists(self, key: str) -> bool:
-        return os.path.lexists(self._path(key))
+        return os.path.lexists(self._inside(key))
 
     def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
         folders: set[str] = set()
         removed = 0
         for key in keys:
             path = self._path(key)
-            folders.add(os.path.dirname(path))
+            folder = os.path.dirname(path)
+            if folder not in folders:
+                self._inside(key)
+                folders.add(folder)
             try:
                 self._calls.unlink(path)
             except FileNotFoundError:
@@ -237,6 +254,7 @@ class LocalDisk(Backend):
 
     def move_aside(self, key: str) -> str:
         aside = self.free_aside(key)
+        self._inside(key)
         try:
             self._ensure_folder(self._path(QUARANTINE), durability="full")
             self._calls.rename(self._path(key), self._path(aside))
@@ -249,9 +267,11 @@ class LocalDisk(Backend):
 
     def stamp(self, prefix: str) -> int | None:
         try:
-            return os.stat(self._path(prefix)).st_mtime_ns
-        except FileNotFoundError:
+            return os.lstat(self._inside(prefix)).st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
             return 0
+        except OSError as error:
+            raise unreadable(self._path(prefix), error) from error
 
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         now = time.time()
@@ -262,7 +282,7 @@ class LocalDisk(Backend):
                     continue
                 path = os.path.join(folder, name)
                 try:
-                    age = now - os.stat(path).st_mtime
+                    age = now - os.lstat(path).st_mtime
                 except FileNotFoundError:
                     continue
                 if age >= older_than or _writer_is_gone(name):
@@ -289,7 +309,33 @@ class LocalDisk(Backend):
         return True
 
     def _path(self, key: str) -> str:
-        return os.path.join(self.root, key) if key else self.root
+        if not key:
+            return self.root
+        if _OUTSIDE.search(f"/{key}/"):
+            raise Damaged(
+                "a name that leads out of the store",
+                path=self.location,
+                found=ascii(key)[:200],
+                expected="names below the store's folder",
+                fix="this store was not made by gradkeep alone; ask whoever made it",
+            )
+        return f"{self.root}/{key}"
+
+    def _inside(self, key: str) -> str:
+        """The path of a key, after a look at every folder on the way to it: none is a link."""
+        path = self._path(key)
+        at = key.find("/")
+        while at >= 0:
+            folder = f"{self.root}/{key[:at]}"
+            try:
+                if stat.S_ISLNK(os.lstat(folder).st_mode):
+                    raise link_in_place(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                break  # nor is anything below it
+            except OSError as error:
+                raise unreadable(folder, error) from error
+            at = key.find("/", at + 1)
+        return path
 
     def _refusal(self, error: OSError, key: str) -> WriteFailed:
         path = self.describe(key)
@@ -317,72 +363,6 @@ class LocalDisk(Backend):
         )
 
 
-class _File(Readable):
-    _fd = -1  # until it is open, and after it was closed
-
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        status = os.fstat(self._fd)
-        self.size = status.st_size
-        self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-        # Timestamps come in ticks of some milliseconds: a change within the same tick as the last
-        # one would go unnoticed, so a file counts as settled only a little later.
-        self.settled = time.time() - status.st_mtime > _SETTLED_SECONDS
-
-    def read(self, offset: int, length: int) -> bytes:
-        pieces = []
-        while length > 0:
-            piece = os.pread(self._fd, length, offset)
-            if not piece:
-                break
-            pieces.append(piece)
-            offset += len(piece)
-            length -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        while buffer:
-            count = os.preadv(self._fd, [buffer], offset)
-            if count == 0:
-                raise EOFError(offset)
-            if count == len(buffer):
-                return
-            buffer = buffer[count:]
-            offset += count
-
-    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
-        if self.size == 0:
-            return memoryview(b"")
-        # A private mapping: torch can take it without a warning, and a write to it by mistake
-        # never reaches the file.
-        mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
-        for start, stop in soon:
-            # What is in memory already is faulted in cheaply; only what is not is asked for.
-            if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
-                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-        return memoryview(mapped)
-
-    def _in_memory(self, offset: int) -> bool:
-        """Whether a byte can be read without the disk; True where the system cannot tell."""
-        if not hasattr(os, "RWF_NOWAIT"):
-            return True
-        try:
-            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
 def _temp_in(folder: str) -> str:
     return os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
@@ -391,16 +371,14 @@ def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
     for item in found:
         if item.name.startswith(_TEMP):
             continue
-        if item.is_dir():
+        # A link is listed as a file, whatever it leads to: opening it says what is wrong.
+        if item.is_dir(follow_symlinks=False):
             yield Entry(item.name, 0, is_folder=True)
             continue
         try:
-            status = item.stat()
+            status = item.stat(follow_symlinks=False)
         except FileNotFoundError:
-            # A link that leads nowhere is listed, a file deleted since the listing began is not.
-            if os.path.lexists(item.path):
-                yield Entry(item.name, 0, is_folder=False)
-            continue
+            continue  # deleted since the listing began
         yield Entry(item.name, status.st_size, is_folder=False, modified=status.st_mtime)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed
 from gradkeep.store.blocks._columns import Batch, Column, check_fill, filled
-from gradkeep.store.blocks._ids import IdIndex, as_ids
+from gradkeep.store.blocks._ids import IdIndex, as_ids, whole_numbers
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -68,6 +68,13 @@ class Block:
 
     def _choose(self, version: int | None) -> Manifest:
         if version is not None:
+            if isinstance(version, bool) or not isinstance(version, int | np.integer):
+                raise InvalidRows(
+                    "a version is a whole number",
+                    path=self.path,
+                    found=repr(version)[:60],
+                    expected="one of versions()",
+                )
             manifest = load_manifest(self.backend, self.folder, version)
         else:
             newest = latest_manifest(self.backend, self.folder)
@@ -185,7 +192,7 @@ class Block:
 
     def read_rows(self, rows: Any, names: Sequence[str] | None = None) -> Batch:
         """The rows at these positions (0 to N - 1), in this order."""
-        positions = np.asarray(rows, np.int64).reshape(-1)
+        positions = whole_numbers(rows, path=self.path)
         outside = positions[(positions < 0) | (positions >= len(self))]
         if len(outside):
             raise MissingRows(
@@ -202,12 +209,10 @@ class Block:
         return self._ids().rows(self._wanted(ids), path=self.path)
 
     def _wanted(self, ids: Any) -> AnyArray:
-        values = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
-        if values.ndim == 0:
-            values = values.reshape(1)
+        values = whole_numbers(ids, path=self.path)
         # A row may be asked for twice: only the kind and the sign are checked here.
         as_ids(np.unique(values), num_examples=None, path=self.path)
-        return values.astype(np.int64)
+        return values
 
     def _arrays(self, names: Sequence[str] | None) -> list[Array]:
         if names is None:
@@ -218,9 +223,13 @@ class Block:
 
     def _ids(self) -> IdIndex:
         if self._index is None:
-            parts = [self._segment(entry).small("ids") for entry in self.manifest.segments]
-            self._index = IdIndex(np.concatenate(parts) if parts else np.empty(0, np.int64))
+            self._index = IdIndex(self.ids_of(self.manifest.segments))
         return self._index
+
+    def ids_of(self, entries: Sequence[SegmentEntry]) -> AnyArray:
+        """The ids of the rows of some segments of this version, in order."""
+        parts = [self._segment(entry).small("ids") for entry in entries]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def _segment(self, entry: SegmentEntry) -> Segment:
         """The opened segment, from the few that are kept open."""

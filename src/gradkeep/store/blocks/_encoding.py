@@ -143,8 +143,12 @@ def compress(values: AnyArray, rows: int) -> list[bytes]:
 
 
 def decompress(frame: bytes, out: AnyArray) -> None:
-    """Unpack a frame into `out`, which has its dtype and shape."""
-    raw = _zstandard().ZstdDecompressor().decompress(frame, max_output_size=out.nbytes)
+    """Unpack a frame into `out`, which has its dtype and shape; ValueError if it does not fit."""
+    zstandard = _zstandard()
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=out.nbytes)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise ValueError(str(error)) from error
     out[...] = np.frombuffer(raw, out.dtype).reshape(out.shape)
 
 

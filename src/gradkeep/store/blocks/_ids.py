@@ -21,17 +21,9 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
     """Ids as int64 `[B]`; raises `InvalidRows` unless they are whole, in range and different."""
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu().numpy()
-    values = np.asarray(ids)
-    if values.size == 0:
-        values = values.astype(np.int64)
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise InvalidRows(
-            "ids must be a list of whole numbers",
-            path=path,
-            found=f"{values.dtype} of shape {values.shape}",
-            expected="integers of shape [B]",
-        )
-    values = values.astype(np.int64)
+    values = _wholes(ids, path=path)
+    if values.ndim != 1:
+        raise _not_ids(values, path=path)
     if len(values) and (lowest := int(values.min())) < 0:
         raise InvalidRows("an id is negative", path=path, found=lowest, expected="0 or more")
     if num_examples is not None and len(values) and (top := int(values.max())) >= num_examples:
@@ -50,6 +42,46 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
             expected="each id once",
         )
     return values
+
+
+def whole_numbers(values: Any, *, path: str) -> AnyArray:
+    """Ids or row numbers as int64 `[N]`; `InvalidRows` for all but whole numbers.
+
+    A float is refused even if nothing stands after its point: where 3.0 comes from, 3.7 may come
+    too, and a row that is not the one that was meant must never be read or dropped.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    return _wholes(values, path=path).reshape(-1)
+
+
+def _wholes(given: Any, *, path: str) -> AnyArray:
+    try:
+        values = np.asarray(given)
+    except (ValueError, OverflowError):  # lists of different lengths
+        values = np.empty((), object)
+    if values.size == 0:
+        return values.astype(np.int64)
+    if values.dtype == np.uint64 and int(values.max()) > np.iinfo(np.int64).max:
+        raise InvalidRows(
+            "an id is too large", path=path, found=int(values.max()), expected="below 2**63"
+        )
+    # numpy takes True among numbers for 1.
+    listed = isinstance(given, list | tuple) and any(isinstance(item, bool) for item in given)
+    if values.dtype.kind not in "iu" or listed:
+        raise _not_ids(values, path=path, bools=listed)
+    return values.astype(np.int64)
+
+
+def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRows:
+    kind = "bool" if bools else values.dtype
+    return InvalidRows(
+        "ids must be a list of whole numbers",
+        path=path,
+        found=f"{kind} of shape {values.shape}",
+        expected="integers of shape [B]",
+        fix="convert them yourself, after a look at where they come from",
+    )
 
 
 class IdSet:

@@ -73,10 +73,39 @@ def _as_array(array: Array, given: Any, *, path: str) -> AnyArray:
         # numpy has no bfloat16; float32 holds it exactly.
         given = given.float().numpy() if str(given.dtype) == "torch.bfloat16" else given.numpy()
     if not isinstance(given, np.ndarray | np.generic):
-        return np.asarray(given, array.dtype)
+        return _from_list(array, given, path=path)
     if not np.can_cast(given.dtype, array.dtype, "safe"):
         raise _wrong(array, f"dtype {given.dtype}", f"dtype {array.dtype}", path=path)
     return np.asarray(given).astype(array.dtype, copy=False)
+
+
+def _from_list(array: Array, given: Any, *, path: str) -> AnyArray:
+    """Plain numbers in the array's dtype: what that would cut off or wrap is refused."""
+    try:
+        natural = np.asarray(given)
+    except ValueError:
+        raise _wrong(array, "rows of different shapes", f"shape {array.shape}", path=path) from None
+    wanted = np.dtype(array.dtype)
+    # A float array takes every number, a whole one only whole ones, a bool one only bools; a list
+    # of nothing has no kind of its own.
+    takes = {"f": "fiub", "i": "iub", "u": "iub", "b": "b"}[wanted.kind]
+    if wanted == np.uint64 and natural.dtype.kind == "f" and _all_whole(given):
+        natural = np.asarray(given, np.uint64)  # numpy makes floats of a mix of small and large
+    if natural.size and natural.dtype.kind not in takes:
+        kind = "numbers that no dtype holds" if natural.dtype.kind == "O" else natural.dtype
+        raise _wrong(array, f"a list of {kind}", f"dtype {array.dtype}", path=path)
+    if natural.size and wanted.kind in "iu" and natural.dtype.kind in "iu":
+        low, high = int(natural.min()), int(natural.max())
+        limits = np.iinfo(wanted)
+        if low < limits.min or high > limits.max:
+            found = f"numbers from {low} to {high}"
+            expected = f"{array.dtype}: {limits.min} to {limits.max}"
+            raise _wrong(array, found, expected, path=path)
+    return natural.astype(wanted)
+
+
+def _all_whole(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(type(x) is int and x >= 0 for x in given)
 
 
 def _check_finite(

@@ -3,25 +3,32 @@
 A manifest lists the segments of a version, and a version is never changed. Sealing, extending,
 dropping rows and compaction all publish the next number with `put_if_absent`; who loses a race for
 a number reads again and tries the next.
+
+Versions are chained: each names the digest of its predecessor's manifest, and `_heads.py` keeps the
+digest of each a second time, elsewhere. A version that was recorded and is gone is damage.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
-from gradkeep.store.blocks._ids import IdSet
+from gradkeep.store._fields import LARGEST_WHOLE, Fields, read_document
+from gradkeep.store._heads import heads_of, record_head
+from gradkeep.store.blocks._ids import IdSet, whole_numbers
 from gradkeep.store.blocks._packing import SUFFIX, pack_batch
 from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._block import Block
@@ -30,6 +37,8 @@ MANIFESTS = "manifest"
 SEGMENTS = "seg"
 REWRITTEN = "without-"
 """How the names of segments begin that were written anew when rows were dropped."""
+_FILE = re.compile(r"(seg/(\d{6,18}|without-[0-9a-f]{32})|packed/\d{6,18})\.safetensors")
+"""What a manifest may name: segments of its own block, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,10 @@ class Manifest:
     segments: tuple[SegmentEntry, ...]
     written: tuple[int, ...]
     """The rows of every numbered segment that was ever written, left out since or not."""
+    previous: str | None = None
+    """The digest of the manifest before this; None of the first, and of those of old stores."""
+    digest: str | None = field(default=None, compare=False)
+    """The digest of the manifest's own bytes, once they are known."""
 
     @property
     def next_segment(self) -> int:
@@ -83,15 +96,31 @@ def manifest_key(folder: str, version: int) -> str:
 def manifest_versions(backend: Backend, folder: str) -> list[int]:
     """The published versions, oldest first."""
     names = (entry.name.removesuffix(".json") for entry in backend.list(f"{folder}/{MANIFESTS}"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if is_number(name))
 
 
-def load_manifest(backend: Backend, folder: str, version: int) -> Manifest:
-    """A version's manifest, checked."""
+def is_number(name: str, *, digits: int = 6) -> bool:
+    """Whether this is how gradkeep writes a number in a name: padded to so many digits, no more."""
+    if not (name.isascii() and name.isdigit() and digits <= len(name) <= 18):
+        return False
+    return len(name) == digits or name[0] != "0"
+
+
+def load_manifest(
+    backend: Backend,
+    folder: str,
+    version: int,
+    *,
+    recorded: Mapping[int, frozenset[str]] | None = None,
+) -> Manifest:
+    """A version's manifest, checked, and compared with what is `recorded` of it elsewhere."""
     name = manifest_key(folder, version)
     try:
-        data = backend.read(name)
+        fields = read_document(backend, name)
     except FileNotFoundError:
+        # Looked at afterwards: what is removed on purpose loses its record first.
+        if version in heads_of(backend, folder):
+            raise _lost(backend, folder, version) from None
         have = ", ".join(map(str, manifest_versions(backend, folder))) or "none"
         raise MissingRows(
             f"there is no version {version} of this block",
@@ -99,36 +128,101 @@ def load_manifest(backend: Backend, folder: str, version: int) -> Manifest:
             found=f"versions {have}",
             fix="older versions are removed by `gradkeep gc`; open the block without `version=`",
         ) from None
-    fields = _document.from_bytes(data, path=backend.describe(name))
-    if fields["version"] != version:
+    manifest = _manifest_of(fields)
+    if manifest.version != version:
         raise Damaged(
             "a manifest under another's name",
             path=backend.describe(name),
-            found=f"version {fields['version']}",
+            found=f"version {manifest.version}",
             expected=f"version {version}",
         )
-    return Manifest(
-        version=version,
-        schema_hash=fields["schema_hash"],
-        segments=tuple(SegmentEntry(**segment) for segment in fields["segments"]),
-        written=tuple(fields["written"]),
+    known = (heads_of(backend, folder) if recorded is None else recorded).get(version)
+    if known is not None and manifest.digest not in known:
+        raise Damaged(
+            "it is not the manifest that was published under this number",
+            path=backend.describe(name),
+            found=manifest.digest,
+            expected=" or ".join(sorted(known)),
+            fix="restore it from a copy of this store, or `gradkeep verify STORE --repair`",
+        )
+    return manifest
+
+
+def _manifest_of(fields: Fields) -> Manifest:
+    segments = []
+    for item in fields.objects("segments"):
+        entry = SegmentEntry(
+            item.text("file"), item.whole("rows"), item.whole("bytes"), item.text("xxh3")
+        )
+        if _FILE.fullmatch(entry.file) is None:
+            raise item.wrong(f"file: {entry.file!a} is not a segment of this block")
+        segments.append(entry)
+    manifest = Manifest(
+        version=fields.whole("version"),
+        schema_hash=fields.text("schema_hash"),
+        segments=tuple(segments),
+        written=fields.wholes("written"),
+        previous=fields.optional_text("previous"),
+        digest=fields.digest,
+    )
+    if len({entry.file for entry in segments}) < len(segments):
+        raise fields.wrong("a segment that is named twice")
+    if max(manifest.rows, manifest.bytes, manifest.next_row) > LARGEST_WHOLE:
+        raise fields.wrong("more rows or bytes than can be counted")
+    return manifest
+
+
+def _lost(backend: Backend, folder: str, version: int) -> Damaged:
+    return Damaged(
+        f"version {version} of this block was published and is gone",
+        path=backend.describe(manifest_key(folder, version)),
+        expected="the manifest that is recorded under `heads/`",
+        fix="restore it from a copy of this store; or let `gradkeep verify STORE --repair` forget "
+        "it, after which the version before it is the newest again",
     )
 
 
 def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
     """The newest version's manifest; None if nothing was published yet."""
-    numbers = manifest_versions(backend, folder)
-    return load_manifest(backend, folder, numbers[-1]) if numbers else None
+    while True:
+        # Records first: each was put after its manifest, so a manifest that was not lost is seen.
+        recorded = heads_of(backend, folder)
+        numbers = manifest_versions(backend, folder)
+        newest = numbers[-1] if numbers else -1
+        lost = {version for version in recorded if version > newest}
+        if not lost:
+            break
+        # Unless the block is just being deleted, which begins with the records.
+        if lost := lost & set(heads_of(backend, folder)):
+            raise _lost(backend, folder, max(lost))
+    return load_manifest(backend, folder, newest, recorded=recorded) if numbers else None
 
 
 def publish_manifest(
     backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
 ) -> bool:
-    """Put the manifest under its number; raises `Conflict` if another one took it."""
-    data = _document.to_bytes(dataclasses.asdict(manifest))
-    return backend.put_if_absent(
+    """Put the manifest under its number, then its record; raises `Conflict` if another took it."""
+    fields = dataclasses.asdict(manifest)
+    del fields["digest"]
+    if manifest.previous is None:
+        del fields["previous"]  # first manifests stay what they always were, byte for byte
+    data = _document.to_bytes(fields)
+    created = backend.put_if_absent(
         manifest_key(folder, manifest.version), [data], durability=durability
     )
+    xxh3 = xxhash.xxh3_128_hexdigest(data)
+    record_head(backend, folder, manifest.version, xxh3, durability=durability)
+    return created
+
+
+def ensure_recorded(
+    backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
+) -> None:
+    """Record a version whose writer died before it could, or was of an earlier gradkeep."""
+    if manifest.digest is not None and manifest.version not in heads_of(backend, folder):
+        if durability == "full":
+            backend.ensure_durable([manifest_key(folder, manifest.version)])
+        record_head(backend, folder, manifest.version, manifest.digest, durability=durability)
 
 
 def open_segment(
@@ -179,18 +273,18 @@ def load_schema(backend: Backend, folder: str) -> Schema:
     """The schema of a block, checked."""
     key = schema_key(folder)
     try:
-        data = backend.read(key)
+        fields = read_document(backend, key)
     except FileNotFoundError:
         raise StoreError(
             "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"
         ) from None
-    return Schema.from_fields(_document.from_bytes(data, path=backend.describe(key)))
+    return Schema.from_fields(fields.values, path=fields.path)
 
 
 def segment_numbers(backend: Backend, folder: str) -> list[int]:
     """The numbers of the segments that are committed, sealed or not."""
     names = (entry.name.removesuffix(SUFFIX) for entry in backend.list(f"{folder}/{SEGMENTS}"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if is_number(name))
 
 
 def segment_file(number: int) -> str:
@@ -247,6 +341,7 @@ def seal(
         if candidate is newest and newest is not None:
             if durability == "full":
                 backend.ensure_durable([manifest_key(folder, newest.version)])
+            ensure_recorded(backend, folder, newest, durability=durability)
             return newest
         if durability == "full":
             # A version must not outlive its segments, whoever put them.
@@ -289,6 +384,7 @@ def _candidate(
         schema_hash=schema.hash,
         segments=(*old, *entries),
         written=(*(() if newest is None else newest.written), *(x.rows for x in entries)),
+        previous=None if newest is None else newest.digest,
     )
     _check_rows(backend, folder, schema, candidate, fresh_from=len(old))
     return candidate
@@ -340,7 +436,7 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
     The old version stays readable until `gc`.
     """
     backend, folder = block.backend, block.folder
-    unwanted = np.unique(np.asarray(ids, np.int64).reshape(-1))
+    unwanted = np.unique(whole_numbers(ids, path=block.path))
     block.read(unwanted, [])  # raises for ids that are not there
     newest = latest_manifest(backend, folder)
     if newest is None or newest.version != block.version:
@@ -364,6 +460,8 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
             file = f"{SEGMENTS}/{REWRITTEN}{packed.digest}{SUFFIX}"
             backend.put_if_absent(f"{folder}/{file}", packed.parts, durability=durability)
             kept.append(SegmentEntry(file, len(stay), packed.size, packed.digest))
-    manifest = dataclasses.replace(newest, version=newest.version + 1, segments=tuple(kept))
+    manifest = dataclasses.replace(
+        newest, version=newest.version + 1, segments=tuple(kept), previous=newest.digest
+    )
     publish_manifest(backend, folder, manifest, durability=durability)
     return manifest

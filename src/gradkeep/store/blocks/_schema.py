@@ -7,12 +7,13 @@ import difflib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
-from gradkeep.errors import SchemaMismatch, StoreError
+from gradkeep.errors import Damaged, SchemaMismatch, StoreError
 from gradkeep.store._document import digest
+from gradkeep.store._fields import LARGEST_WHOLE, Fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +30,7 @@ STORED_DTYPES = (
     *("float16", "float32", "float64"),
 )
 _GRADIENTS = ("suffix", "gradient", "projection")
-_RESERVED = ("ids", "id", "run", "checkpoint", "split", "capture")
+_RESERVED = ("ids", "id", "run", "checkpoint", "split", "capture", "__metadata__")
 _SEGMENT_BYTES = 128 << 20
 _MOST_ROWS = 1 << 16
 
@@ -74,10 +75,14 @@ class Array:
                 f"a name must not be empty, contain # / \\ : quotes or newlines, "
                 f"or be one of {', '.join(_RESERVED)}"
             )
+        if not self.name.isascii() and _is_broken(self.name + (self.layer or "")):
+            return "a name must be text that can be written as UTF-8, without lone surrogates"
         if self.dtype not in STORED_DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
         if any(size < 0 for size in self.shape):
             return f"shape {self.shape} has a negative size"
+        if 8 * math.prod(max(1, size) for size in self.shape) > LARGEST_WHOLE:
+            return f"shape {self.shape} is larger than any file"
         for value, kind in (
             (self.kind, ArrayKind),
             (self.encoding, Encoding),
@@ -179,8 +184,11 @@ class Schema:
             raise StoreError(f"array names must differ, but these repeat: {', '.join(repeated)}")
         for name in ("num_rows", "num_examples", "rows_per_segment"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise StoreError(f"{name} must be a whole number of at least 0, not {value!r}")
+            if value is not None and not _is_count(value):
+                raise StoreError(
+                    f"{name} must be a whole number of at least 0 and below 2**63, "
+                    f"not {repr(value)[:60]}"
+                )
         if self.rows_per_segment == 0:
             object.__setattr__(self, "rows_per_segment", self._suitable_rows_per_segment())
 
@@ -237,16 +245,22 @@ class Schema:
         }
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Schema:
-        """The schema from its JSON fields."""
-        return cls(
-            arrays=tuple(Array(**array) for array in fields["arrays"]),
-            num_rows=fields["num_rows"],
-            num_examples=fields["num_examples"],
-            rows_per_segment=fields["rows_per_segment"],
-            layers=tuple(Layer(**layer) for layer in fields["layers"]),
-            fingerprints=fields["fingerprints"],
-        )
+    def from_fields(cls, fields: Mapping[str, Any], *, path: str = "a schema") -> Schema:
+        """The schema from its JSON fields; raises `Damaged` if they are not those of one."""
+        given = Fields(fields, path=path)
+        try:
+            return cls(
+                arrays=tuple(_array_of(array) for array in given.objects("arrays")),
+                num_rows=given.optional_whole("num_rows"),
+                num_examples=given.optional_whole("num_examples"),
+                rows_per_segment=given.whole("rows_per_segment"),
+                layers=tuple(_layer_of(layer) for layer in given.objects("layers")),
+                fingerprints=given.scalars("fingerprints"),
+            )
+        except Damaged:
+            raise
+        except StoreError as error:
+            raise given.wrong(error.what) from None
 
     def diff(self, wanted: Schema) -> list[str]:
         """One line for every difference between this, the stored schema, and the wanted one.
@@ -284,6 +298,35 @@ stored '1a', asked for '2b'"]
                 expected="the same arrays, sizes and fingerprints",
                 fix="choose another checkpoint, split or capture name, or delete this one first",
             )
+
+
+def _array_of(fields: Fields) -> Array:
+    fields.only(part.name for part in dataclasses.fields(Array))
+    return Array(
+        fields.text("name"),
+        fields.text("dtype"),
+        fields.wholes("shape"),
+        cast("ArrayKind", fields.text("kind")),
+        cast("Encoding", fields.text("encoding")),
+        fields.optional_text("layer"),
+        fields.flag("ragged"),
+        cast("Any", fields.optional_text("compression")),
+        cast("NanPolicy", fields.text("nan")),
+    )
+
+
+def _layer_of(fields: Fields) -> Layer:
+    fields.only(part.name for part in dataclasses.fields(Layer))
+    form = fields.mapping("form") if "form" in fields.values else {}
+    return Layer(fields.text("name"), fields.text("type"), fields.whole("parameters"), form)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_WHOLE
+
+
+def _is_broken(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _fields_of(record: Array | Layer) -> dict[str, Any]:

@@ -6,10 +6,8 @@ times more than `preadv`, as each fault reads far ahead.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +17,10 @@ from gradkeep.errors import Damaged
 from gradkeep.store.backends._backend import flat
 from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decompress
+from gradkeep.store.blocks._header import COUNT, Extent, read_header
 from gradkeep.store.blocks._packing import (
     DIGEST_AT,
     DIGEST_END,
-    DTYPES,
     OPENING,
     block_digests,
     tensor_digest,
@@ -37,16 +35,6 @@ if TYPE_CHECKING:
 
 Pick = tuple[int, int, int]
 """Stored rows `[start, stop)` that go to row `at` of the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a tensor lies in the file."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 def damaged(path: str, part: str, what: str) -> Damaged:
@@ -138,7 +126,11 @@ class CompressedRows:
                 if index != opened:
                     shape = (min(self.rows, self.total - index * self.rows), *out.shape[1:])
                     content, opened = np.empty(shape, out.dtype), index
-                    decompress(self._frame(index), content)
+                    try:
+                        decompress(self._frame(index), content)
+                    except ValueError:  # more or fewer bytes than the rows have, or no frame at all
+                        what = f"cannot be unpacked at frame {index}"
+                        raise damaged(self.path, f"tensor {self.name!r}", what) from None
                 until = min(stop, (index + 1) * self.rows)
                 out[at : at + until - row] = content[within : within + until - row]
                 at += until - row
@@ -156,6 +148,7 @@ class CompressedRows:
 _verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
 """The blocks of tensors that this process has already verified, by the identity of the file."""
 
+_OPENING_BYTES = 16384
 _ALL = -1  # the block number that stands for all blocks of a tensor
 
 
@@ -166,21 +159,25 @@ class Segment:
         self.key = key
         self.path = backend.describe(key)
         self._file: Readable = backend.open(key)
+        self._map: memoryview | None = None
         try:
             self._verify = verify
             self._open_header()
         except BaseException:
             self._file.close()
             raise
-        self._map: memoryview | None = None
         identity = (self.path, *self._file.identity)
         self._known = _verified.setdefault(identity, set()) if self._file.settled else set()
         self._small: dict[str, AnyArray] = {}
+        self._fitting: set[str] = set()
         self._checked: dict[str, CheckedRows] = {}
         self._digests: dict[str, tuple[int, list[str]]] = {}
 
     def _open_header(self) -> None:
-        head = self._file.read(0, min(16384, self._file.size))
+        head = self._file.read(0, min(_OPENING_BYTES, self._file.size))
+        if len(head) == self._file.size:
+            # A file that was read as a whole, as a single row mostly is, need not be mapped too.
+            self._map = memoryview(bytearray(head))
         length = int.from_bytes(head[:8], "little")
         if len(head) < DIGEST_END or length > self._file.size - 8:
             raise self._damage("the header", "is cut off or not a segment's")
@@ -191,27 +188,62 @@ class Segment:
         zeroed = head[:DIGEST_AT] + b"0" * 32 + head[DIGEST_END:]
         if head[8:DIGEST_AT] != OPENING or xxhash.xxh3_128_hexdigest(zeroed) != self.digest:
             raise self._damage("the header", "does not fit its checksum")
-        layout = json.loads(head[8:])
-        self.metadata: dict[str, str] = layout.pop("__metadata__")
-        self._layout: dict[str, Any] = layout
-        self._base = 8 + length
-        end = self._base + max((item["data_offsets"][1] for item in layout.values()), default=0)
+        try:
+            header = read_header(head[8:], 8 + length)
+        except ValueError as error:
+            what = f"is not one that gradkeep wrote: {str(error)[:200]}"
+            raise self._damage("the header", what) from None
+        self.metadata, self.extents, end = header.metadata, header.extents, header.end
         if end != self._file.size:
             what = "is cut off" if end > self._file.size else "has bytes at its end"
             raise self._damage("the file", f"{what}: {self._file.size} bytes instead of {end}")
 
-    @cached_property
-    def extents(self) -> dict[str, Extent]:
-        """Where each tensor lies; worked out when asked for, as a scan needs only the header."""
-        return {
-            name: Extent(
-                DTYPES[item["dtype"]],
-                tuple(item["shape"]),
-                self._base + item["data_offsets"][0],
-                self._base + item["data_offsets"][1],
-            )
-            for name, item in self._layout.items()
-        }
+    def _extent(self, name: str) -> Extent:
+        extent = self.extents.get(name)
+        if extent is None:
+            raise self._damage(f"tensor {name!r}", "is not there")
+        return extent
+
+    def _note(self, name: str) -> int:
+        """A positive number in the metadata."""
+        value = self.metadata.get(name, "")
+        if not COUNT.fullmatch(value) or int(value) < 1:
+            raise self._damage("the header", f"has no number {name!r}")
+        return int(value)
+
+    def require_form(self, array: Array) -> None:
+        """Raise `Damaged` unless the tensors of an array have the form that the schema says."""
+        if array.name in self._fitting:
+            return
+        name, rows = array.name, self.rows
+        if array.ragged:
+            self._check_form(f"{name}#offsets", np.int64, (rows + 1,))
+            bounds = self.small(f"{name}#offsets")
+            if bounds[0] != 0 or (np.diff(bounds) < 0).any():
+                raise self._damage(f"tensor {name + '#offsets'!r}", "does not rise from 0")
+            rows = int(bounds[-1])
+        if array.scaled:
+            self._check_form(f"{name}#scale", np.float32, (rows,))
+        extent = self._extent(name)
+        if array.compression is not None:
+            frames = -(-rows // self._note(f"frame_rows:{name}"))
+            self._check_form(f"{name}#frames", np.int64, (frames + 1,))
+            self._check_form(f"{name}#check", np.uint64, (frames,))
+            bounds = self.small(f"{name}#frames")
+            size = extent.stop - extent.start
+            if bounds[0] != 0 or bounds[-1] != size or (np.diff(bounds) < 0).any():
+                raise self._damage(f"tensor {name + '#frames'!r}", "does not divide its array")
+        else:
+            self._check_form(name, array.stored_dtype, (rows, *array.stored_shape))
+            if f"check_rows:{name}" in self.metadata:
+                groups = -(-rows // self._note(f"check_rows:{name}"))
+                self._check_form(f"{name}#check", np.uint64, (groups,))
+        self._fitting.add(name)
+
+    def _check_form(self, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        extent = self._extent(name)
+        if (extent.dtype, extent.shape) != (dtype, shape):
+            raise self._damage(f"tensor {name!r}", "has another form than the schema says")
 
     @property
     def rows(self) -> int:
@@ -235,7 +267,9 @@ class Segment:
 
     def read_ahead(self, names: Sequence[str]) -> None:
         """Map the file and have the tensors of these names read in now."""
-        extents = (self.extents[name] for name in names)
+        if self._map is not None:
+            return
+        extents = (self._extent(name) for name in names)
         self._map = self._file.map([(extent.start, extent.stop) for extent in extents])
 
     def view(self, name: str, start: int = 0, stop: int | None = None) -> AnyArray:
@@ -245,7 +279,7 @@ class Segment:
         """
         if self._map is None:
             self._map = self._file.map()
-        extent = self.extents[name]
+        extent = self._extent(name)
         stop = extent.shape[0] if stop is None else stop
         part = self._map[extent.start : extent.stop]
         row_bytes = len(part) // extent.shape[0] if extent.shape[0] else 0
@@ -258,15 +292,34 @@ class Segment:
     def small(self, name: str) -> AnyArray:
         """A small tensor read into memory and kept: ids, offsets, scales, checks."""
         if name not in self._small:
-            extent = self.extents[name]
-            data = self._file.read(extent.start, extent.stop - extent.start)
+            extent = self._extent(name)
+            data: bytes | memoryview
+            if self._map is not None:
+                data = self._map[extent.start : extent.stop]
+            else:
+                data = self._file.read(extent.start, extent.stop - extent.start)
             if self._verify and (name, _ALL) not in self._known:
                 self._check_blocks(name, memoryview(data), 0, len(data))
             self._small[name] = np.frombuffer(data, extent.dtype).reshape(extent.shape)
         return self._small[name]
 
+    def stored_bytes(self, name: str) -> memoryview:
+        """The bytes of a tensor as stored, verified; of a small file without a copy."""
+        extent = self._extent(name)
+        if self._map is None:
+            return flat(self.small(name).reshape(-1).view(np.uint8))
+        data = self._map[extent.start : extent.stop]
+        if self._verify and (name, _ALL) not in self._known:
+            self._check_blocks(name, data, 0, len(data))
+        return data
+
     def _check_blocks(self, name: str, data: memoryview, low: int, high: int) -> None:
         """Verify the blocks of a tensor that hold its bytes `[low, high)`."""
+        if f"blocks:{name}" not in self.metadata:
+            if xxhash.xxh3_128_hexdigest(data) != self.metadata.get(f"xxh3:{name}"):
+                raise self._damage(f"tensor {name!r}", "does not fit its checksum")
+            self._known.add((name, _ALL))
+            return
         step, digests = self._blocks(name, len(data))
         last = max(low, high - 1)
         for index in range(low // step, min(len(digests), last // step + 1)):
@@ -282,13 +335,11 @@ class Segment:
     def _blocks(self, name: str, size: int) -> tuple[int, list[str]]:
         """The bytes of a block of the tensor, and the digest of each."""
         if name not in self._digests:
-            noted = self.metadata.get(f"blocks:{name}")
-            if noted is None:
-                self._digests[name] = (max(1, size), [self.metadata[f"xxh3:{name}"]])
-            else:
-                step, _, joined = noted.partition(":")
-                digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
-                self._digests[name] = (int(step), digests)
+            step, _, joined = self.metadata[f"blocks:{name}"].partition(":")
+            digests = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+            if not COUNT.fullmatch(step) or int(step) < 1 or len(digests) != -(-size // int(step)):
+                raise self._damage(f"tensor {name!r}", "has no digest for some of its bytes")
+            self._digests[name] = (int(step), digests)
         return self._digests[name]
 
     def values(self, array: Array, start: int, stop: int) -> AnyArray:
@@ -301,6 +352,7 @@ class Segment:
 
     def column(self, array: Array, start: int = 0, stop: int | None = None) -> Column:
         """The rows `[start, stop)` of an array, as stored."""
+        self.require_form(array)
         stop = self.rows if stop is None else stop
         offsets = None
         if array.ragged:
@@ -318,8 +370,18 @@ class Segment:
 
         Reads only what it needs: one `preadv` per pick, or per group of rows that share a check.
         """
+        self.require_form(array)
         name, size = array.name, _row_bytes(array)
         target = flat(out.reshape(-1).view(np.uint8))
+        try:
+            self._gather(array, picks, out, target, size)
+        except EOFError:
+            raise self._damage(f"tensor {name!r}", "is cut off") from None
+
+    def _gather(
+        self, array: Array, picks: Sequence[Pick], out: AnyArray, target: memoryview, size: int
+    ) -> None:
+        name = array.name
         if array.compression is not None:
             self._frames(array).gather(picks, out)
         elif not self._verify or (name, _ALL) in self._known:
@@ -333,7 +395,7 @@ class Segment:
 
     def _checks(self, name: str, size: int) -> CheckedRows:
         if name not in self._checked:
-            group = int(self.metadata[f"check_rows:{name}"])
+            group = self._note(f"check_rows:{name}")
             # A list: comparing plain integers is several times faster than numpy's.
             checks = self.small(f"{name}#check").tolist()
             extent = self.extents[name]
@@ -351,7 +413,7 @@ class Segment:
             start=self.extents[name].start,
             bounds=self.small(f"{name}#frames").tolist(),
             checks=self.small(f"{name}#check").tolist() if self._verify else None,
-            rows=int(self.metadata[f"frame_rows:{name}"]),
+            rows=self._note(f"frame_rows:{name}"),
             total=self._stored_rows(array),
         )
 

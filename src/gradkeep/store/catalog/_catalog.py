@@ -4,6 +4,8 @@ A cache and never the truth: it can be deleted at any moment and is made again f
 lives in memory; on disk is a copy of it that is only ever replaced as a whole, so that no lock is
 needed and no journal is left behind, on any filesystem. That copy is the SQLite file followed by its
 xxh3-128, so a torn, damaged or foreign file is noticed and made again. SQLite ignores the 16 bytes.
+A checksum is no signature: before anything in it is asked, the copy must have exactly our tables (no
+view or trigger that could run for ever), sound pages, and values of the right types.
 
 Only what changed is looked at again. A folder's stamp changes when a name in it comes or goes, and
 files never change, so a block whose folders all carry the stamps of the last scan is as it was. A
@@ -16,16 +18,20 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import xxhash
 
+from gradkeep.errors import StoreError
+from gradkeep.store._fields import LARGEST_WHOLE
 from gradkeep.store._keys import CATALOG
 from gradkeep.store.blocks._schema import Array
 from gradkeep.store.catalog._scan import (
+    LATEST,
     BlockAddress,
     BlockFacts,
     BlockKind,
+    BlockState,
     CheckpointFacts,
     LayerFacts,
     RunFacts,
@@ -240,8 +246,8 @@ class Catalog:
     def _all(self, query: str, *values: object) -> list[Any]:
         return self.connection.execute(query, values).fetchall()
 
-    def _insert(self, table: str, rows: Iterable[tuple[object, ...]]) -> None:
-        rows = list(rows)
+    def _insert(self, table: str, found: Iterable[tuple[object, ...]]) -> None:
+        rows = [tuple(map(_storable, row)) for row in found]
         if rows:
             marks = ", ".join("?" * len(rows[0]))
             self.connection.executemany(f"insert into {table} values ({marks})", rows)
@@ -258,11 +264,25 @@ def _array_row(array: Array) -> tuple[object, ...]:
     return (array.name, *kind, array.ragged, array.compression, array.nan)
 
 
+def _storable(value: object) -> object:
+    """A value as SQLite takes it: text without lone surrogates, whole numbers that fit."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and not -LARGEST_WHOLE <= value <= LARGEST_WHOLE:
+        return LARGEST_WHOLE if value > 0 else -LARGEST_WHOLE
+    return value
+
+
 def _json(fields: Mapping[str, object] | None) -> str | None:
     return None if fields is None else json.dumps(fields, ensure_ascii=False)
 
 
-_FORMAT = 1
+_FORMAT = 2
+_TYPES = {
+    "TEXT": "('text', 'null')",
+    "INTEGER": "('integer', 'null')",
+    "REAL": "('real', 'integer', 'null')",
+}
 _DIGEST_BYTES = 16
 _SETTLED_NS = 2_000_000_000
 
@@ -319,7 +339,7 @@ def load_catalog(store: Store) -> Catalog | None:
         return None  # SQLite before 3.36: scan every time
     try:
         data = store.backend.read(CATALOG)
-    except OSError:
+    except (OSError, StoreError):
         return None
     content = data[:-_DIGEST_BYTES]
     if not content or xxhash.xxh3_128_digest(content) != data[-_DIGEST_BYTES:]:
@@ -327,14 +347,53 @@ def load_catalog(store: Store) -> Catalog | None:
     connection = new_connection()
     try:
         connection.deserialize(content)
-        found = connection.execute("select uuid from store").fetchall()
-        version = connection.execute("pragma user_version").fetchone()[0]
-    except sqlite3.Error:
-        found, version = [], None
-    if (found, version) != ([(store.uuid,)], _FORMAT):
+        usable = _is_ours(connection, store.uuid)
+    except (sqlite3.Error, OverflowError, ValueError, TypeError, RecursionError, StoreError):
+        usable = False
+    if not usable:
         connection.close()
         return None
     return Catalog(connection)
+
+
+def _is_ours(connection: sqlite3.Connection, uuid: str) -> bool:
+    """Whether a database has our tables and nothing else, whole and with values of their types."""
+    connection.execute("pragma trusted_schema = off")
+    layout = "select type, name, tbl_name, sql from sqlite_master order by type, name"
+    with Catalog.empty(uuid) as ours:
+        if connection.execute(layout).fetchall() != ours.connection.execute(layout).fetchall():
+            return False
+        columns = {
+            table: ours.connection.execute(f"pragma table_info({table})").fetchall()
+            for (table,) in ours.connection.execute("select name from sqlite_master")
+        }
+    # A page that is used twice can make a tree of a few pages endless.
+    if connection.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
+        return False
+    if connection.execute("pragma user_version").fetchone()[0] != _FORMAT:
+        return False
+    for table, described in columns.items():
+        odd = " or ".join(
+            f"typeof({name}) not in {_TYPES[kind]}" for _, name, kind, *_ in described
+        )
+        if connection.execute(f"select 1 from {table} where {odd} limit 1").fetchall():
+            return False
+    for table in ("segments", "stamps"):  # the rest is read below
+        odd = " or ".join(f"{name} glob '*[^ -~]*'" for _, name, *_ in columns[table])
+        if connection.execute(f"select 1 from {table} where {odd} limit 1").fetchall():
+            return False  # text that is none: all names in a store are plain
+    if connection.execute("select uuid from store").fetchall() != [(uuid,)]:
+        return False
+    catalog = Catalog(connection)
+    kinds, states = get_args(BlockKind), get_args(BlockState)
+    runs, _, blocks = catalog.runs(), catalog.checkpoints(), catalog.blocks()
+    return all(
+        x.kind in kinds
+        and x.state in states
+        and isinstance(x.fingerprints, dict)
+        and 0 <= x.modified <= LATEST
+        for x in blocks
+    ) and all(x.config is None or isinstance(x.config, dict) for x in runs)
 
 
 def save_catalog(store: Store, catalog: Catalog) -> bool:
@@ -348,9 +407,11 @@ def save_catalog(store: Store, catalog: Catalog) -> bool:
 
 def _stamps(store: Store, address: BlockAddress) -> dict[str, int | None]:
     now = time.time_ns()
-    stamps = {
-        folder: store.backend.stamp(folder) for folder in watched_folders(store.backend, address)
-    }
+    try:
+        watched = watched_folders(store.backend, address)
+        stamps = {folder: store.backend.stamp(folder) for folder in watched}
+    except StoreError:
+        return {address.folder: None}  # the scan says what is wrong
     return {
         folder: stamp if stamp is not None and now - stamp > _SETTLED_NS else None
         for folder, stamp in stamps.items()

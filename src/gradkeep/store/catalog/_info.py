@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -193,12 +192,11 @@ def _row_set(store: Store, facts: BlockFacts) -> RowSetInfo:
     if facts.state == "unreadable":
         return RowSetInfo(facts)
     try:
-        states = Rows(store.backend, facts.address.folder).states()
+        counts = Rows(store.backend, facts.address.folder).counts()
     except (GradkeepError, FileNotFoundError) as error:
         problem = error.what if isinstance(error, GradkeepError) else f"{error.filename} is gone"
         return RowSetInfo(dataclasses.replace(facts, state="unreadable", problem=problem))
-    counts = Counter(str(row.state) for row in states)
-    return RowSetInfo(facts, *(counts[state] for state in _ROW_STATES))
+    return RowSetInfo(facts, counts.done, counts.leased, counts.failed, counts.pending)
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

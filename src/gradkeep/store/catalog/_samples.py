@@ -69,6 +69,34 @@ def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
     return pa.table(columns)
 
 
+def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, path: str) -> bool:
+    """Whether Parquet bytes hold exactly the labels, ids and scalars of a block's version."""
+    pa = _pyarrow()
+    import pyarrow.parquet as pq
+
+    try:
+        found = pq.read_table(io.BytesIO(data))
+    except (pa.ArrowException, OSError) as error:
+        raise Damaged(
+            "this Parquet file cannot be read", path=path, found=str(error)[:200]
+        ) from error
+    wanted = samples_table(block, labels)
+    if found.column_names != wanted.column_names or len(found) != len(wanted):
+        return False
+    return all(
+        _same_column(found.column(name), wanted.column(name)) for name in wanted.column_names
+    )
+
+
+def _same_column(one: Any, other: Any) -> bool:
+    if one.type != other.type:
+        return False
+    if str(one.type).startswith("dictionary"):
+        return bool(one.to_pylist() == other.to_pylist())
+    values, wanted = one.to_numpy(), other.to_numpy()
+    return bool(np.array_equal(values, wanted, equal_nan=values.dtype.kind == "f"))
+
+
 def ensure_samples(
     backend: Backend, block: Block, labels: Mapping[str, str], *, durability: Durability
 ) -> bytes:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gradkeep._public import renamed_attribute
 from gradkeep.errors import Damaged, GradkeepError
-from gradkeep.store import _document
-from gradkeep.store._keys import BLOCKS, ROWS, RUNS, SCORES, CaptureKey, is_name
+from gradkeep.store._keys import BLOCKS, HEADS, ROWS, RUNS, SCORES, CaptureKey, is_name
+from gradkeep.store._records import read_checkpoint, read_run
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
     SEGMENTS,
-    load_manifest,
+    is_number,
+    latest_manifest,
     load_schema,
     manifest_key,
     schema_key,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 BlockKind = Literal["capture", "scores", "rows"]
 BlockState = Literal["sealed", "open", "unreadable"]
+LATEST = 253402214400.0
+"""The last day that a calendar of four digits can show; a file can claim to be younger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +210,10 @@ def watched_folders(backend: Backend, address: BlockAddress) -> list[str]:
     """The folders whose names decide what a scan of this block finds."""
     folder = address.folder
     if address.kind != "rows":
-        return [folder, f"{folder}/{MANIFESTS}", f"{folder}/{SEGMENTS}"]
+        return [folder, f"{folder}/{MANIFESTS}", f"{folder}/{SEGMENTS}", f"{HEADS}/{folder}"]
     loose = [f"{folder}/{LOOSE}/{name}" for name in folders(backend, f"{folder}/{LOOSE}")]
     parts = (MANIFESTS, PACKED, SIZES, LOOSE)
-    return [folder, *(f"{folder}/{part}" for part in parts), *loose]
+    return [folder, *(f"{folder}/{part}" for part in parts), *loose, f"{HEADS}/{folder}"]
 
 
 def scan_block(
@@ -241,13 +244,21 @@ class _BlockScan:
         self, backend: Backend, address: BlockAddress, known: Mapping[str, SegmentFacts]
     ) -> None:
         self.folder = address.folder
-        self.listed = {name: _files(backend, name) for name in watched_folders(backend, address)}
         self.problem: str | None = None
+        self.listed = self._listed(backend, address)
         self._backend, self._address, self._known = backend, address, known
         self._schema = self._load_schema()
         numbers = [entry.name.removesuffix(".json") for entry in self._files(MANIFESTS)]
-        self.version = max((int(name) for name in numbers if name.isdigit()), default=None)
-        self._manifest = None if self.version is None else self._load_manifest(self.version)
+        self.version = max((int(name) for name in numbers if is_number(name)), default=None)
+        self._manifest = self._load_manifest()
+
+    def _listed(self, backend: Backend, address: BlockAddress) -> dict[str, Sequence[Entry]]:
+        watched = self._attempt(self.folder, lambda: watched_folders(backend, address))
+        parts = [self.folder, *(f"{self.folder}/{x}" for x in (MANIFESTS, SEGMENTS, PACKED, SIZES))]
+        found: dict[str, Sequence[Entry]] = dict.fromkeys(parts, ())
+        for name in watched or ():
+            found[name] = self._attempt(name, partial(_files, backend, name)) or ()
+        return found
 
     def sealed(self) -> list[SegmentFacts]:
         """The segments that the newest version names."""
@@ -279,7 +290,7 @@ class _BlockScan:
         found = []
         for entry in self._files(SEGMENTS):
             name = entry.name.removesuffix(SUFFIX)
-            if name.isdigit() and int(name) >= first:
+            if is_number(name) and int(name) >= first:
                 segment = self._attempt(
                     f"{self.folder}/{SEGMENTS}/{entry.name}", partial(self._from_header, entry)
                 )
@@ -314,7 +325,7 @@ class _BlockScan:
             num_segments=len(segments),
             data_bytes=sum(item.bytes for item in segments) + sum(item.size for item in loose),
             bytes=sum(entry.size for entry in entries),
-            modified=max((entry.modified for entry in entries), default=0.0),
+            modified=min(max(0.0, *(entry.modified for entry in entries), 0.0), LATEST),
             schema_hash=None if schema is None else schema.hash,
             fingerprints={} if schema is None else schema.fingerprints,
             layers=layers,
@@ -325,7 +336,7 @@ class _BlockScan:
         if self._address.kind != "rows":
             return None if self._schema is None else self._schema.num_rows
         names = [entry.name.removesuffix(".json") for entry in self._files(SIZES)]
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max((int(name) for name in names if is_number(name, digits=12)), default=0)
 
     def _load_schema(self) -> Schema | None:
         key = schema_key(self.folder)
@@ -334,14 +345,16 @@ class _BlockScan:
             return None
         return self._attempt(key, lambda: load_schema(self._backend, self.folder))
 
-    def _load_manifest(self, version: int) -> Manifest | None:
-        def load() -> Manifest:
-            manifest = load_manifest(self._backend, self.folder, version)
+    def _load_manifest(self) -> Manifest | None:
+        def load() -> Manifest | None:
+            manifest = latest_manifest(self._backend, self.folder)
+            if manifest is None:
+                return None
             if self._schema is not None and manifest.schema_hash != self._schema.hash:
                 raise Damaged("the manifest belongs to another schema")
             return manifest
 
-        return self._attempt(manifest_key(self.folder, version), load)
+        return self._attempt(manifest_key(self.folder, self.version or 0), load)
 
     def _from_header(self, entry: Entry) -> SegmentFacts:
         file = f"{SEGMENTS}/{entry.name}"
@@ -410,11 +423,12 @@ def scan_runs(backend: Backend) -> list[RunFacts]:
     """All recorded runs, readable or not, by name."""
     found = []
     for name in folders(backend, RUNS):
-        fields, problem = _record(backend, f"{RUNS}/{name}/run.json")
-        if fields is not None:
-            found.append(RunFacts(**fields))
-        elif problem is not None:
-            found.append(RunFacts(name, problem=problem))
+        try:
+            run = read_run(backend, name)
+            if run is not None:
+                found.append(RunFacts(name, run.config, run.code, run.data))
+        except GradkeepError as error:
+            found.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.what}"))
     return found
 
 
@@ -423,22 +437,14 @@ def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
     found = []
     for run in folders(backend, RUNS):
         for name in folders(backend, f"{RUNS}/{run}/ckpt"):
-            fields, problem = _record(backend, f"{RUNS}/{run}/ckpt/{name}/ckpt.json")
-            if fields is not None:
-                found.append(CheckpointFacts(**fields))
-            elif problem is not None:
+            try:
+                x = read_checkpoint(backend, run, name)
+                if x is not None:
+                    found.append(CheckpointFacts(run, name, x.weights, x.step, x.lr, x.parent))
+            except GradkeepError as error:
+                problem = f"{RUNS}/{run}/ckpt/{name}/ckpt.json: {error.what}"
                 found.append(CheckpointFacts(run, name, problem=problem))
     return found
-
-
-def _record(backend: Backend, key: str) -> tuple[dict[str, Any] | None, str | None]:
-    """A record's fields, or the reason why it cannot be read; neither if there is none."""
-    try:
-        return _document.from_bytes(backend.read(key), path=key), None
-    except FileNotFoundError:
-        return None, None
-    except GradkeepError as error:
-        return None, f"{key}: {error.what}"
 
 
 def _files(backend: Backend, prefix: str) -> list[Entry]:

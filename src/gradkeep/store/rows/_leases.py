@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from gradkeep.errors import Conflict, Damaged, LeaseLost
 from gradkeep.store import _document
+from gradkeep.store._fields import read_document
+from gradkeep.store.blocks._manifest import is_number
 
 if TYPE_CHECKING:
     from gradkeep.store.backends._backend import Backend
@@ -55,7 +57,8 @@ def lease_numbers(backend: Backend, folder: str, bucket: int) -> dict[int, list[
     found: dict[int, list[int]] = {}
     for entry in backend.list(f"{folder}/{LEASES}/{bucket:06d}"):
         row, _, number = entry.name.removesuffix(".json").partition("-")
-        if row.isdigit() and number.isdigit():
+        named = is_number(row, digits=1) and is_number(number)
+        if named and int(row) // ROWS_PER_FOLDER == bucket:
             found.setdefault(int(row), []).append(int(number))
     return {row: sorted(numbers) for row, numbers in found.items()}
 
@@ -64,10 +67,11 @@ def load_lease(backend: Backend, folder: str, row: int, number: int) -> Lease | 
     """A lease; None if it is gone or unreadable, which for a lease is the same."""
     name = lease_key(folder, row, number)
     try:
-        fields = _document.from_bytes(backend.read(name), path=backend.describe(name))
+        fields = read_document(backend, name)
+        owner, token = fields.text("owner"), fields.text("token")
+        return Lease(row, number, owner, token, fields.number("expires"))
     except (FileNotFoundError, Damaged):
         return None
-    return Lease(row, number, fields["owner"], fields["token"], fields["expires"])
 
 
 def take_lease(

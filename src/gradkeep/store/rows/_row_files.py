@@ -13,25 +13,31 @@ import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import xxhash
 
-from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows
+from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
+from gradkeep.store._fields import read_document
+from gradkeep.store._heads import record_head
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
-from gradkeep.store.blocks._ids import as_ids
+from gradkeep.store.blocks._ids import as_ids, whole_numbers
 from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
+    ensure_recorded,
+    is_number,
     latest_manifest,
     load_schema,
     manifest_key,
     manifest_versions,
     publish_manifest,
 )
-from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack, pack_batch
+from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack, pack_batch
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
+from gradkeep.store.rows._loose_rows import read_loose_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +49,9 @@ if TYPE_CHECKING:
 LOOSE = "rows"
 PACKED = "packed"
 SIZES = "size"
+_SIZE_DIGITS = 12
+_MOST_ROWS = 1 << 40
+"""Each row is a file of its own at first: no place holds more."""
 
 _log = logging.getLogger("gradkeep")
 
@@ -62,19 +71,40 @@ class RowFiles:
         self.schema: Schema = load_schema(backend, folder)
         self._backend, self._durability, self._verify = backend, durability, verify
         self._packed: Block | None = None
-        self._packed_ids: frozenset[int] = frozenset()
+        self._packed_ids: set[int] = set()
         self._known_done: set[int] = set()
+        self._known_size = 0
+        latest_manifest(backend, folder)  # raises if what was packed is lost
         self._refresh_packed()
 
     @property
     def num_rows(self) -> int:
         """How many rows there are to be; the largest size that was ever set."""
-        return max((size for size, _ in _sizes(self._backend, self.folder)), default=0)
+        largest = max(_sizes(self._backend, self.folder), default=0)
+        if largest > self._known_size:
+            self._check_size(largest)
+            self._known_size = largest
+        return largest
+
+    def _check_size(self, size: int) -> None:
+        """Raise `Damaged` if the record of a size is another's under its name, as after a rename."""
+        try:
+            told = read_document(self._backend, size_key(self.folder, size)).whole("num_rows")
+        except (StoreError, FileNotFoundError):
+            return  # the name says it all; `verify` tells of the rest
+        if told != size:
+            raise Damaged(
+                "a number of rows under another's name",
+                path=self._backend.describe(size_key(self.folder, size)),
+                found=told,
+                expected=size,
+                fix="`gradkeep verify STORE --repair` moves it aside",
+            )
 
     def grow(self, num_rows: int) -> None:
         """Make room for more rows; never fewer."""
-        sizes = list(_sizes(self._backend, self.folder))
-        largest = max((size for size, _ in sizes), default=0)
+        check_size(num_rows, path=self.path)
+        largest = self.num_rows
         if num_rows < largest:
             raise InvalidRows(
                 "rows can only be added",
@@ -167,7 +197,7 @@ class RowFiles:
     def packed_rows(self) -> frozenset[int]:
         """The rows that are in packed segments."""
         self._refresh_packed()
-        return self._packed_ids
+        return frozenset(self._packed_ids)
 
     def read(
         self, rows: Any, names: Sequence[str] | None = None, *, fill: float | None = None
@@ -176,7 +206,7 @@ class RowFiles:
 
         `fill=nan` stands in for missing rows, in float arrays only.
         """
-        wanted = np.asarray(rows, np.int64).reshape(-1)
+        wanted = whole_numbers(rows, path=self.path)
         self._refresh_packed()
         if fill is not None:
             return self._read_filled(wanted, names, fill=fill)
@@ -193,11 +223,16 @@ class RowFiles:
         """Batches that hold the wanted rows, and where in them each one is."""
         batches: list[Batch] = []
         place: dict[int, int] = {}
-        for row in sorted(set(wanted.tolist()) - self._packed_ids):
-            batch = self._read_loose(row, names)
-            if batch is not None:
-                place[row] = len(place)
-                batches.append(batch)
+        loose = sorted(set(wanted.tolist()) - self._packed_ids)
+        if loose:
+            files = ((row, self._row_key(row)) for row in loose)
+            arrays = self._arrays(names)
+            batch = read_loose_rows(self._backend, self.schema, arrays, files, verify=self._verify)
+            batches.append(batch)
+            place.update(zip(batch.ids.tolist(), range(len(batch.ids)), strict=True))
+            if len(place) < len(loose):
+                # Packed since we looked: the manifest is published before the file is removed.
+                self._refresh_packed()
         packed = sorted(set(wanted.tolist()) & self._packed_ids)
         if packed and self._packed is not None:
             batches.append(self._packed.read(packed, names))
@@ -213,25 +248,6 @@ class RowFiles:
             )
         return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
 
-    def _read_loose(self, row: int, names: Sequence[str] | None) -> Batch | None:
-        try:
-            segment = Segment(self._backend, self._row_key(row), verify=self._verify)
-        except FileNotFoundError:
-            # Packed since we looked: the manifest is published before the file is removed.
-            self._refresh_packed()
-            return None
-        try:
-            if segment.schema_hash != self.schema.hash or segment.small("ids").tolist() != [row]:
-                raise Damaged(
-                    "this file is not the row its name says",
-                    path=segment.path,
-                    fix="`gradkeep verify STORE --repair` moves it aside",
-                )
-            columns = tuple(segment.column(array) for array in self._arrays(names))
-            return Batch(np.array([row], np.int64), columns)
-        finally:
-            segment.close()
-
     def _read_filled(self, wanted: AnyArray, names: Sequence[str] | None, *, fill: float) -> Batch:
         check_fill(fill, self._arrays(names), path=self.path)
         there = np.isin(wanted, self.done())
@@ -244,33 +260,71 @@ class RowFiles:
         Readers may read and writers may put meanwhile, and several processes may compact. Full
         files only, unless `partial`. A kill at any moment leaves every row readable.
         """
+        if not isinstance(rows_per_file, int | np.integer) or rows_per_file < 1:
+            raise InvalidRows(
+                "a packed file holds at least one row",
+                found=repr(rows_per_file)[:60],
+                expected="a whole number of at least 1",
+            )
         moved = 0
+        waiting: list[int] | None = None
         while True:
             # The manifest first: what it packs must be known when rows are chosen to be packed.
             newest = latest_manifest(self._backend, self.folder)
+            if newest is not None:
+                ensure_recorded(self._backend, self.folder, newest, durability=self._durability)
             self._refresh_packed()
-            self._remove_packed_files()
             number = 0 if newest is None else newest.next_segment
             file = f"{PACKED}/{number:06d}{SUFFIX}"
             key = f"{self.folder}/{file}"
+            rows: list[int] | None = None
             if not self._backend.exists(key):
-                waiting = sorted(set(self._loose()) - self._packed_ids)[:rows_per_file]
-                if not waiting or (len(waiting) < rows_per_file and not partial):
-                    return moved
-                moved += len(waiting)
-                self._write_packed(key, waiting)
+                # Listed once, not for every file: a listing grows with all the rows that wait.
+                stale, waiting = waiting is not None, self._waiting(waiting)
+                rows = self._next_rows(waiting, rows_per_file)
+                if not rows or (len(rows) < rows_per_file and not partial):
+                    if not stale:
+                        return moved
+                    waiting = None  # others may have put rows since
+                    continue
+                packed = pack_batch(self.schema, self.read(rows), first_row=0)
+                if not self._put_packed(key, packed):
+                    rows = None
             # Whoever finds a packed file that no manifest names yet, finishes the work of the one
             # that wrote it.
-            self._adopt(newest, file)
+            if not self._adopt(newest, file) or rows is None:
+                waiting = None  # others compact as well: look again at what is left
+                continue
+            moved += len(rows)
+            self._refresh_packed()
+            self._remove_own_files(rows)
 
-    def _write_packed(self, key: str, rows: list[int]) -> None:
-        packed = pack_batch(self.schema, self.read(rows), first_row=0)
+    def _waiting(self, known: list[int] | None) -> list[int]:
+        """The rows that have files of their own, last first; surplus files are removed."""
+        if known is not None:
+            return known
+        loose = sorted(self._loose(), reverse=True)
+        self._remove_own_files([row for row in loose if row in self._packed_ids])
+        return loose
+
+    def _next_rows(self, waiting: list[int], count: int) -> list[int]:
+        """The next rows that no version packs, this process's or another's."""
+        rows: list[int] = []
+        while waiting and len(rows) < count:
+            row = waiting.pop()
+            if row not in self._packed_ids:
+                rows.append(row)
+        return rows
+
+    def _put_packed(self, key: str, packed: PackedSegment) -> bool:
         try:
             self._backend.put_if_absent(key, packed.parts, durability=self._durability)
         except Conflict:
-            return  # another process packed other rows under this number; that is adopted
+            return False  # another process packed other rows under this number; that is adopted
+        return True
 
-    def _adopt(self, newest: Manifest | None, file: str) -> None:
+    def _adopt(self, newest: Manifest | None, file: str) -> bool:
+        """Publish a version with one more packed file; False if another process was first."""
         segment = Segment(self._backend, f"{self.folder}/{file}")
         try:
             damage = segment.check_everything()
@@ -287,15 +341,17 @@ class RowFiles:
             schema_hash=self.schema.hash,
             segments=(*(() if newest is None else newest.segments), entry),
             written=(*(() if newest is None else newest.written), entry.rows),
+            previous=None if newest is None else newest.digest,
         )
         try:
             publish_manifest(self._backend, self.folder, manifest, durability=self._durability)
         except Conflict:
-            return  # another process was first; the caller looks again
+            return False
+        return True
 
-    def _remove_packed_files(self) -> None:
+    def _remove_own_files(self, rows: Sequence[int]) -> None:
         """Remove the own files of rows that the manifest says are packed."""
-        surplus = [self._row_key(row) for row in self._loose() if row in self._packed_ids]
+        surplus = [self._row_key(row) for row in rows if row in self._packed_ids]
         if surplus and self._packed is not None and self._durability == "full":
             # Gone if a later version came and gc ran, which saw to that one.
             with contextlib.suppress(FileNotFoundError):
@@ -305,21 +361,32 @@ class RowFiles:
 
     def _refresh_packed(self) -> None:
         versions = manifest_versions(self._backend, self.folder)
-        if not versions or (self._packed is not None and self._packed.version == versions[-1]):
+        known = self._packed
+        if (known.version if known is not None else None) == (versions[-1] if versions else None):
             return
-        self._packed = Block(self._backend, self.folder, verify=self._verify)
-        self._packed_ids = frozenset(self._packed.ids.tolist())
+        if latest_manifest(self._backend, self.folder) is None:
+            return
+        found = Block(self._backend, self.folder, verify=self._verify)
+        before = () if known is None else known.manifest.segments
+        entries = found.manifest.segments
+        if entries[: len(before)] == before:
+            # Only what came since: reading all ids for every file that is packed adds up.
+            self._packed_ids |= set(found.ids_of(entries[len(before) :]).tolist())
+        else:
+            self._packed_ids = set(found.ids.tolist())
+        self._packed = found
 
     def _loose(self) -> Iterator[int]:
         for bucket in self._buckets(LOOSE):
             for entry in self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"):
                 name = entry.name.removesuffix(SUFFIX)
-                if name.isdigit():
+                # A row in another's folder would not be found when it is read.
+                if is_number(name, digits=1) and int(name) // ROWS_PER_FOLDER == bucket:
                     yield int(name)
 
     def _buckets(self, kind: str) -> list[int]:
         names = (entry.name for entry in self._backend.list(f"{self.folder}/{kind}"))
-        return [int(name) for name in names if name.isdigit()]
+        return [int(name) for name in names if is_number(name)]
 
     def _row_key(self, row: int) -> str:
         return f"{self.folder}/{LOOSE}/{row // ROWS_PER_FOLDER:06d}/{row}{SUFFIX}"
@@ -347,21 +414,42 @@ def drop_packed_file(backend: Backend, folder: str, key: str) -> bool:
     kept = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
     if newest is None or kept == segments:
         return False
-    manifest = dataclasses.replace(newest, version=newest.version + 1, segments=kept)
+    manifest = dataclasses.replace(
+        newest, version=newest.version + 1, segments=kept, previous=newest.digest
+    )
     return publish_manifest(backend, folder, manifest, durability="full")
+
+
+def check_size(num_rows: int, *, path: str) -> None:
+    """Raise `InvalidRows` unless so many rows can be asked for."""
+    whole = isinstance(num_rows, int | np.integer) and not isinstance(num_rows, bool)
+    if not whole or not 0 <= num_rows <= _MOST_ROWS:
+        raise InvalidRows(
+            "there cannot be so many rows",
+            path=path,
+            found=repr(num_rows)[:60],
+            expected=f"a whole number from 0 to {_MOST_ROWS}",
+        )
 
 
 def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:
     """Record a new number of rows; of several, the largest counts."""
-    key = f"{folder}/{SIZES}/{num_rows:012d}.json"
-    backend.put_if_absent(key, [_document.to_bytes({"num_rows": num_rows})], durability=durability)
+    data = _document.to_bytes({"num_rows": num_rows})
+    backend.put_if_absent(size_key(folder, num_rows), [data], durability=durability)
+    xxh3 = xxhash.xxh3_128_hexdigest(data)
+    record_head(backend, f"{folder}/{SIZES}", num_rows, xxh3, durability=durability)
 
 
-def _sizes(backend: Backend, folder: str) -> Iterator[tuple[int, str]]:
+def size_key(folder: str, num_rows: int) -> str:
+    """The name of the record of a number of rows."""
+    return f"{folder}/{SIZES}/{num_rows:0{_SIZE_DIGITS}d}.json"
+
+
+def _sizes(backend: Backend, folder: str) -> Iterator[int]:
     for entry in backend.list(f"{folder}/{SIZES}"):
         name = entry.name.removesuffix(".json")
-        if name.isdigit():
-            yield int(name), entry.name
+        if is_number(name, digits=_SIZE_DIGITS):
+            yield int(name)
 
 
 def _one_row(value: Any) -> Any:

@@ -10,9 +10,14 @@ import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import xxhash
 
+from gradkeep.errors import InvalidRows
 from gradkeep.store import _document
+from gradkeep.store._fields import read_document
+from gradkeep.store.blocks._ids import whole_numbers
+from gradkeep.store.blocks._manifest import is_number
 from gradkeep.store.rows._leases import (
     LEASES,
     ROWS_PER_FOLDER,
@@ -33,6 +38,9 @@ if TYPE_CHECKING:
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
+_MOST_STATES = 1 << 24
+LONGEST_ERROR = 64 << 10
+"""Characters of an error's text that are kept: half of them from its beginning, half from its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,16 @@ class RowState:
     """The traceback of the last failed attempt."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """How many rows of a set are in each state."""
+
+    done: int
+    leased: int
+    failed: int
+    pending: int
+
+
 class Rows(RowFiles):
     """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
 
@@ -65,6 +83,8 @@ class Rows(RowFiles):
 
         Workers begin their search at different rows, so that they seldom meet.
         """
+        _check_count("count", count)
+        _check_count("max_attempts", max_attempts)
         owner = default_owner() if owner is None else owner
         total = self.num_rows
         if total == 0:
@@ -148,8 +168,8 @@ class Rows(RowFiles):
 
     def fail(self, lease: Lease, error: BaseException | str) -> None:
         """Record a failed attempt with its traceback and end the lease."""
-        text = error if isinstance(error, str) else "".join(tracebacks.format_exception(error))
-        fields = {"row": lease.row, "owner": lease.owner, "error": text}
+        text = error if isinstance(error, str) else _traceback(error)
+        fields = {"row": lease.row, "owner": lease.owner, "error": shortened(text)}
         # Named by the lease's token: two workers that fail the same row are two attempts.
         name = f"{lease.row}-{lease.token}.json"
         key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
@@ -158,7 +178,7 @@ class Rows(RowFiles):
 
     def retry(self, rows: Iterable[int] | None = None) -> int:
         """Forget failed attempts (of all rows, or these), so that they are tried again."""
-        wanted = None if rows is None else set(rows)
+        wanted = None if rows is None else set(whole_numbers(list(rows), path=self.path).tolist())
         keys = []
         for bucket in self._buckets(FAILED):
             for row, names in self._failures(bucket).items():
@@ -167,22 +187,48 @@ class Rows(RowFiles):
         return self._backend.delete(keys, durability=self._durability)
 
     def states(self, *, max_attempts: int = 3) -> list[RowState]:
-        """The state of every row, in order."""
-        done = set(self.done().tolist())
+        """The state of every row, in order; of very many, `counts()` tells how many are in each."""
         total = self.num_rows
+        if total > _MOST_STATES:
+            raise InvalidRows(
+                "there are too many rows to tell of each",
+                path=self.path,
+                found=f"{total} rows",
+                expected=f"at most {_MOST_STATES}",
+                fix="counts() tells how many are done, leased, failed and pending",
+            )
+        done = set(self.done().tolist())
+        leases, failures = self._held(), self._all_failures()
+        return [
+            self._state(row, done, leases, failures, max_attempts=max_attempts)
+            for row in range(total)
+        ]
+
+    def counts(self, *, max_attempts: int = 3) -> RowCounts:
+        """How many rows are in each state; costs the files that are there, not the rows to come."""
+        total = self.num_rows
+        done = {row for row in self.done().tolist() if row < total}
+        leased = {row for row in self._held() if row < total} - done
+        failures = self._all_failures().items()
+        failed = {row for row, names in failures if row < total and len(names) >= max_attempts}
+        failed -= done | leased
+        pending = total - len(done) - len(leased) - len(failed)
+        return RowCounts(len(done), len(leased), len(failed), pending)
+
+    def _held(self) -> dict[int, Lease]:
         leases: dict[int, Lease] = {}
-        failures: dict[int, list[str]] = {}
         for bucket in self._buckets(LEASES):
             for row, numbers in lease_numbers(self._backend, self.folder, bucket).items():
                 lease = load_lease(self._backend, self.folder, row, numbers[-1])
                 if lease is not None and not lease.expired:
                     leases[row] = lease
+        return leases
+
+    def _all_failures(self) -> dict[int, list[str]]:
+        failures: dict[int, list[str]] = {}
         for bucket in self._buckets(FAILED):
             failures.update(self._failures(bucket))
-        return [
-            self._state(row, done, leases, failures, max_attempts=max_attempts)
-            for row in range(total)
-        ]
+        return failures
 
     def _state(
         self,
@@ -205,18 +251,47 @@ class Rows(RowFiles):
 
     def _last_error(self, row: int, names: list[str]) -> str:
         key = f"{self.folder}/{FAILED}/{row // ROWS_PER_FOLDER:06d}/{names[-1]}"
-        fields = _document.from_bytes(self._backend.read(key), path=self._backend.describe(key))
-        return str(fields["error"])
+        try:
+            return read_document(self._backend, key).text("error")
+        except FileNotFoundError:
+            return "forgotten meanwhile, so that the row is tried again"
 
     def _failures(self, bucket: int) -> dict[int, list[str]]:
         found: dict[int, list[tuple[float, str]]] = {}
         for entry in self._backend.list(f"{self.folder}/{FAILED}/{bucket:06d}"):
             row = entry.name.partition("-")[0]
-            if row.isdigit():
+            if is_number(row, digits=1) and int(row) // ROWS_PER_FOLDER == bucket:
                 found.setdefault(int(row), []).append((entry.modified, entry.name))
         return {row: [name for _, name in sorted(named)] for row, named in found.items()}
 
 
 def hash_owner(owner: str) -> int:
     """Where a worker begins its search."""
-    return int(xxhash.xxh3_64_intdigest(owner.encode()))
+    return int(xxhash.xxh3_64_intdigest(owner.encode("utf-8", "backslashreplace")))
+
+
+def shortened(text: str) -> str:
+    """An error's text as it is kept: without lone surrogates, and its middle left out if it is long.
+
+    >>> len(shortened("x" * 10**6)) < LONGEST_ERROR + 100
+    True
+    """
+    half = LONGEST_ERROR // 2
+    if len(text) > LONGEST_ERROR:
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(tracebacks.format_exception(error))
+    except Exception as unprintable:  # a broken __str__ must not hide that there was an error
+        return f"{type(error).__name__}, which cannot be shown: {type(unprintable).__name__}"
+
+
+def _check_count(name: str, count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise InvalidRows(
+            f"{name} must be at least 1", found=repr(count)[:60], expected="a whole number"
+        )

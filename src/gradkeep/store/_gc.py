@@ -1,0 +1,153 @@
+"""Remove what no kept version needs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradkeep.errors import StoreError
+from gradkeep.store._heads import head_keys
+from gradkeep.store._keys import ROWS
+from gradkeep.store._store import Store
+from gradkeep.store._store import open as open_store
+from gradkeep.store.blocks._manifest import (
+    MANIFESTS,
+    SEGMENTS,
+    ensure_recorded,
+    is_number,
+    latest_manifest,
+    load_manifest,
+    manifest_key,
+    manifest_versions,
+)
+from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.catalog._samples import is_samples
+from gradkeep.store.rows._leases import LEASES
+from gradkeep.store.rows._row_files import LOOSE
+
+if TYPE_CHECKING:
+    import os
+
+    from gradkeep.store.backends._backend import Backend
+
+YOUNG_SECONDS = 3600.0
+"""A file younger than this may belong to work that has not published its manifest yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was removed, or would be."""
+
+    files: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WasteFile:
+    key: str
+    size: int
+
+
+def gc(
+    store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
+) -> GcReport:
+    """Remove old versions of every block, the segments only they needed, and unfinished writes.
+
+    Safe at any moment and beside readers and writers: the records of old versions go first, then
+    their manifests, so that no version that is still listed ever lacks a file, and work in progress
+    is recognised by its number or age. A reader that holds an old version gets a clear error when it
+    touches a removed segment. A store in which a version is lost is refused: what looks like waste
+    there may be all that is left.
+    """
+    if not isinstance(keep_versions, int) or keep_versions < 1:
+        raise StoreError(
+            "at least one version must stay",
+            found=repr(keep_versions)[:60],
+            expected="a whole number of at least 1",
+        )
+    store = store if isinstance(store, Store) else open_store(store, create=False)
+    backend = store.backend
+    heads: list[_WasteFile] = []
+    manifests: list[_WasteFile] = []
+    rest = [_WasteFile(key, 0) for key in backend.leftovers(older_than=YOUNG_SECONDS)]
+    kept: list[str] = []
+    blocks = [key.folder for key in store.blocks()]
+    for folder in (*blocks, *(f"{ROWS}/{name}" for name in store.row_sets())):
+        # Listed once: of a version that comes while we look, nothing may go.
+        versions = manifest_versions(backend, folder)
+        newest = latest_manifest(backend, folder)  # raises if one is lost
+        if newest is not None and not dry_run:
+            ensure_recorded(backend, folder, newest, durability=store.durability)
+        first = versions[-keep_versions:][:1]
+        recorded = head_keys(backend, folder).items() if first else ()
+        heads += [_WasteFile(key, 0) for key, number in recorded if number < first[0]]
+        manifests += _old_manifests(backend, folder, versions[:-keep_versions])
+        kept += [manifest_key(folder, number) for number in versions[-keep_versions:]]
+        if folder in blocks:
+            rest += _block_waste(backend, folder, versions[-keep_versions:])
+    for name in store.row_sets():
+        rest += _row_waste(store, name)
+    if not dry_run:
+        if store.durability == "full":
+            _ensure_durable(backend, kept)
+        for items in (heads, manifests, rest):
+            backend.delete([item.key for item in items], durability=store.durability)
+    everything = (*heads, *manifests, *rest)
+    return GcReport(tuple(item.key for item in everything), sum(item.size for item in everything))
+
+
+def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
+    """What stays must survive a power cut before anything goes; so must an earlier, killed gc."""
+    for key in manifests:
+        # Gone if another gc runs beside us, which then has seen to a later one.
+        with contextlib.suppress(FileNotFoundError):
+            backend.ensure_durable([key])
+
+
+def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
+    old = {manifest_key(folder, number) for number in versions}
+    listed = backend.list(f"{folder}/{MANIFESTS}")
+    items = [_WasteFile(f"{folder}/{MANIFESTS}/{entry.name}", entry.size) for entry in listed]
+    return [item for item in items if item.key in old]
+
+
+def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
+    if not versions:
+        return []
+    kept = [load_manifest(backend, folder, number) for number in versions]
+    needed = {entry.file for manifest in kept for entry in manifest.segments}
+    now, waste = time.time(), []
+    for entry in backend.list(f"{folder}/{SEGMENTS}"):
+        file, name = f"{SEGMENTS}/{entry.name}", entry.name.removesuffix(SUFFIX)
+        if file in needed or not entry.name.endswith(SUFFIX):
+            continue
+        used = is_number(name) and int(name) < kept[-1].next_segment
+        old = not is_number(name) and now - entry.modified > YOUNG_SECONDS
+        if used or old:
+            waste.append(_WasteFile(f"{folder}/{file}", entry.size))
+    stay = {f"{manifest.version:06d}" for manifest in kept}
+    derived = (entry for entry in backend.list(folder) if is_samples(entry.name))
+    waste += [
+        _WasteFile(f"{folder}/{entry.name}", entry.size)
+        for entry in derived
+        if entry.name.split("-")[1] not in stay
+    ]
+    return waste
+
+
+def _row_waste(store: Store, name: str) -> list[_WasteFile]:
+    """Own files of rows that are packed, and leases of rows that are done."""
+    rows, folder, backend = store.rows(name), f"{ROWS}/{name}", store.backend
+    packed, done = rows.packed_rows, set(rows.done().tolist())
+    waste = []
+    for kind, gone in ((LOOSE, packed), (LEASES, done)):
+        for bucket in backend.list(f"{folder}/{kind}"):
+            for entry in backend.list(f"{folder}/{kind}/{bucket.name}"):
+                row = entry.name.partition(".")[0].partition("-")[0]
+                if is_number(row, digits=1) and int(row) in gone:
+                    waste.append(
+                        _WasteFile(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size)
+                    )
+    return waste

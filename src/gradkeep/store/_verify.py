@@ -1,0 +1,410 @@
+"""Check every byte of a store: what is damaged, what is missing, what does not belong there.
+
+Nothing that is found in a store makes a check raise: what cannot be read is damage, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradkeep.errors import Damaged, GradkeepError, StoreError
+from gradkeep.store._fields import read_document
+from gradkeep.store._gc import YOUNG_SECONDS
+from gradkeep.store._heads import check_head
+from gradkeep.store._keys import CATALOG, ROWS, CaptureKey, ScoresKey
+from gradkeep.store._layout import (
+    KnownFile,
+    is_folder_name,
+    known_file,
+    looks_like_ours,
+    may_be_folder_name,
+    recorded_file,
+)
+from gradkeep.store._records import read_checkpoint, read_run
+from gradkeep.store._repair import repair_damage
+from gradkeep.store._store import STORE_FILE, Store, read_identity
+from gradkeep.store.backends._backend import QUARANTINE
+from gradkeep.store.backends._schemes import backend_for
+from gradkeep.store.blocks._block import Block
+from gradkeep.store.blocks._manifest import load_manifest, load_schema, schema_key
+from gradkeep.store.blocks._segment import Segment
+from gradkeep.store.catalog._samples import check_samples, holds_samples_of, samples_available
+from gradkeep.store.rows._leases import ROWS_PER_FOLDER
+from gradkeep.store.rows._row_files import SIZES, size_key
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from gradkeep.store.backends._backend import Backend, Entry
+    from gradkeep.store.blocks._manifest import Manifest
+    from gradkeep.store.blocks._schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written."""
+
+    path: str
+    """The key of the file in the store."""
+    tensor: str | None
+    """The tensor inside a segment, if the damage is inside one."""
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check of the whole store found."""
+
+    files: int
+    bytes: int
+    damage: tuple[Damage, ...]
+    orphans: tuple[str, ...]
+    """Unfinished writes whose writer is gone."""
+    unknown: tuple[str, ...]
+    """Files that gradkeep did not put there; they are left alone."""
+    repaired: tuple[str, ...]
+    """What was done, a sentence each."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damage
+
+
+def verify(
+    store: Store | Backend | str | os.PathLike[str],
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verdict:
+    """Read every file of a store and compare it with its checksums and with what names it; O(bytes).
+
+    What was sealed, packed or recorded and is gone is found too. With `repair`, damaged files are
+    moved to the store's quarantine, so that running the work again recreates exactly them, and
+    unfinished writes are removed. Nothing else is changed. A path is best given as it is: a store
+    whose own document is damaged cannot be opened, but checked.
+
+    >>> import gradkeep as gk, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> store = gk.open(folder)
+    >>> gk.store.verify(folder).healthy
+    True
+    """
+    backend = store.backend if isinstance(store, Store) else backend_for(store)
+    Store.require_some(backend)
+    check = _Check(backend)
+    check.files(progress)
+    check.recorded()
+    check.chains()
+    check.missing_schemas()
+    check.sizes()
+    try:
+        orphans = tuple(backend.leftovers(older_than=YOUNG_SECONDS))
+    except (GradkeepError, OSError):
+        orphans = ()
+    repaired: tuple[str, ...] = ()
+    if repair:
+        paths = dict.fromkeys(item.path for item in check.damage)
+        repaired = (
+            *repair_damage(backend, [key for key in paths if key not in check.unread], orphans),
+            # Bytes that nobody has seen may be sound: a disk that is away, a missing permission.
+            *(f"{key} was left where it is: it could not be read" for key in sorted(check.unread)),
+        )
+    found = tuple(check.damage)
+    return Verdict(len(check.keys), check.bytes, found, orphans, tuple(check.unknown), repaired)
+
+
+class _Check:
+    """One store while it is checked."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.damage: list[Damage] = []
+        self.unread: set[str] = set()
+        """What could not be read, so that nobody knows whether it is damaged."""
+        self.unknown: list[str] = []
+        self.bytes = 0
+        self.keys: dict[str, Entry] = {}
+        self._folders: set[str] = set()
+        for key, entry in sorted(self._walk("")):
+            self.keys[key] = entry
+        self._known = {
+            key: file for key in self.keys if (file := known_file(key)) and key not in self._folders
+        }
+        manifests = [file for file in self._known.values() if file.kind == "manifest"]
+        self._newest = {file.folder: 0 for file in manifests}
+        for file in manifests:
+            self._newest[file.folder] = max(self._newest[file.folder], file.number)
+        self._digests: dict[str, str] = {}
+        self._manifests: dict[str, Manifest] = {}
+        self._schemas: dict[str, Schema | None] = {}
+        self._most_rows: dict[str, int] = {}
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        try:
+            listed = self._backend.list(prefix)
+        except (GradkeepError, OSError) as error:
+            self._failed(prefix, error)
+            return
+        for entry in listed:
+            key = f"{prefix}/{entry.name}" if prefix else entry.name
+            if not entry.is_folder:
+                if not key.startswith((CATALOG, f".{CATALOG}")):
+                    yield key, entry
+            elif known_file(key) is not None:
+                self._folders.add(key)
+                yield key, entry
+            elif key != QUARANTINE:
+                yield from self._walk(key)
+
+    def files(self, progress: Callable[[int, int], None] | None) -> None:
+        """Look at every file by itself, and at what it names."""
+        if STORE_FILE not in self.keys:
+            self._note(STORE_FILE, "missing: without it this is no store")
+        for done, key in enumerate(self.keys):
+            if progress is not None:
+                progress(done, len(self.keys))
+            self._attempt(key, lambda key=key: self._file(key))  # type: ignore[misc]
+        if progress is not None:
+            progress(len(self.keys), len(self.keys))
+
+    def _attempt(self, key: str, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except FileNotFoundError:
+            # A file can be deleted while we look: compaction, gc and leases do that.
+            if self._is_there(key):
+                self._note(key, "it cannot be opened")
+        except Exception as error:  # the promise is that a check ends, whatever it meets
+            self._failed(key, error)
+
+    def _failed(self, key: str, error: Exception) -> None:
+        if not isinstance(error, Damaged):
+            self.unread.add(key)
+        self._note(key, _reason(error), error.tensor if isinstance(error, Damaged) else None)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return self._backend.exists(key)
+        except (GradkeepError, OSError):
+            return True
+
+    def _note(self, key: str, what: str, tensor: str | None = None) -> None:
+        self.damage.append(Damage(key, tensor, what))
+
+    def _file(self, key: str) -> None:
+        entry, file = self.keys[key], self._known.get(key)
+        if key in self._folders:
+            self._note(key, "a folder in place of a file")
+        elif file is None:
+            self._foreign(key, entry)
+        elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
+            self._note(key, "it lies in another folder than its number says")
+        elif file.kind in ("segment", "packed", "row"):
+            self._segment(key, file)
+        elif file.kind == "samples":
+            self._samples(key, file)
+        else:
+            self._document(key, file)
+            self.bytes += entry.size
+
+    def _foreign(self, key: str, entry: Entry) -> None:
+        if is_folder_name(key) or looks_like_ours(key) or may_be_folder_name(key):
+            self._backend.open(key).close()  # raises for a link, which is damage whatever its name
+        if is_folder_name(key):
+            self._note(key, "a file in place of a folder")
+        elif looks_like_ours(key):
+            self._note(key, "gradkeep puts no file of this name here")
+        else:
+            self.unknown.append(key)
+        self.bytes += entry.size
+
+    def _document(self, key: str, file: KnownFile) -> None:
+        backend = self._backend
+        fields = read_document(backend, key)
+        self._digests[key] = str(fields.digest)
+        if file.kind == "identity":
+            read_identity(backend)
+        elif file.kind == "run":
+            read_run(backend, file.folder.rpartition("/")[2])
+        elif file.kind == "checkpoint":
+            _, run, _, name = file.folder.split("/")
+            read_checkpoint(backend, run, name)
+        elif file.kind == "schema":
+            load_schema(backend, file.folder)
+        elif file.kind == "manifest":
+            self._manifest(key, file)
+        elif file.kind == "head":
+            check_head(backend, key)
+        elif file.kind == "size":
+            if fields.whole("num_rows") != file.number:
+                raise fields.wrong("another number of rows than the name says")
+        elif file.kind == "failure":
+            fields.text("error")
+            if fields.whole("row") != file.number:
+                raise fields.wrong("a failure of another row than the name says")
+        elif file.kind == "lease":
+            fields.text("owner"), fields.text("token"), fields.number("expires")
+
+    def _manifest(self, key: str, file: KnownFile) -> None:
+        # What is recorded of it is compared afterwards, once it is known that it can be read.
+        manifest = load_manifest(self._backend, file.folder, file.number, recorded={})
+        self._manifests[key] = manifest
+        schema = self._schema(file.folder)
+        if schema is not None and schema.hash != manifest.schema_hash:
+            self._note(key, "it belongs to another schema than its block's")
+        if file.folder.startswith(f"{ROWS}/") and self._newest[file.folder] != file.number:
+            return  # of packed rows, nobody reads an older version
+        for entry in manifest.segments:
+            named = f"{file.folder}/{entry.file}"
+            if named not in self.keys and not self._is_there(named):
+                rows = f"version {manifest.version} needs its {entry.rows} rows"
+                self._note(named, f"missing: {rows}")
+                continue
+            with contextlib.suppress(GradkeepError, FileNotFoundError):
+                segment = Segment(self._backend, named)
+                segment.close()
+                if (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
+                    what = f"it is not the segment that version {manifest.version} names"
+                    self._note(named, what)
+
+    def _schema(self, folder: str) -> Schema | None:
+        """The schema of a block, read once; None if it cannot be."""
+        if folder not in self._schemas:
+            try:
+                self._schemas[folder] = load_schema(self._backend, folder)
+            except Exception:  # told of the schema itself
+                self._schemas[folder] = None
+        return self._schemas[folder]
+
+    def _segment(self, key: str, file: KnownFile) -> None:
+        segment = Segment(self._backend, key)
+        try:
+            self.bytes += segment.size
+            found = segment.check_everything()
+            for error in found:
+                self._note(key, error.what, error.tensor)
+            if not found:
+                self._place(segment, file)
+        finally:
+            segment.close()
+
+    def _place(self, segment: Segment, file: KnownFile) -> None:
+        """Whether a segment that is whole also lies where it belongs, and has all its arrays."""
+        ids = segment.small("ids")
+        if file.kind == "row" and ids.tolist() != [file.number]:
+            self._note(segment.key, "it holds another row than its name says")
+        if file.kind in ("row", "packed") and len(ids):
+            most = self._most_rows.get(file.folder, 0)
+            self._most_rows[file.folder] = max(most, int(ids.max()) + 1)
+        schema = self._schema(file.folder)
+        if schema is None:
+            return  # told of the schema itself
+        if segment.schema_hash != schema.hash:
+            self._note(segment.key, "it belongs to another schema")
+            return
+        for array in schema.arrays:
+            segment.column(array)
+        path = self._backend.local_path(segment.key)
+        if path is not None:
+            self._by_library(path, segment)
+
+    def _by_library(self, path: str, segment: Segment) -> None:
+        """Whether safetensors itself opens the file: other tools must be able to read it."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="np") as opened:
+                names = set(opened.keys())
+        except SafetensorError as error:
+            self._note(segment.key, f"safetensors cannot read it: {error}")
+            return
+        if names != set(segment.extents):
+            self._note(segment.key, "safetensors sees other tensors in it")
+
+    def _samples(self, key: str, file: KnownFile) -> None:
+        data = self._backend.read(key)
+        self.bytes += len(data)
+        check_samples(data, key.rpartition("/")[2], path=key)
+        if not samples_available():
+            return
+        try:
+            block = Block(self._backend, file.folder, version=file.number)
+            same = holds_samples_of(data, block, _labels(file.folder), path=key)
+        except StoreError as error:
+            if error.path == key:
+                raise
+            return  # what it was derived from is gone or damaged, which is told of that
+        if not same:
+            self._note(key, f"it does not hold what version {file.number} holds")
+
+    def recorded(self) -> None:
+        """Whether all that was recorded under `heads/` is there, and is what was recorded."""
+        told = {item.path for item in self.damage}
+        found: dict[str, list[str]] = {}
+        for key, file in self._known.items():
+            if file.kind == "head" and key not in told:
+                found.setdefault(recorded_file(file), []).append(key)
+        for target, heads in found.items():
+            digest = self._digests.get(target)
+            wanted = {head.rpartition("-")[2].removesuffix(".json") for head in heads}
+            if target in told or digest in wanted:
+                continue
+            # What is removed on purpose loses its record first; what was put since is there now.
+            if any(map(self._is_there, heads)):
+                if not self._is_there(target):
+                    self._note(target, "missing: it was published and recorded under heads/")
+                elif digest is not None:
+                    self._note(target, "it is not the one that was recorded under heads/")
+
+    def chains(self) -> None:
+        """Whether each version names the one before it."""
+        told = {item.path for item in self.damage}
+        for key, manifest in self._manifests.items():
+            file = self._known[key]
+            before = f"{key.rpartition('/')[0]}/{file.number - 1:06d}.json"
+            digest = self._digests.get(before)
+            if manifest.previous is None or digest is None or {key, before} & told:
+                continue
+            if manifest.previous != digest:
+                self._note(key, f"version {file.number - 1} is not the one it came after")
+
+    def missing_schemas(self) -> None:
+        """Whether every block that holds anything has its schema."""
+        needed = ("segment", "packed", "row", "manifest", "size")
+        for folder in sorted({x.folder for x in self._known.values() if x.kind in needed}):
+            key = schema_key(folder)
+            if key not in self.keys and not self._is_there(key):
+                self._note(key, "missing: the files beside it need it")
+
+    def sizes(self) -> None:
+        """Whether every set of rows is as large as the rows it holds."""
+        for folder, most in sorted(self._most_rows.items()):
+            files = self._known.values()
+            sizes = [x.number for x in files if x.kind == "size" and x.folder == folder]
+            told = any(item.path.startswith(f"{folder}/{SIZES}") for item in self.damage)
+            if most > max(sizes, default=0) and not told:
+                self._note(size_key(folder, most), f"missing: there are rows up to {most - 1}")
+
+
+def _in_its_folder(key: str, file: KnownFile) -> bool:
+    return int(key.split("/")[-2]) == file.number // ROWS_PER_FOLDER
+
+
+def _labels(folder: str) -> dict[str, str]:
+    parts = folder.split("/")
+    if len(parts) == 2:
+        return ScoresKey(parts[1]).labels
+    _, run, checkpoint, split, capture = parts
+    return CaptureKey(checkpoint, split, run=run, capture=capture).labels
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, StoreError) and error.found is not None and not isinstance(error, Damaged):
+        return f"{error.what}: {error.found}"
+    if isinstance(error, GradkeepError):
+        return error.what
+    return f"it cannot be checked: {type(error).__name__}: {error}"[:300]

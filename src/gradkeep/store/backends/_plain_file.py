@@ -1,0 +1,150 @@
+"""Opening the plain files of a folder: no link is followed, no pipe waited for."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from gradkeep.errors import Damaged, StoreError
+from gradkeep.store.backends._backend import Readable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SETTLED_SECONDS = 0.1
+
+
+class PlainFile(Readable):
+    """One opened file."""
+
+    _fd = -1  # until it is open, and after it was closed
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd, status = open_plain(path)
+        self.size = status.st_size
+        self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        # Timestamps come in ticks of some milliseconds: a change within the same tick as the last
+        # one would go unnoticed, so a file counts as settled only a little later.
+        self.settled = time.time() - status.st_mtime > _SETTLED_SECONDS
+
+    def read(self, offset: int, length: int) -> bytes:
+        pieces = []
+        while length > 0:
+            try:
+                piece = os.pread(self._fd, length, offset)
+            except OSError as error:
+                raise unreadable(self._path, error) from error
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+            length -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        while buffer:
+            try:
+                count = os.preadv(self._fd, [buffer], offset)
+            except OSError as error:
+                raise unreadable(self._path, error) from error
+            if count == 0:
+                raise EOFError(offset)
+            if count == len(buffer):
+                return
+            buffer = buffer[count:]
+            offset += count
+
+    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+        if self.size == 0:
+            return memoryview(b"")
+        # A private mapping: torch can take it without a warning, and a write to it by mistake
+        # never reaches the file.
+        try:
+            mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
+            raise unreadable(self._path, error) from error
+        for start, stop in soon:
+            # What is in memory already is faulted in cheaply; only what is not is asked for.
+            if stop > start and not (self._in_memory(start) and self._in_memory(stop - 1)):
+                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+        return memoryview(mapped)
+
+    def _in_memory(self, offset: int) -> bool:
+        """Whether a byte can be read without the disk; True where the system cannot tell."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def open_plain(path: str) -> tuple[int, os.stat_result]:
+    """A descriptor of a plain file and its status; all else under its name is damage."""
+    try:
+        # Not to wait for the other end of a pipe.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except NotADirectoryError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+    except OSError as error:
+        if os.path.islink(path):
+            raise link_in_place(path) from error
+        raise unreadable(path, error) from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise Damaged(
+            f"{what} in place of a file",
+            path=path,
+            fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
+        )
+    return fd, status
+
+
+def link_in_place(path: str) -> Damaged:
+    """The error for a link where a file or folder must be."""
+    try:
+        target = os.readlink(path)
+    except OSError:
+        target = "?"
+    where = (
+        "that leads nowhere" if not os.path.exists(path) else "and not the file or folder itself"
+    )
+    return Damaged(
+        f"a link {where}",
+        path=path,
+        found=f"a link to {ascii(target)[:200]}",
+        expected="the file or folder itself: nothing in a store is read through a link",
+        fix="put the content in its place (git-annex: `git annex unlock`; DVC: `dvc config "
+        "cache.type copy`, then `dvc checkout --relink`), or copy the store with `cp -rL`",
+    )
+
+
+def unreadable(path: str, error: Exception) -> StoreError:
+    """The error for what the system does not let us read."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return StoreError(
+        "this cannot be read",
+        path=path,
+        found=reason,
+        fix="check the permissions and the disk, then run again",
+    )
