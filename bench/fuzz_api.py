@@ -11,7 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import api_fuzz as fuzz
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import api_fuzz as fuzz
 
 
 def main(count: int | None = None) -> int:

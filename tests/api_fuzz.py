@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from api_fuzz_rooms import room_calls
 
 import gradkeep as gk
 from gradkeep import datamodels as dm
@@ -194,7 +195,7 @@ def squares(numbers: Any) -> list[dict[str, Any]]:
 
 
 def calls(w: World) -> list[Call]:
-    """Every public function and method of the rooms that answer questions, with good arguments."""
+    """Public functions and methods of all rooms, with good arguments."""
     query, data, attribution = gk.query, gk.data, gk.attribution
     sums = {"gradients": w.train, "by": None, "weights": None, "ids": None, "memory_budget": "1GiB"}
     pair = {"queries": w.test, "train": w.train, "ids": [0, 2], "compute": None}
@@ -477,19 +478,28 @@ def calls(w: World) -> list[Call]:
         ),
         "farm.format_seconds": (farm.format_seconds, {"seconds": 3.0}),
     }
-    return [
+    here = [
         Call(name, entry[0], lambda good=entry[1]: dict(good), *entry[2:])
         for name, entry in table.items()
     ]
+    return here + room_calls(w, lambda name, f, good: Call(name, f, lambda: dict(good)))
 
 
 CALLED = {"progress", "retrain", "keep_models", "dataset", "train_fn", "job", "model", "engine"}
-LONG = {("farm.run", "workers", "None"), ("Study.run", "workers", "None")}
-"""What is right, and starts processes that take longer than a bad argument may."""
+LONG = {
+    *(("farm.run", "workers", "None"), ("Study.run", "workers", "None")),
+    *(("capture", "ids", "class"), ("remat.simulate", "budget", "inf")),
+    *(("remat.simulate", "limit", "inf"), ("Rows.read", "fill", "nan")),
+    *(("Rows.claim", "owner", kind) for kind in ("nul", "surrogate")),
+    *(("Rows.claim", name, "huge") for name in ("count", "max_attempts")),
+    *(("store.Run", name, kind) for name in ("code", "data") for kind in ("nul", "surrogate")),
+}
+"""What is right, and starts processes that take longer than a bad argument may, or fails by itself."""
 
 REFUSED_AS_THEY_ARE = {
     *("register_method", "unregister_method", "data.load_idx", "data.load_cifar10"),
     *("data.load_agnews", "data.load_image_folder", "data.read_idx"),
+    *("MemoryBudget.load", "remat.read_log"),
 }
 """Calls whose good arguments name data that is not there; one bad argument must be refused as well."""
 

@@ -65,19 +65,27 @@ def checked(error: type[GradkeepError]) -> Callable[[Callable[P, T]], Callable[P
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
         places = list(signature.parameters)
+        defaults = {name: one.default for name, one in signature.parameters.items()}
         plain = inspect.unwrap(function)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given = {**dict(zip(places, args, strict=False)), **kwargs}
             for name, annotation in named.items():
-                if name in given:
+                # What stands in the signature itself may be given, such as a limit of infinity.
+                if name in given and not _is_default(given[name], defaults[name]):
                     _check(name, given[name], annotation, plain.__globals__, error)
             return function(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+def _is_default(value: object, default: object) -> bool:
+    return value is default or (
+        type(value) is float and type(default) is float and value == default
+    )
 
 
 def check_fields(record: Any, error: type[GradkeepError]) -> None:
@@ -107,11 +115,15 @@ class _Names(dict[str, Any]):
         for place in (builtins, typing, collections.abc):
             if hasattr(place, name):
                 return getattr(place, name)
-        for module_name, module in list(sys.modules.items()):
-            if module_name.startswith("gradkeep.") and name in vars(module):
-                return vars(module)[name]
-        self.complete = False
-        return Any
+        found = {
+            id(held): held
+            for module_name, module in list(sys.modules.items())
+            if module_name.startswith("gradkeep.") and (held := vars(module).get(name)) is not None
+        }
+        if len(found) == 1:
+            return next(iter(found.values()))
+        self.complete = bool(found)  # else its module may be loaded later
+        return Any  # two rooms mean two things by this name
 
 
 _known: dict[tuple[str, int], Any] = {}
@@ -192,9 +204,11 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
         return isinstance(value, type)
     if origin in (list, tuple, set, frozenset, dict, collections.abc.Mapping):
         several = origin is tuple and len(inner) == 2 and inner[1] is ...
-        return isinstance(value, origin) and (
-            not several or all(_fits(item, inner[0]) for item in value[:_FEW])
-        )
+        if not several or not isinstance(value, tuple):
+            return isinstance(value, origin)
+        if inner[0] is str:  # texts to be read, which may hold anything
+            return all(isinstance(item, str) for item in value[:_FEW])
+        return all(_fits(item, inner[0]) for item in value[:_FEW])
     if getattr(origin, "__name__", "") == "ndarray":
         # Lists and tensors are taken for arrays everywhere; what is in them is seen there.
         return isinstance(value, list | tuple) or hasattr(value, "__array__")

@@ -128,14 +128,16 @@ def test_two_fits_are_compared_target_by_target(analyze, other):
 def test_removals_are_verified_by_training_the_study_again(analyze, place):
     asked = ("verify", "--fit", "first", "--study", "my_study:study", "--workers", 0)
     told = answer(analyze(*asked, "--remove", "4", "--remove", "7,2", "--repeats", 2, "--json"))
-    assert (place / "trained").stat().st_size == 6
+    assert (place / "trained").stat().st_size == 10  # all, two removals, two controls; twice
+    assert np.shape(told["control"]) == (2, 2)
     np.testing.assert_allclose(told["measured"], [[-3, 0], [2, 0]])
     np.testing.assert_allclose(told["predicted"], [[-3, 0], [2, 0]], atol=0.15)
     assert told["correlation"] > 0.99
     tops = answer(analyze(*asked, "--targets", 1, "--count", 1, "--json"))
     np.testing.assert_allclose(tops["measured"], [[0, -1]])
     shown = analyze(*asked, "--targets", 1, "--count", 1)
-    assert "measured [1 x 2]" in shown.stdout
+    assert shown.stdout.splitlines()[0].split()[2:] == ["predicted", "measured", "control"]
+    assert "of what was predicted" in shown.stdout
 
 
 @pytest.mark.parametrize(

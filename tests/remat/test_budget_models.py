@@ -262,7 +262,7 @@ def test_only_a_full_check_sees_all(monkeypatch):
     from gradkeep.remat.planned import _fingerprint
 
     assert memory_budget(0.6, check="sampled")._planner.settings.check == "sampled"
-    with pytest.raises(BudgetError, match="no such check"):
+    with pytest.raises(BudgetError, match="check cannot be"):
         memory_budget(0.6, check="some")
     made = []
     real = _fingerprint.ContentHash.of

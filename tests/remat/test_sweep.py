@@ -115,13 +115,13 @@ def test_a_fraction_is_a_budget_too_and_a_ratio_is_the_same_fraction():
     [
         (["simulate", LOG], "either --ratio or --budget"),
         (["simulate", LOG, "--ratio", "0.5", "--heuristic", "dtrx"], "did you mean dtr"),
-        (["simulate", LOG, "--ratio", "0.5", "--policy", "never"], "unknown policy"),
-        (["simulate", LOG, "--ratio", "-1"], "share of the peak"),
+        (["simulate", LOG, "--ratio", "0.5", "--policy", "never"], "policy cannot be 'never'"),
+        (["simulate", LOG, "--ratio", "-1"], "Invalid value for"),
         (["simulate", LOG, "--budget", "lots"], "not a number of bytes"),
         (["simulate", "nowhere.log", "--ratio", "0.5"], "cannot be read"),
-        (["pareto", LOG, "--ratios", "a,b"], "numbers with commas"),
+        (["pareto", LOG, "--ratios", "a,b"], "with commas between them"),
         (["optimal", LOG, "--budget", "1"], "at least"),
-        (["record", "nowhere.py"], "no such script"),
+        (["record", "nowhere.py"], "there is no such file"),
     ],
 )
 def test_bad_command_lines_get_a_message_and_no_traceback(words, message, tmp_path):

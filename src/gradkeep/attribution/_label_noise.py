@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gradkeep import _arguments
 from gradkeep._arguments import number
 from gradkeep.errors import AttributionError
 
@@ -188,8 +189,7 @@ def checked_probabilities(probabilities: Any) -> AnyArray:
 
 def checked_labels(labels: Any, rows: int, classes: int) -> AnyArray:
     """Labels as int64 `[N]`; an error unless there is one class for each row."""
-    given = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else labels
-    found = np.asarray(given)
+    found = _arguments.array("labels", labels, error=AttributionError, expected="one class a row")
     if found.shape != (rows,) or found.dtype.kind not in "iu":
         raise AttributionError(
             "every row needs one label",

@@ -26,7 +26,7 @@ def in_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
     Without a choice a model in train mode is taken only if that changes nothing.
     """
     _check_precision(model)
-    if mode not in (None, "eval", "train"):
+    if mode is not None and (not isinstance(mode, str) or mode not in ("eval", "train")):
         raise CaptureError(f"no mode {mode!r}", expected="'eval' or 'train'")
     flags = {module: module.training for module in model.modules()}
     try:

@@ -113,7 +113,13 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
             most = _COMPARED if len(told) <= 4 * _COMPARED else _FEW
             numbers = np.linspace(0, len(told) - 1, min(len(told), most))
             compared = {int(number): told[int(number)] for number in numbers.round()}
-    begin = list(itertools.islice((b for b in loader if batch_size(b)), _LOOKED_AT))
+    try:
+        delivered = iter(loader)
+    except TypeError as error:
+        raise CaptureError(
+            "the loader gives no batches", found=type(loader).__name__, expected=str(error)
+        ) from None
+    begin = list(itertools.islice((b for b in delivered if batch_size(b)), _LOOKED_AT))
     steady = type(loader) in (list, tuple)  # it cannot change between passes
     return LoaderOrder(
         loader=loader,

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradkeep import _annotations
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
@@ -14,6 +15,7 @@ from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing._report import KeptLayer, kept_layer
+from gradkeep.errors import CaptureError
 from gradkeep.factors import ProductSize
 from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
 
@@ -92,6 +94,7 @@ class CapturePlan:
 
 
 @renamed_arguments(storage="keep", scoring="compute")
+@_annotations.checked(CaptureError)
 def plan(
     model: nn.Module,
     batch: Any,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from gradkeep import _annotations
 from gradkeep._budgets import format_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
@@ -150,6 +151,7 @@ class LayerTable(Sequence["KeptLayer | ListedLayer"]):
 
 
 @renamed_arguments(select="layers", plan="keep")
+@_annotations.checked(CaptureError)
 def layers(
     model: nn.Module,
     batch: Any = None,

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradkeep import _annotations
 from gradkeep.errors import StoreError
 from gradkeep.store._heads import head_keys
 from gradkeep.store._keys import ROWS
@@ -50,6 +51,7 @@ class _WasteFile:
     size: int
 
 
+@_annotations.checked(StoreError)
 def gc(
     store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
 ) -> GcReport:

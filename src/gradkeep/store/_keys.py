@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gradkeep._annotations import check_fields
+from gradkeep._arguments import instance, text
 from gradkeep.errors import StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
 
@@ -108,6 +108,13 @@ class Run:
     data: str | None = None
     """The fingerprint of the data set."""
 
+    def __post_init__(self) -> None:
+        text("name", self.name, error=StoreError)
+        instance("config", self.config, Mapping, error=StoreError)
+        for name in ("code", "data"):
+            # Whatever text it is: documents keep any.
+            instance(name, getattr(self, name), (str, type(None)), error=StoreError)
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -120,3 +127,6 @@ class Checkpoint:
     step: int | None = None
     lr: float | None = None
     parent: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, StoreError)

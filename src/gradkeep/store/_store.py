@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from gradkeep import _annotations
 from gradkeep.errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document
 from gradkeep.store._fields import read_document
@@ -123,6 +124,7 @@ class Store:
         """The same made from nothing but the files; never needed, as refreshing finds the same."""
         return rebuilt_catalog(self)
 
+    @_annotations.checked(StoreError)
     def sql(self, query: str) -> SqlResult:
         """The answer to one reading SQL statement over `samples`, `captures`, `scores`, `runs`
         and `checkpoints`.
@@ -141,12 +143,14 @@ class Store:
         """
         return sql(self, query)
 
+    @_annotations.checked(StoreError)
     def add_run(self, run: Run) -> Run:
         """Record a run; adding it again is free, adding another one under its name is refused."""
         recorded = checked_run(run)
         self._put_record(run_folder(run.name), "run.json", recorded)
         return recorded
 
+    @_annotations.checked(StoreError)
     def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         """Record a checkpoint of a run."""
         recorded = checked_checkpoint(checkpoint)
@@ -159,6 +163,7 @@ class Store:
         records = (read_run(self.backend, name) for name in folders(self.backend, RUNS))
         return [run for run in records if run is not None]
 
+    @_annotations.checked(StoreError)
     def checkpoints(self, run: str = "main") -> list[Checkpoint]:
         """All recorded checkpoints of a run, by step."""
         names = folders(self.backend, f"{run_folder(checked_name('run', run))}/ckpt")
@@ -166,6 +171,7 @@ class Store:
         found = [checkpoint for checkpoint in records if checkpoint is not None]
         return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
 
+    @_annotations.checked(StoreError)
     def write(
         self,
         key: BlockKey,
@@ -189,6 +195,7 @@ class Store:
             on_seal=lambda manifest: self._derive(key, manifest),
         )
 
+    @_annotations.checked(StoreError)
     def read(self, key: BlockKey, *, version: int | None = None, live: bool = False) -> Block:
         """A capture or scores to read: the newest version, an older one, or the rows so far."""
         return Block(
@@ -200,16 +207,19 @@ class Store:
             durability=self.durability,
         )
 
+    @_annotations.checked(StoreError)
     def has(self, key: BlockKey) -> bool:
         """Whether there is such a capture or scores, sealed or not."""
         return self.backend.exists(schema_key(key.folder))
 
+    @_annotations.checked(StoreError)
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:
         """Publish a version of a block without these ids; `gc` frees their bytes later."""
         manifest = drop_rows(self.read(key), ids, durability=self.durability)
         self._derive(key, manifest)
         return manifest
 
+    @_annotations.checked(StoreError)
     def delete(self, key: BlockKey) -> None:
         """Delete a whole block with all its versions."""
         folder = key.folder
@@ -235,6 +245,7 @@ class Store:
             self.backend.delete([item for item in keys if item != last], durability=self.durability)
         self.backend.delete([schema_key(folder)], durability=self.durability)
 
+    @_annotations.checked(StoreError)
     def rows(self, name: str, schema: Schema | None = None, *, num_rows: int | None = None) -> Rows:
         """Rows that many processes write: created with a schema and a size, else opened."""
         folder = f"{ROWS}/{checked_name('rows', name)}"
@@ -298,6 +309,7 @@ class Store:
         record_head(self.backend, folder, 0, xxh3, durability=self.durability)
 
 
+@_annotations.checked(StoreError)
 def open(
     path: Store | str | os.PathLike[str] | Backend,
     *,

@@ -9,6 +9,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradkeep import _annotations
 from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._fields import read_document
 from gradkeep.store._gc import YOUNG_SECONDS
@@ -74,6 +75,7 @@ class Verdict:
         return not self.damage
 
 
+@_annotations.checked(StoreError)
 def verify(
     store: Store | Backend | str | os.PathLike[str],
     *,

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gradkeep import _annotations
 from gradkeep._budgets import parse_budget, parse_bytes
 from gradkeep.errors import BudgetError, RematError, StepChanged
 from gradkeep.remat.planned._plan_cache import read_plans, write_plans
 from gradkeep.remat.planned._planner import BudgetSettings, Mode, StepPlanner
-from gradkeep.remat.planned._programs import Check
 from gradkeep.remat.planned._report import budget_point, budget_report, explain_plan
 from gradkeep.remat.planned._session import BudgetSession, session_here, stash
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
+    from gradkeep.remat.planned._programs import Check
     import os
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
@@ -109,6 +110,7 @@ class MemoryBudget:
 
         return budgeted
 
+    @_annotations.checked(RematError)
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Never drop this tensor; call it in every step. Returns the tensor."""
         session = session_here()
@@ -116,6 +118,7 @@ class MemoryBudget:
             session.pin(tensor)
         return tensor
 
+    @_annotations.checked(RematError)
     def stash(self, tensor: torch.Tensor) -> StashedTensor:
         """Save a tensor for a hook of the backward pass, where `.get()` gives it back, once.
 
@@ -159,17 +162,20 @@ class MemoryBudget:
             )
         return self._planner.last
 
+    @_annotations.checked(RematError)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plans so far as JSON."""
         self._planner.make_plans()
         write_plans(path, self._planner.plans)
 
+    @_annotations.checked(RematError)
     def load(self, path: str | os.PathLike[str]) -> Self:
         """Read plans; each is used as soon as two recordings show the step that it was made for."""
         self._planner.saved |= {plan.digest: plan for plan in read_plans(path)}
         return self
 
 
+@_annotations.checked(BudgetError)
 def memory_budget(
     budget: float | str,
     *,
@@ -210,9 +216,6 @@ def memory_budget(
     >>> done.recorded, done.planned, done.measured_peak <= done.budget
     (3, 2, True)
     """
-    if mode not in get_args(Mode):
-        expected = ", ".join(map(repr, get_args(Mode)))
-        raise BudgetError("no such mode", found=repr(mode), expected=f"one of {expected}")
     if recordings < 2:
         raise BudgetError(
             "too few recordings",
@@ -222,9 +225,6 @@ def memory_budget(
     smallest = None if min_size is None else parse_bytes(min_size)
     if not effort > 0:
         raise BudgetError("the effort of planning is positive", found=effort)
-    if check not in get_args(Check):
-        expected = ", ".join(map(repr, get_args(Check)))
-        raise BudgetError("no such check", found=repr(check), expected=f"one of {expected}")
     heuristic_named(heuristic)  # tells now that there is none, not in the middle of a training
     return MemoryBudget(
         BudgetSettings(

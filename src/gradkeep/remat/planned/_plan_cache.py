@@ -202,10 +202,18 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
         }
         for plan in plans
     ]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
-    temporary.replace(target)
+    try:
+        if not target.name or (target.exists() and not target.is_file()):
+            # Replacing would take the place of a device or a pipe.
+            raise RematError("plans are written to a file of their own", found=str(target))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
+        temporary.replace(target)
+    except OSError as error:
+        raise RematError(
+            "the plans cannot be written", path=target.name[:80], found=error.strerror
+        ) from error
 
 
 def read_plans(path: str | os.PathLike[str]) -> list[SavedPlan]:

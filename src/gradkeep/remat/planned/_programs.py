@@ -18,6 +18,7 @@ from gradkeep.remat.tracing._rerun import TensorRef, leaves_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from gradkeep.remat.planned._autograd_graph import ExpectedGraph
     from gradkeep.remat.planned._evaluate import PlanEvaluation, Rebuild
@@ -333,13 +334,18 @@ class _PlanCompiler:
     def _work(self, rebuild: Rebuild) -> RebuildProgram:
         trace = self.trace
         stay = {*rebuild.kept, rebuild.value}
+        # Of several results only those are taken that are used here: another one may be there already,
+        # kept from before, and must neither be replaced nor freed.
+        read = {value for n in rebuild.operations for value in trace.operations[n].reads}
+        wanted = stay | (read - rebuild.sources)
         last: dict[int, int] = {}
         made_here: list[int] = []
         for number in rebuild.operations:
             operation = trace.operations[number]
-            for value in (*operation.reads, *(made.value for made in operation.makes)):
+            makes = [m.value for m in operation.makes if m.position < 0 or m.value in wanted]
+            for value in (*operation.reads, *makes):
                 last[value] = number
-            made_here += [made.value for made in operation.makes]
+            made_here += makes
         frees: dict[int, list[int]] = {}
         for value in made_here:
             if value not in stay:
@@ -348,12 +354,14 @@ class _PlanCompiler:
         for number in rebuild.operations:
             operation = trace.operations[number]
             for made in operation.makes:
-                self.geometry[made.value] = self._made_geometry(made.value)
+                if made.position < 0 or made.value in wanted:
+                    self.geometry[made.value] = self._made_geometry(made.value)
             instructions.append(
                 instruction(
                     trace,
                     number,
                     self.geometry,
+                    wanted=wanted,
                     frees=tuple(frees.get(number, ())),
                     random_slot=self.problem.random_state.get(number, -1),
                 )
@@ -369,10 +377,14 @@ def instruction(
     number: int,
     geometry: dict[int, Geometry],
     *,
+    wanted: AbstractSet[int] | None = None,
     frees: tuple[int, ...] = (),
     random_slot: int = -1,
 ) -> ReplayInstruction:
-    """An operator ready to be run; `geometry` says how the tensors of values look."""
+    """An operator ready to be run; `geometry` says how the tensors of values look.
+
+    Of its results those are taken that are `wanted`, by default all.
+    """
     operation = trace.operations[number]
     assert operation.run is not None
 
@@ -394,7 +406,11 @@ def instruction(
     named = tuple(
         (name, given(-1, value)) for name, value in operation.kwargs if isinstance(value, TensorRef)
     )
-    makes = tuple((made.position, made.value) for made in operation.makes if made.position >= 0)
+    makes = tuple(
+        (made.position, made.value)
+        for made in operation.makes
+        if made.position >= 0 and (wanted is None or made.value in wanted)
+    )
     return ReplayInstruction(
         run=operation.run,
         args=operation.args,

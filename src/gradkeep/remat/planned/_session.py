@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradkeep import _annotations
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat.planned._planned_step import (
     KeptTensor,
@@ -285,6 +286,7 @@ class StashedTensor:
         return unpack(handle)
 
 
+@_annotations.checked(RematError)
 def stash(tensor: Tensor) -> StashedTensor:
     """Save a tensor for the backward pass as autograd does, so that a budget may drop it.
 

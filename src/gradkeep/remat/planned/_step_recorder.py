@@ -181,6 +181,9 @@ class StepRecorder:
         )
         self._unreleased: dict[int, weakref.ref[RecordedTensor]] = {}
         self._pinned: set[int] = set()
+        self._saved_storages: set[int] = set()
+        self._unproved: list[tuple[weakref.ref[Tensor], int, int]] = []
+        """Writes of which it is not known yet whether autograd counts them as a new version."""
         self._keeps_graph = False
         self._lengths = NOTHING
         self._away: Any = None
@@ -225,6 +228,8 @@ class StepRecorder:
         *,
         single: bool,
     ) -> None:
+        if self._unproved:
+            self._look_at_writes()
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
@@ -255,6 +260,12 @@ class StepRecorder:
             alive = self._alive[id(storage)]
             overwrites.append(alive.value)
             whole = next(t for t in given if t.untyped_storage() is storage)
+            if alive.number in self._saved_storages:
+                self._unproved.append((weakref.ref(whole), whole._version, alive.number))
+                for value, copy in list(self._clones.items()):
+                    # What autograd has saved shows what is written now, so a copy must too.
+                    if self._values[value].storage == alive.number:
+                        copy.copy_(storage)
             before, alive.value = alive.value, len(self._values)
             self._values.append(TracedValue(alive.number, number))
             makes.append(MadeValue(-1, alive.value, Geometry.of(whole)))
@@ -298,6 +309,18 @@ class StepRecorder:
         )
         if apart is not None and makes:
             self._split(apart, makes)
+
+    def _look_at_writes(self) -> None:
+        """Storages that autograd had saved and an operator wrote without a new version.
+
+        Autograd means what was written, as with the noise of `rrelu`, which is saved before it is drawn:
+        such a storage is never dropped.
+        """
+        for reference, version, storage in self._unproved:
+            tensor = reference()
+            if tensor is None or tensor._version == version:
+                self._pinned.add(storage)
+        self._unproved.clear()
 
     def _split(self, apart: FirstResultRerun, makes: list[MadeValue]) -> None:
         """The first result has a way of its own to be made again, from the other results."""
@@ -419,6 +442,7 @@ class StepRecorder:
                 )
             )
             self._happened("pack", slot)
+            self._saved_storages.add(self._alive[id(tensor.untyped_storage())].number)
             held = self._copied(tensor) if self.cloning else tensor.detach()
             packed = RecordedTensor(self, slot, held, held._version)
             self._unreleased[slot] = weakref.ref(packed)
@@ -454,6 +478,8 @@ class StepRecorder:
         """The backward pass wants a saved tensor."""
         if _task() == -1:
             return  # somebody looks at a node's attributes
+        if self._unproved:
+            self._look_at_writes()
         self._keeps_graph |= keeps_graph()
         self._order.append(slot)
         self._lengths = TraceLengths(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+from gradkeep import _annotations
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked
 
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+@_annotations.checked(RematError)
 def keep_all(graph: Graph) -> Schedule:
     """Nothing is recomputed; a result is dropped after its last use."""
     return keeping(graph, range(len(graph)))
 
 
+@_annotations.checked(RematError)
 def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
     """Keep these forward nodes for the backward pass; recompute the others when they are needed.
 
@@ -63,6 +66,7 @@ def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
     return checked(graph, actions)
 
 
+@_annotations.checked(RematError)
 def chen(graph: Graph, segments: int | None = None) -> Schedule:
     """Chen's rule: split the forward nodes into about sqrt(n) segments and keep where they meet."""
     forward = [node for node in range(len(graph)) if not graph.backward[node]]
@@ -73,6 +77,7 @@ def chen(graph: Graph, segments: int | None = None) -> Schedule:
     return keeping(graph, forward[step - 1 :: step])
 
 
+@_annotations.checked(RematError)
 def revolve(graph: Graph, slots: int) -> Schedule:
     """Griewank's schedule for a chain with `slots` kept activations, optimal in forward runs.
 

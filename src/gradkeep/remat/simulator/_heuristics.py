@@ -22,6 +22,7 @@ import math
 import random
 from typing import TYPE_CHECKING
 
+from gradkeep import _annotations
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
@@ -481,6 +482,7 @@ def heuristics() -> list[str]:
     return list(_registry)
 
 
+@_annotations.checked(RematError)
 def heuristic(name: str) -> Heuristic:
     """A fresh heuristic by its name, ours or the original's."""
     known = ORIGINAL_NAMES.get(name, name)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep.errors import LogError
+from gradkeep import _annotations
+from gradkeep.errors import LogError, RematError
 from gradkeep.remat.simulator._program import CONSTANT, Op, Program, ProgramStep, StepKind
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
 }
 
 
+@_annotations.checked(RematError)
 def read_log(
     source: str | os.PathLike[str] | Iterable[str],
     *,
@@ -103,7 +105,13 @@ class _LogReader:
         )
 
     def _parsed(self, lines: Iterable[str]) -> Iterator[_LogLine]:
-        for number, text in enumerate(lines, 1):
+        try:
+            given = enumerate(lines, 1)
+        except TypeError:
+            raise self._wrong(1, "no lines", type(lines).__name__) from None
+        for number, text in given:
+            if not isinstance(text, str):
+                raise self._wrong(number, "not a line of text", repr(text)[:60])
             if not text.strip():
                 continue
             try:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
+from gradkeep import _annotations
+from gradkeep.errors import RematError
+
 CONSTANT = "constant"
 """The name of operators that stand for inputs and parameters."""
 
@@ -99,6 +102,7 @@ class Program:
         return Program(self.ops, kept, self.tensors, self.ignored_releases, self.output_bytes)
 
 
+@_annotations.checked(RematError)
 def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
     """A chain of `length` forward operators and their backward ones, all of one size and cost.
 

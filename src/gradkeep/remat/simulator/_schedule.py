@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from gradkeep import _annotations
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind
 
@@ -91,6 +92,7 @@ class Schedule:
     """Bytes, constants not counted."""
 
 
+@_annotations.checked(RematError)
 def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
     """Replay actions: raises `RematError` where one is impossible or the program is not done.
 
@@ -152,6 +154,7 @@ class _ProgramDraft:
         )
 
 
+@_annotations.checked(RematError)
 def collapse_aliases(program: Program) -> Program:
     """The same program in which an alias is one more reference to what it is an alias of.
 
@@ -178,6 +181,7 @@ def collapse_aliases(program: Program) -> Program:
     return draft.program(program, steps)
 
 
+@_annotations.checked(RematError)
 def merge_tuples(program: Program) -> Program:
     """The same program in which the results of an operator are one tensor of their joint size."""
     draft, steps = _ProgramDraft(), list[ProgramStep]()
@@ -197,6 +201,7 @@ def merge_tuples(program: Program) -> Program:
     return draft.program(program, steps)
 
 
+@_annotations.checked(RematError)
 def eliminate_constants(program: Program) -> Program:
     """The same program without inputs and parameters, whose bytes are always there.
 
@@ -219,6 +224,7 @@ def eliminate_constants(program: Program) -> Program:
     return draft.program(program, steps)
 
 
+@_annotations.checked(RematError)
 def simplify(program: Program) -> Program:
     """All three rewrites, in the order that works."""
     return eliminate_constants(merge_tuples(collapse_aliases(program)))

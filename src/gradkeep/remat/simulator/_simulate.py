@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from gradkeep import _annotations
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
 from gradkeep.remat.simulator._heuristics import Heuristic, SampledHeuristic
@@ -46,6 +48,7 @@ class SimulationResult:
     accesses: int
 
 
+@_annotations.checked(RematError)
 def simulate(
     program: Program,
     *,
@@ -69,8 +72,9 @@ def simulate(
     """
     if policy not in ("ignore", "eager", "banish"):
         raise RematError("unknown policy", found=policy, expected="'ignore', 'eager' or 'banish'")
-    if math.isnan(budget) or budget < 0:
-        raise RematError("a budget is a number of bytes", found=budget)
+    real = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    if not real or math.isnan(budget) or budget < 0:
+        raise RematError("a budget is a number of bytes", found=repr(budget)[:60])
     if limit < 1:
         raise RematError("the limit is a factor of at least 1", found=limit)
     chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
@@ -108,6 +112,7 @@ def simulate(
     )
 
 
+@_annotations.checked(RematError)
 def unlimited_peak(program: Program) -> int:
     """Bytes that the program needs at once if nothing is ever recomputed.
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from gradkeep import _annotations
 from gradkeep.errors import RematError
 from gradkeep.remat.tracing._tensors import (
     SEQUENCES,
@@ -359,6 +360,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 self._notes.events.extend(followed.views.values())
 
 
+@_annotations.checked(RematError)
 def record(
     path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
 ) -> Recorder:

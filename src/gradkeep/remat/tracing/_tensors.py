@@ -114,7 +114,8 @@ def _is_one_piece(kind: type[Tensor]) -> bool:
 WATCHED_OTHERWISE = frozenset(
     {
         *("CumprodBackward0", "LinalgLstsqBackward0", "LinalgPinvBackward0"),
-        *("MaskedFillBackward1", "ProdBackward0", "ProdBackward1"),
+        *("MaskedFillBackward1", "MaxBackward1", "MinBackward1", "OrmqrBackward0"),
+        *("ProdBackward0", "ProdBackward1"),
     }
 )
 """Nodes whose gradients torch computes by other formulas, with other rounding, while a mode watches."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
+from gradkeep._annotations import check_fields
 from gradkeep.errors import Damaged, SchemaMismatch, StoreError
 from gradkeep.store._document import digest
 from gradkeep.store._fields import LARGEST_WHOLE, Fields
@@ -62,6 +63,10 @@ class Array:
     """`refuse`: a NaN or infinity in this array is an error; `keep`: it is kept as it is."""
 
     def __post_init__(self) -> None:
+        shape = self.shape
+        if isinstance(shape, list | tuple):
+            object.__setattr__(self, "shape", tuple(shape))
+        check_fields(self, StoreError)
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         if self.encoding in ("float32", "float64") and self.encoding == self.dtype:
             object.__setattr__(self, "encoding", "plain")
@@ -174,8 +179,10 @@ class Schema:
     _hash: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "arrays", tuple(self.arrays))
-        object.__setattr__(self, "layers", tuple(self.layers))
+        for name in ("arrays", "layers"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_fields(self, StoreError)
         ordered = {str(name): self.fingerprints[name] for name in sorted(self.fingerprints)}
         object.__setattr__(self, "fingerprints", ordered)
         names = [array.name for array in self.arrays]

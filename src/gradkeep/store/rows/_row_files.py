@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
+from gradkeep import _annotations, _arguments
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store._fields import read_document
@@ -101,6 +102,7 @@ class RowFiles:
                 fix="`gradkeep verify STORE --repair` moves it aside",
             )
 
+    @_annotations.checked(StoreError)
     def grow(self, num_rows: int) -> None:
         """Make room for more rows; never fewer."""
         check_size(num_rows, path=self.path)
@@ -116,6 +118,7 @@ class RowFiles:
             # Also when it is known: whoever set it may have died before it was durable.
             set_size(self._backend, self.folder, num_rows, durability=self._durability)
 
+    @_annotations.checked(StoreError)
     def put(
         self, row: int, arrays: Mapping[str, Any], *, differing: Literal["raise", "keep"] = "raise"
     ) -> bool:
@@ -177,6 +180,7 @@ class RowFiles:
         names = ", ".join(array.name for array in unlike)
         _log.info("%s: row %d put again with other %s (%s)", self.path, row, names, digest)
 
+    @_annotations.checked(StoreError)
     def has(self, row: int) -> bool:
         """Whether the row is done."""
         if row in self._known_done or self._backend.exists(self._row_key(row)):
@@ -207,6 +211,10 @@ class RowFiles:
         `fill=nan` stands in for missing rows, in float arrays only.
         """
         wanted = whole_numbers(rows, path=self.path)
+        if fill is not None and not isinstance(fill, float):
+            raise _arguments.refused("fill", fill, error=StoreError, expected="nan")
+        if names is not None:
+            names = _arguments.texts("names", names, error=StoreError)
         self._refresh_packed()
         if fill is not None:
             return self._read_filled(wanted, names, fill=fill)
@@ -254,6 +262,7 @@ class RowFiles:
         found = self.read(wanted[there], names)
         return Batch(wanted, tuple(filled(column, there) for column in found.columns))
 
+    @_annotations.checked(StoreError)
     def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
         """Move done rows from their own files into packed segments; returns how many moved.
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
-from gradkeep.errors import InvalidRows
+from gradkeep import _annotations
+from gradkeep._arguments import number, refused
+from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store._fields import read_document
 from gradkeep.store.blocks._ids import whole_numbers
@@ -85,6 +87,9 @@ class Rows(RowFiles):
         """
         _check_count("count", count)
         _check_count("max_attempts", max_attempts)
+        seconds = number("seconds", seconds, error=StoreError)
+        if owner is not None and not isinstance(owner, str):
+            raise refused("owner", owner, error=StoreError, expected="some text")
         owner = default_owner() if owner is None else owner
         total = self.num_rows
         if total == 0:
@@ -146,14 +151,17 @@ class Rows(RowFiles):
                 continue
             yield lease
 
+    @_annotations.checked(StoreError)
     def renew(self, lease: Lease, *, seconds: float = 600.0) -> Lease:
         """A later end for a lease: a worker's sign of life."""
         return renew_lease(self._backend, self.folder, lease, seconds=seconds)
 
+    @_annotations.checked(StoreError)
     def release(self, lease: Lease) -> None:
         """Give a row back without having done it."""
         release_lease(self._backend, self.folder, lease)
 
+    @_annotations.checked(StoreError)
     def finish(
         self,
         lease: Lease,
@@ -166,6 +174,7 @@ class Rows(RowFiles):
         release_lease(self._backend, self.folder, lease)
         return created
 
+    @_annotations.checked(StoreError)
     def fail(self, lease: Lease, error: BaseException | str) -> None:
         """Record a failed attempt with its traceback and end the lease."""
         text = error if isinstance(error, str) else _traceback(error)
@@ -176,9 +185,11 @@ class Rows(RowFiles):
         self._backend.put_if_absent(key, [_document.to_bytes(fields)], durability=self._durability)
         release_lease(self._backend, self.folder, lease)
 
+    @_annotations.checked(StoreError)
     def retry(self, rows: Iterable[int] | None = None) -> int:
         """Forget failed attempts (of all rows, or these), so that they are tried again."""
-        wanted = None if rows is None else set(whole_numbers(list(rows), path=self.path).tolist())
+        listed: Any = rows if rows is None or hasattr(rows, "shape") else list(rows)
+        wanted = None if rows is None else set(whole_numbers(listed, path=self.path).tolist())
         keys = []
         for bucket in self._buckets(FAILED):
             for row, names in self._failures(bucket).items():
@@ -186,6 +197,7 @@ class Rows(RowFiles):
                     keys += [f"{self.folder}/{FAILED}/{bucket:06d}/{name}" for name in names]
         return self._backend.delete(keys, durability=self._durability)
 
+    @_annotations.checked(StoreError)
     def states(self, *, max_attempts: int = 3) -> list[RowState]:
         """The state of every row, in order; of very many, `counts()` tells how many are in each."""
         total = self.num_rows
@@ -204,6 +216,7 @@ class Rows(RowFiles):
             for row in range(total)
         ]
 
+    @_annotations.checked(StoreError)
     def counts(self, *, max_attempts: int = 3) -> RowCounts:
         """How many rows are in each state; costs the files that are there, not the rows to come."""
         total = self.num_rows
