@@ -20,12 +20,12 @@ from gradkeep.remat.planned._session import BudgetSession, session_here, stash
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
-    from gradkeep.remat.planned._programs import Check
     import os
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from gradkeep.remat.planned._plan_cache import StepPlan
+    from gradkeep.remat.planned._programs import Check
     from gradkeep.remat.planned._report import BudgetPoint, BudgetReport, Explanation
     from gradkeep.remat.planned._session import StashedTensor
 
