@@ -17,6 +17,7 @@ import functools
 import inspect
 import math
 import numbers
+import operator
 import os
 import sys
 import types
@@ -120,10 +121,14 @@ class _Names(dict[str, Any]):
             for module_name, module in list(sys.modules.items())
             if module_name.startswith("gradkeep.") and (held := vars(module).get(name)) is not None
         }
-        if len(found) == 1:
-            return next(iter(found.values()))
-        self.complete = bool(found)  # else its module may be loaded later
-        return Any  # two rooms mean two things by this name
+        if not found:
+            self.complete = False  # its module may be loaded later
+            return Any
+        try:
+            # Two rooms may mean two things by one name.
+            return functools.reduce(operator.or_, found.values())
+        except TypeError:  # a name that is no type somewhere
+            return Any
 
 
 _known: dict[tuple[str, int], Any] = {}
@@ -181,6 +186,14 @@ def _is_instance(value: object, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
+def _names_a_file(value: object) -> bool:
+    """Whether text is a path that the system has a name for: also one that no encoding has."""
+    try:
+        return isinstance(value, str) and "\0" not in value and bool(os.fsencode(value))
+    except UnicodeError:
+        return False
+
+
 def _is_whole(value: SupportsIndex) -> bool:
     try:
         return -_arguments.LARGEST <= value.__index__() <= _arguments.LARGEST
@@ -199,7 +212,7 @@ def _is_made_of(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
     if origin is collections.abc.Callable:
         return callable(value)
     if origin is os.PathLike:
-        return hasattr(value, "__fspath__")
+        return hasattr(value, "__fspath__") or _names_a_file(value)
     if origin is type:
         return isinstance(value, type)
     if origin in (list, tuple, set, frozenset, dict, collections.abc.Mapping):

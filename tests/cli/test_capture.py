@@ -94,7 +94,7 @@ def test_options_saved_scores_and_suspects(config, call):
     losses = [opened.read(gk.CaptureKey(c, "train")).column("loss") for c in ("early", "late")]
     assert ranked.ids.tolist() == np.argsort(-np.mean(losses, 0), kind="stable").tolist()
     assert "the model says" in call("suspects", store, "--by", "self")
-    assert "suspects by 'looks'" in call("suspects", store, "--by", "looks", code=2)
+    assert "by cannot be 'looks'" in call("suspects", store, "--by", "looks", code=2)
 
 
 def test_methods_are_listed_with_what_they_need(call):

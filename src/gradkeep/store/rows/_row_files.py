@@ -211,7 +211,7 @@ class RowFiles:
         `fill=nan` stands in for missing rows, in float arrays only.
         """
         wanted = whole_numbers(rows, path=self.path)
-        if fill is not None and not isinstance(fill, float):
+        if fill is not None and (isinstance(fill, bool) or not isinstance(fill, int | float)):
             raise _arguments.refused("fill", fill, error=StoreError, expected="nan")
         if names is not None:
             names = _arguments.texts("names", names, error=StoreError)
