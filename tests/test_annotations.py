@@ -132,3 +132,12 @@ def test_fields_of_records():
         with pytest.raises(FarmError, match="cannot be"):
             Record(**wrong)
     assert os
+
+
+def test_a_name_that_means_anything_elsewhere_still_means_its_class():
+    from gradkeep import query
+    from gradkeep.compat.trak import projectors
+
+    assert projectors.Gradients is Any
+    with pytest.raises(QueryError, match="gradients cannot be 3"):
+        query.total(3)

@@ -119,7 +119,9 @@ class _Names(dict[str, Any]):
         found = {
             id(held): held
             for module_name, module in list(sys.modules.items())
-            if module_name.startswith("gradkeep.") and (held := vars(module).get(name)) is not None
+            if module_name.startswith("gradkeep.")
+            and (held := vars(module).get(name)) is not None
+            and held is not Any  # one that leaves it open says nothing of the others
         }
         if not found:
             self.complete = False  # its module may be loaded later
