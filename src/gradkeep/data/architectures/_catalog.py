@@ -298,7 +298,7 @@ def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: f
     return Workload(name, made, loss, full)
 
 
-@checked(DataError)
+@checked(RematError)
 def checked_sizes(name: str, sizes: Sizes) -> dict[str, int | float]:
     """The sizes, each of the type that the model expects; wrong ones are refused by name."""
     known = default_sizes(name)
