@@ -257,7 +257,7 @@ def zoo() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
-@checked(DataError)
+@checked(RematError)
 def default_sizes(name: str) -> dict[str, int | float]:
     """The sizes of a model, batch size included, that `build` takes unless told otherwise.
 
@@ -278,7 +278,7 @@ def published_sizes(name: str) -> dict[str, int | float]:
     return {**entry.small, **entry.published}
 
 
-@checked(DataError)
+@checked(RematError)
 def build(name: str, *, batch_size: int | None = None, seed: int = 0, **sizes: float) -> Workload:
     """A model of the zoo with generated inputs; torch's own random state is left as it was.
 
