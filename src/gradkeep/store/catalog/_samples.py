@@ -96,10 +96,29 @@ def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, pa
 
 
 def _same_values(column: Any, wanted: np.ndarray[Any, Any]) -> bool:
-    values = column.to_numpy()
-    if values.dtype != wanted.dtype:
+    """Whether an Arrow column holds these values; read from its memory, as `to_numpy` loads pandas."""
+    if column.null_count or str(column.type) != _ARROW_NAMES.get(
+        wanted.dtype.name, wanted.dtype.name
+    ):
         return False
-    return bool(np.array_equal(values, wanted, equal_nan=values.dtype.kind == "f"))
+    at = 0
+    for chunk in column.chunks:
+        part = wanted[at : at + len(chunk)]
+        at += len(chunk)
+        memory = np.frombuffer(chunk.buffers()[1] or b"", np.uint8)
+        if wanted.dtype == np.bool_:
+            bits = np.unpackbits(memory, bitorder="little")
+            values = bits[chunk.offset : chunk.offset + len(chunk)].view(np.bool_)
+        else:
+            size = wanted.dtype.itemsize
+            start = chunk.offset * size
+            values = memory[start : start + len(chunk) * size].view(wanted.dtype)
+        if not np.array_equal(values, part, equal_nan=wanted.dtype.kind == "f"):
+            return False
+    return True
+
+
+_ARROW_NAMES = {"float16": "halffloat", "float32": "float", "float64": "double"}
 
 
 def ensure_samples(
