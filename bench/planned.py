@@ -21,7 +21,8 @@ import torch
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
 from gradkeep.errors import BudgetError
-from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.planned._recording_mode import RecordingMode
+from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.tracing._tensors import beside_compiler
 
 RATIOS = (0.8, 0.6, 0.5, 0.4)

@@ -23,8 +23,9 @@ from gradkeep.remat.planned._planner import (
     floor_of,
 )
 from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._recording_mode import RecordingMode
 from gradkeep.remat.planned._search import ForwardCut, crossings, evenly, groups_of, search_plan
-from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.planned._trace import (
     MadeValue,
     SavedSlot,

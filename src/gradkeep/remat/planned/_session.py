@@ -19,7 +19,8 @@ from gradkeep.remat.planned._planned_step import (
     WatchedStep,
     unpack,
 )
-from gradkeep.remat.planned._step_recorder import RecordingMode, StepRecorder
+from gradkeep.remat.planned._recording_mode import RecordingMode
+from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.tracing._tensors import beside_compiler, has_storage, not_compiled
 
 if TYPE_CHECKING:

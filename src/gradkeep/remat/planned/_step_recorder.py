@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gradkeep.errors import RematError
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
 from gradkeep.remat.planned._cut_constants import CutConstants
 from gradkeep.remat.planned._fingerprint import mask_numbers
@@ -48,11 +46,9 @@ from gradkeep.remat.tracing._tensors import (
     WATCHED_OTHERWISE,
     Geometry,
     OperatorSignature,
-    QuickDispatchMode,
     StorageRef,
     collect_tensors,
     has_storage,
-    inside_compiled,
     signature_of,
     written_storages,
 )
@@ -105,48 +101,6 @@ def check_version(tensor: Tensor, version: int) -> None:
             f"operation: {tensor.type()} of shape {list(tensor.shape)} is at version "
             f"{tensor._version}; expected version {version} instead."
         )
-
-
-class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows operators to the recorder it was given last; it can come and go between two operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recording: StepRecorder | None = None
-        self._on = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        recording = self.recording
-        if recording is None or recording.quiet:
-            return func(*args, **kwargs)
-        start = perf_counter_ns()
-        out = func(*args, **kwargs)
-        recording.saw(func, args, kwargs, out, start)
-        return out
-
-    def show(self, recording: StepRecorder) -> None:
-        """Watch for this recording from now on."""
-        self.recording = recording
-        if not self._on:
-            if inside_compiled():
-                raise RematError(
-                    "a training step begins inside of a compiled function, where torch lets no mode "
-                    "come or go",
-                    fix="put `with budget.step():` around each step, or let an optimizer step inside "
-                    "of the block: then steps begin outside of what is compiled",
-                )
-            self.__enter__()  # type: ignore[no-untyped-call]
-            self._on = True
-
-    def rest(self) -> None:
-        """Watch no more; the mode itself goes as soon as no other mode lies upon it."""
-        self.recording = None
-        if self._on and _get_current_dispatch_mode() is self and not inside_compiled():
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._on = False
 
 
 class StepRecorder:
