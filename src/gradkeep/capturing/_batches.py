@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,21 +82,35 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
         elif isinstance(leaf, list | tuple) and len(leaf) == count:
             told.append(leaf)
     if sum(part.shape[1] for part in arrays) <= _JOINED:
-        arrays = [np.concatenate(arrays, 1)] if len(arrays) > 1 else arrays
+        arrays = [_joined(arrays)] if len(arrays) > 1 else arrays
     parts = [(part.reshape(-1).data, part.shape[1]) for part in arrays]
     if len(parts) == 1 and not told:
         ((whole, width),) = parts
-        hashed = xxhash.xxh3_64_intdigest
-        return np.array([hashed(whole[at : at + width]) for at in _starts(count, width)], np.uint64)
+        samples = (whole[at : at + width] for at in range(0, count * width, width))
+        return np.fromiter(map(xxhash.xxh3_64_intdigest, samples), np.uint64, count)
     return np.array([_digest(parts, told, row) for row in range(count)], np.uint64)
-
-
-def _starts(count: int, width: int) -> range:
-    return range(0, count * width, width)
 
 
 _JOINED = 4096
 """Bytes of a sample up to which it is cheaper to join its parts than to hash one after the other."""
+
+
+class _Scratch(threading.local):
+    """Bytes that every batch is joined in: new memory for each costs more than the hashing."""
+
+    kept: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
+
+
+_scratch = _Scratch()
+
+
+def _joined(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The bytes `[B, W]` of all parts, until the next call."""
+    count, width = len(parts[0]), sum(part.shape[1] for part in parts)
+    if _scratch.kept.size < count * width:
+        _scratch.kept = np.empty(count * width, np.uint8)
+    joined = _scratch.kept[: count * width].reshape(count, width)
+    return np.concatenate(parts, 1, out=joined)
 
 
 def _digest(parts: list[tuple[memoryview, int]], told: list[Any], row: int) -> int:

@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
@@ -112,7 +118,42 @@ def batches_of(loader: Iterable[Any], ids: Ids | None) -> Batches:
 
 def _filled(loader: Iterable[Any]) -> Iterator[Any]:
     """The batches that have a sample."""
-    return (batch for batch in loader if batch_size(batch))
+    delivered = iter(loader)  # also where it is not used: it draws a random number
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        delivered = _slices(loader)
+    return (batch for batch in delivered if batch_size(batch))
+
+
+def _is_sliced(loader: DataLoader[Any]) -> bool:
+    """Whether the batches are slices of tensors, one after the other, by torch's own classes alone."""
+    batched, data = loader.batch_sampler, loader.dataset
+    return (
+        type(loader) is DataLoader
+        and type(data) is TensorDataset
+        and type(batched) is BatchSampler
+        and type(batched.sampler) is SequentialSampler
+        and batched.sampler.data_source is data
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and all(type(part) is torch.Tensor for part in data.tensors)
+        and all(part.layout is torch.strided for part in data.tensors)
+        and not any(part.requires_grad for part in data.tensors)
+    )
+
+
+def _slices(loader: Any) -> Iterator[list[torch.Tensor]]:
+    """The loader's batches without making each of their samples, which can cost more than a model.
+
+    They are copies, as the loader's are: a model may write into what it is given.
+    """
+    data, made = loader.dataset, loader.batch_sampler
+    stop = len(data) - len(data) % made.batch_size if made.drop_last else len(data)
+    for start in range(0, stop, made.batch_size):
+        end = min(start + made.batch_size, stop)
+        yield [
+            part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors
+        ]
 
 
 def _length(loader: Iterable[Any]) -> int | None:
