@@ -278,8 +278,8 @@ def test_rows_put_while_others_are_packed_are_packed_too(tmp_path):
     other = store.rows("models")
     publish = rows._adopt
 
-    def adopt(*args):
-        done = publish(*args)
+    def adopt(*args, **named):
+        done = publish(*args, **named)
         for row in range(20, 40):
             other.put(row, {"out": np.float32(row)})
         return done

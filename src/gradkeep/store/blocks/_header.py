@@ -93,7 +93,8 @@ def _wholes(values: Any) -> list[int]:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = dict(json.loads(text))
+        # Decoded here: the parser would first look for what encoding it could be.
+        found: dict[str, Any] = dict(json.loads(text.decode()))
     except (RecursionError, TypeError):
         raise ValueError("it is not an object") from None
     return found

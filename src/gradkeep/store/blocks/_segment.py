@@ -155,7 +155,10 @@ _ALL = -1  # the block number that stands for all blocks of a tensor
 class Segment:
     """A segment opened for reading; whatever is read is verified first, once per process."""
 
-    def __init__(self, backend: Backend, key: str, *, verify: bool = True) -> None:
+    def __init__(
+        self, backend: Backend, key: str, *, verify: bool = True, remember: bool = True
+    ) -> None:
+        """Open it; `remember` what of it was verified, for as long as the process lives."""
         self.key = key
         self.path = backend.describe(key)
         self._file: Readable = backend.open(key)
@@ -166,8 +169,9 @@ class Segment:
         except BaseException:
             self._file.close()
             raise
-        identity = (self.path, *self._file.identity)
-        self._known = _verified.setdefault(identity, set()) if self._file.settled else set()
+        self._known: set[tuple[str, int]] = set()
+        if remember and self._file.settled:
+            self._known = _verified.setdefault((self.path, *self._file.identity), self._known)
         self._small: dict[str, AnyArray] = {}
         self._fitting: set[str] = set()
         self._checked: dict[str, CheckedRows] = {}

@@ -66,7 +66,8 @@ def read_loose_rows(
     fitting: object = None
     for row, key in files:
         try:
-            segment = Segment(backend, key, verify=verify)
+            # There can be millions of them: what is remembered of each would add up.
+            segment = Segment(backend, key, verify=verify, remember=False)
         except FileNotFoundError:
             continue
         try:

@@ -301,7 +301,7 @@ class RowFiles:
                     rows = None
             # Whoever finds a packed file that no manifest names yet, finishes the work of the one
             # that wrote it.
-            if not self._adopt(newest, file) or rows is None:
+            if not self._adopt(newest, file, written_here=rows is not None) or rows is None:
                 waiting = None  # others compact as well: look again at what is left
                 continue
             moved += len(rows)
@@ -332,7 +332,7 @@ class RowFiles:
             return False  # another process packed other rows under this number; that is adopted
         return True
 
-    def _adopt(self, newest: Manifest | None, file: str) -> bool:
+    def _adopt(self, newest: Manifest | None, file: str, *, written_here: bool) -> bool:
         """Publish a version with one more packed file; False if another process was first."""
         segment = Segment(self._backend, f"{self.folder}/{file}")
         try:
@@ -342,7 +342,7 @@ class RowFiles:
             entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
         finally:
             segment.close()
-        if self._durability == "full":
+        if self._durability == "full" and not written_here:
             # Whoever wrote it may have died before its fsync, and its rows' own files go next.
             self._backend.ensure_durable([f"{self.folder}/{file}"])
         manifest = Manifest(
