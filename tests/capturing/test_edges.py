@@ -13,17 +13,6 @@ from gradkeep.errors import CaptureError, GradkeepError
 KEY = gk.CaptureKey("final", "train")
 
 
-@pytest.fixture
-def store(tmp_path):
-    return gk.open(tmp_path / "store")
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
 def capture(store, model, loader, **options):
     options = {"task": gk.Classification(), "split": "train", "progress": False} | options
     return gk.capture(store, model, loader, **options)

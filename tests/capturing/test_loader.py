@@ -18,7 +18,9 @@ from gradkeep.capturing._loader import _filled, _is_sliced
 
 def tensors(rows: int, draw: st.DataObject) -> tuple[torch.Tensor, ...]:
     shapes = st.lists(st.integers(0, 4), max_size=3)
-    dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+    dtypes = st.sampled_from(
+        [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+    )
     parts = []
     for _ in range(draw.draw(st.integers(1, 3))):
         shape = draw.draw(shapes)

@@ -14,11 +14,6 @@ ROWS = 400
 
 
 @pytest.fixture
-def store(tmp_path):
-    return gk.open(tmp_path / "store")
-
-
-@pytest.fixture
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 600), nn.ReLU(), nn.Linear(600, 3))

@@ -30,11 +30,6 @@ ROWS = 40
 
 
 @pytest.fixture
-def store(tmp_path):
-    return gk.open(tmp_path / "store")
-
-
-@pytest.fixture
 def model():
     torch.manual_seed(0)
     return nn.Linear(3, ROWS)

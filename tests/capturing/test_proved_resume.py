@@ -14,17 +14,6 @@ ROWS = 40
 
 
 @pytest.fixture
-def store(tmp_path):
-    return gk.open(tmp_path / "store")
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-@pytest.fixture
 def data():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, 4, generator=generator)

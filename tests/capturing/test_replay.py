@@ -22,17 +22,6 @@ KEY = gk.CaptureKey("final", "train")
 
 
 @pytest.fixture
-def store(tmp_path):
-    return gk.open(tmp_path / "store")
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-@pytest.fixture
 def data():
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(
