@@ -272,6 +272,19 @@ def test_accumulation_stashed_activations_and_two_passes():
     assert same(plain, run(OnlineRuntime(14_000)))
 
 
+def test_shapes_without_content_are_left_alone():
+    def run(around):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+        with around:
+            shapes = [torch.empty(64, 64, device="meta") * 2 for _ in range(4)]
+            net(torch.ones(4, 16)).square().sum().backward()
+            assert [shape.sum(0).shape for shape in shapes] == [(64,)] * 4
+        return [p.grad for p in net.parameters()]
+
+    assert same(run(torch.enable_grad()), run(OnlineRuntime(14_000)))
+
+
 def test_double_backward_and_a_kept_graph():
     def run(around):
         torch.manual_seed(0)

@@ -96,11 +96,12 @@ class Geometry(NamedTuple):
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is one piece of memory, seen through strides; sparse ones are not, and zeros that
-    autograd never writes down."""
+    """Whether a tensor is one piece of memory, seen through strides; sparse ones are not, shapes without
+    content (autograd makes such itself), and zeros that it never writes down."""
     return (
         tensor.layout is torch.strided
         and _is_one_piece(type(tensor))
+        and not tensor.is_meta
         and not tensor._is_zerotensor()
     )
 
