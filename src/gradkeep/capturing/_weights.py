@@ -107,6 +107,34 @@ def _unwrapped(loaded: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     return loaded
 
 
+def _of_tied(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, checkpoint: str
+) -> dict[str, torch.Tensor]:
+    """Weights that files leave out, because the model has them under another name too.
+
+    Under both names they must be the same: a model has room for one of them only.
+    """
+    tied: dict[tuple[object, ...], list[str]] = {}
+    for key, value in own.items():
+        if isinstance(value, torch.Tensor) and value.numel() and not value.is_meta:
+            place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            tied.setdefault(place, []).append(key)
+    found: dict[str, torch.Tensor] = {}
+    for keys in tied.values():
+        given = [key for key in keys if key in state]
+        for key in given[1:]:
+            if not torch.equal(state[given[0]], state[key]):
+                raise CaptureError(
+                    f"checkpoint {checkpoint}: its weights do not fit the model; nothing was loaded",
+                    found=f"other values for {given[0]} than for {key}",
+                    expected="the same values: in the model the two are one parameter (tied weights)",
+                    fix="untie them in the model, or load the checkpoint that belongs to it",
+                )
+        if given:
+            found |= dict.fromkeys(keys, state[given[0]])
+    return found
+
+
 def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
     """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix."""
     own = model.state_dict()
@@ -118,6 +146,7 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
             counters = {name: own[name] for name in own if name.endswith(_COUNTER)}
             state = {**counters, **stripped}
             break
+    state = {**_of_tied(own, state, checkpoint=name), **state}
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     shapes = [
         f"{key} {tuple(state[key].shape)} for {tuple(own[key].shape)}"
