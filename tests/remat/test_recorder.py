@@ -273,3 +273,12 @@ def test_mutated_positions_are_numbers_as_in_the_original_logs(tmp_path):
         torch.ones(3).add_(torch.ones(3))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["MUTATE"] for line in lines if line["INSTRUCTION"] == "MUTATE"] == [[0]]
+
+
+def test_what_conjugates_within_an_operator_comes_out_as_without_a_recorder(tmp_path):
+    torch.manual_seed(0)
+    z = torch.randn(4, 6, dtype=torch.complex64)
+    plain = torch.linalg.pinv(z)
+    with record(tmp_path / "step.log"):
+        recorded = torch.linalg.pinv(z)
+    assert torch.equal(recorded, plain)

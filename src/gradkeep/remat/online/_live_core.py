@@ -11,7 +11,7 @@ import torch
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, Storage
 from gradkeep.remat.tracing._content import hash_bytes
-from gradkeep.remat.tracing._tensors import StorageRef
+from gradkeep.remat.tracing._tensors import StorageRef, run_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -388,7 +388,7 @@ class LiveCore(EvictionCore):
                 torch._C._set_grad_enabled(operator.grad_mode)
                 if operator.random is not None:
                     torch.set_rng_state(operator.random)
-                return operator.run(*args, **kwargs)
+                return run_operator(operator.run, args, kwargs)
             finally:
                 torch._C._set_grad_enabled(before)
                 if now is not None:

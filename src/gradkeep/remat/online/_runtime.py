@@ -35,6 +35,7 @@ from gradkeep.remat.tracing._tensors import (
     Geometry,
     QuickDispatchMode,
     has_storage,
+    run_operator,
     signature_of,
     written_tensors,
 )
@@ -182,7 +183,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if self._quiet:
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         self._quiet = True
         try:
             return self._pass(func, args, kwargs)
@@ -203,7 +204,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if name in _FREE and not signature.writes:
             for tensor in given:
                 live.node_of(tensor)
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         nodes = [live.node_of(tensor) for tensor in given]
         self._watch_gradients(given)
         written = written_tensors(signature, args, kwargs)
@@ -232,7 +233,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         state = torch.get_rng_state() if random else None
         grad_mode = torch.is_grad_enabled()
         began = perf_counter_ns()
-        out = func(*args, **kwargs)
+        out = run_operator(func, args, kwargs)
         cost = perf_counter_ns() - began
         results = tensors_in(out)
         if not all(map(has_storage, results)):
@@ -353,7 +354,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         nodes = [self.live.node_of(t) for t in given if has_storage(t)]
         self.live.hold(nodes)
         try:
-            out = func(*args, **kwargs)
+            out = run_operator(func, args, kwargs)
         finally:
             self.live.let_go(nodes)
         return out

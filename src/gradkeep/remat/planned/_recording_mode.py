@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradkeep.errors import RematError
-from gradkeep.remat.tracing._tensors import QuickDispatchMode, inside_compiled
+from gradkeep.remat.tracing._tensors import QuickDispatchMode, inside_compiled, run_operator
 
 if TYPE_CHECKING:
     from gradkeep.remat.planned._step_recorder import StepRecorder
@@ -28,9 +28,9 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         recording = self.recording
         if recording is None or recording.quiet:
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         start = perf_counter_ns()
-        out = func(*args, **kwargs)
+        out = run_operator(func, args, kwargs)
         recording.saw(func, args, kwargs, out, start)
         return out
 

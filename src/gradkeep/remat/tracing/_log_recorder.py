@@ -32,6 +32,7 @@ from gradkeep.remat.tracing._tensors import (
     StorageRef,
     beside_compiler,
     collect_tensors,
+    run_operator,
     signature_of,
     view_key,
     written_storages,
@@ -190,7 +191,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         start = perf_counter_ns()
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = run_operator(func, args, kwargs or {})
         spent = perf_counter_ns() - start
         if isinstance(out, Tensor):
             made = [out]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradkeep.remat.tracing._tensors import Geometry
+from gradkeep.remat.tracing._tensors import Geometry, run_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,7 +159,7 @@ def tried(
     unknown = OperatorRerun(None, recipe.args, recipe.kwargs)
     state = torch.get_rng_state()
     try:
-        again = func(*args, **kwargs)
+        again = run_operator(func, args, kwargs)
     except Exception:
         return unknown
     if not torch.equal(state, torch.get_rng_state()):

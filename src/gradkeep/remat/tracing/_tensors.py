@@ -194,6 +194,32 @@ def view_key(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
+_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.Negative
+)
+
+
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator inside of a dispatch mode as it runs outside.
+
+    There torch has switched off that lazy conjugates are looked at. What conjugates within an
+    operator (`linalg.pinv` does) would come out wrong, for complex numbers alone.
+    """
+    tensors: list[Tensor] = []
+    collect_tensors(args, tensors)
+    if kwargs:
+        collect_tensors(kwargs.values(), tensors)
+    for tensor in tensors:
+        if tensor.is_complex():
+            break
+    else:
+        return func(*args, **kwargs)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        return func(*args, **kwargs)
+
+
 class QuickDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that torch does not wrap for its compiler."""
 
