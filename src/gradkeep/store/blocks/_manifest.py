@@ -28,9 +28,9 @@ from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
-    from gradkeep.store.backends._backend import Backend, Durability
+    from gradkeep.store.backends._backend import Backend, Durability, Entry
     from gradkeep.store.blocks._block import Block
 
 MANIFESTS = "manifest"
@@ -95,8 +95,7 @@ def manifest_key(folder: str, version: int) -> str:
 
 def manifest_versions(backend: Backend, folder: str) -> list[int]:
     """The published versions, oldest first."""
-    names = (entry.name.removesuffix(".json") for entry in backend.list(f"{folder}/{MANIFESTS}"))
-    return sorted(int(name) for name in names if is_number(name))
+    return numbered_files(backend.list(f"{folder}/{MANIFESTS}"), ".json")
 
 
 def is_number(name: str, *, digits: int = 6) -> bool:
@@ -104,6 +103,13 @@ def is_number(name: str, *, digits: int = 6) -> bool:
     if not (name.isascii() and name.isdigit() and digits <= len(name) <= 18):
         return False
     return len(name) == digits or name[0] != "0"
+
+
+def numbered_files(listed: Iterable[Entry], suffix: str, *, digits: int = 6) -> list[int]:
+    """The numbers of the files that are called by one, rising; all others are somebody else's."""
+    names = (entry.name for entry in listed)
+    numbers = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
+    return sorted(int(number) for number in numbers if is_number(number, digits=digits))
 
 
 def load_manifest(
@@ -283,8 +289,7 @@ def load_schema(backend: Backend, folder: str) -> Schema:
 
 def segment_numbers(backend: Backend, folder: str) -> list[int]:
     """The numbers of the segments that are committed, sealed or not."""
-    names = (entry.name.removesuffix(SUFFIX) for entry in backend.list(f"{folder}/{SEGMENTS}"))
-    return sorted(int(name) for name in names if is_number(name))
+    return numbered_files(backend.list(f"{folder}/{SEGMENTS}"), SUFFIX)
 
 
 def segment_file(number: int) -> str:

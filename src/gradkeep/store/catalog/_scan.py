@@ -23,6 +23,7 @@ from gradkeep.store.blocks._manifest import (
     latest_manifest,
     load_schema,
     manifest_key,
+    numbered_files,
     schema_key,
 )
 from gradkeep.store.blocks._packing import SUFFIX
@@ -248,8 +249,7 @@ class _BlockScan:
         self.listed = self._listed(backend, address)
         self._backend, self._address, self._known = backend, address, known
         self._schema = self._load_schema()
-        numbers = [entry.name.removesuffix(".json") for entry in self._files(MANIFESTS)]
-        self.version = max((int(name) for name in numbers if is_number(name)), default=None)
+        self.version = max(numbered_files(self._files(MANIFESTS), ".json"), default=None)
         self._manifest = self._load_manifest()
 
     def _listed(self, backend: Backend, address: BlockAddress) -> dict[str, Sequence[Entry]]:
@@ -290,7 +290,7 @@ class _BlockScan:
         found = []
         for entry in self._files(SEGMENTS):
             name = entry.name.removesuffix(SUFFIX)
-            if is_number(name) and int(name) >= first:
+            if name != entry.name and is_number(name) and int(name) >= first:
                 segment = self._attempt(
                     f"{self.folder}/{SEGMENTS}/{entry.name}", partial(self._from_header, entry)
                 )
@@ -335,8 +335,7 @@ class _BlockScan:
     def _expected_rows(self) -> int | None:
         if self._address.kind != "rows":
             return None if self._schema is None else self._schema.num_rows
-        names = [entry.name.removesuffix(".json") for entry in self._files(SIZES)]
-        return max((int(name) for name in names if is_number(name, digits=12)), default=0)
+        return max(numbered_files(self._files(SIZES), ".json", digits=12), default=0)
 
     def _load_schema(self) -> Schema | None:
         key = schema_key(self.folder)

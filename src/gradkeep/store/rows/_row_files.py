@@ -33,6 +33,7 @@ from gradkeep.store.blocks._manifest import (
     load_schema,
     manifest_key,
     manifest_versions,
+    numbered_files,
     publish_manifest,
 )
 from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack, pack_batch
@@ -387,11 +388,10 @@ class RowFiles:
 
     def _loose(self) -> Iterator[int]:
         for bucket in self._buckets(LOOSE):
-            for entry in self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"):
-                name = entry.name.removesuffix(SUFFIX)
-                # A row in another's folder would not be found when it is read.
-                if is_number(name, digits=1) and int(name) // ROWS_PER_FOLDER == bucket:
-                    yield int(name)
+            listed = self._backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}")
+            rows = numbered_files(listed, SUFFIX, digits=1)
+            # A row in another's folder would not be found when it is read.
+            yield from (row for row in rows if row // ROWS_PER_FOLDER == bucket)
 
     def _buckets(self, kind: str) -> list[int]:
         names = (entry.name for entry in self._backend.list(f"{self.folder}/{kind}"))
@@ -455,10 +455,7 @@ def size_key(folder: str, num_rows: int) -> str:
 
 
 def _sizes(backend: Backend, folder: str) -> Iterator[int]:
-    for entry in backend.list(f"{folder}/{SIZES}"):
-        name = entry.name.removesuffix(".json")
-        if is_number(name, digits=_SIZE_DIGITS):
-            yield int(name)
+    yield from numbered_files(backend.list(f"{folder}/{SIZES}"), ".json", digits=_SIZE_DIGITS)
 
 
 def _one_row(value: Any) -> Any:
