@@ -48,12 +48,11 @@ def sweep(
     What `experiment_run.sh` does, in one process. Gradients that are kept are not collected again.
     What cannot be run is told in its row, and ends the command with code 3.
     """
-    from gradkeep.compat.metastore.experiment_run import MethodSweep, sweep_table, write_sweep
-    from gradkeep.compat.metastore.experiment_run import sweep as run_sweep
+    from gradkeep.compat.metastore import experiment_run as experiments
 
     input_file(config, error=CaptureError)
     output_folder(out, error=CaptureError)
-    plan = MethodSweep(
+    plan = experiments.MethodSweep(
         str(config),
         _words(data),
         _words(methods),
@@ -63,18 +62,18 @@ def sweep(
         weights_only=not biases,
     )
     rows: list[SweptMethod] = []
-    written: list[Path] = []
     with contextlib.redirect_stdout(sys.stderr):  # what each experiment tells as it goes
-        for row in run_sweep(plan):
+        for row in experiments.sweep(plan):
             rows.append(row)
-            written = write_sweep(rows, out)  # after each, so that an interrupt loses none
+            experiments.write_table(rows, out)  # now: an interrupt loses none
             if row.error:
                 print(f"{row.data}, {row.method}: {row.error}")
+    pictures = experiments.write_pictures(rows, out)
     if json:
         print_json([dataclasses.asdict(row) for row in rows])
     else:
-        print(sweep_table(rows))
-        print(f"written: {', '.join(map(str, written))}")
+        print(experiments.sweep_table(rows))
+        print(f"written: {', '.join(map(str, [out / 'sweep.csv', *pictures]))}")
     if any(row.error for row in rows):
         raise typer.Exit(INCOMPLETE)
 

@@ -15,7 +15,7 @@ from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._layers import target_layers
 from gradkeep.compat.metastore._models import build_model, choose_gradients
 from gradkeep.compat.metastore._results import LayerTime, MethodResult, write_results
-from gradkeep.errors import CaptureError, GradkeepError
+from gradkeep.errors import CaptureError, Conflict, GradkeepError, SchemaMismatch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,13 +138,12 @@ def _side(
     if not isinstance(positions, range):
         told.append(f"samples {positions}")
     digest = xxhash.xxh3_64_hexdigest("\n".join(told).encode())[:8]
-    label = "" if experiment.name is None else f"{experiment.name}-"
-    name = f"{label}{_storage(experiment)}-{experiment.encoding}-{len(positions)}-{digest}"
+    name = f"{_storage(experiment)}-{experiment.encoding}-{len(positions)}-{digest}"
     return _Side(
         split,
         data,
         positions,
-        gk.CaptureKey(f"epoch-{experiment.target_epoch}", split, "main", name),
+        gk.CaptureKey(f"epoch-{experiment.target_epoch}", split, experiment.name or "main", name),
     )
 
 
@@ -175,6 +174,7 @@ def _collect(
                 task=gk.Classification(),
                 checkpoints=side.key.checkpoint,
                 split=side.split,
+                run=side.key.run,
                 name=side.key.capture,
                 layers=layers,
                 keep=_storage(experiment),
@@ -184,7 +184,7 @@ def _collect(
             )
         )
     except GradkeepError as error:
-        if not store.has(side.key):
+        if not store.has(side.key) and not isinstance(error, SchemaMismatch | Conflict):
             raise
         raise _other_weights(error, side) from error
     print(f"collect {kept}")
@@ -249,6 +249,7 @@ def _gradients(store: gk.Store, side: _Side, layers: str | None) -> Gradients:
         store,
         split=side.split,
         checkpoints=side.key.checkpoint,
+        run=side.key.run,
         name=side.key.capture,
         layers=layers,
     )

@@ -126,14 +126,20 @@ def sweep_table(rows: Sequence[SweptMethod]) -> str:
     return text_table(head, cells, right={2, 3, 5, 6, 7, 8})
 
 
-def write_sweep(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
-    """`sweep.csv` and the pictures; what was written."""
-    from gradkeep.compat.metastore._sweep_picture import draw_sweep
-
+def write_table(rows: Sequence[SweptMethod], folder: Path) -> Path:
+    """Write `sweep.csv` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / "sweep.csv"
     with open(table, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [part.name for part in fields(SweptMethod)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    return [table, *draw_sweep(rows, folder)]
+    return table
+
+
+def write_pictures(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
+    """Write `sweep.png` and `sweep.svg` and return them; nothing where no method could be run."""
+    from gradkeep.compat.metastore._sweep_picture import draw_sweep
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return draw_sweep(rows, folder)
