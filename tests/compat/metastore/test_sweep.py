@@ -49,9 +49,11 @@ def test_what_cannot_be_run_is_told_and_the_rest_goes_on(vgg_folder, capsys):
         (["--samples", "0"], "--samples cannot be '0'"),
         (["--queries", "x"], "--queries cannot be 'x'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "other.yaml"], "other.yaml: no block 'system'"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(vgg_folder, capsys, flags, words):
+    (vgg_folder / "other.yaml").write_text("store: kept")
     assert sweep(*flags) == 2
     assert words in capsys.readouterr().err
     assert not (vgg_folder / "artifacts").exists()

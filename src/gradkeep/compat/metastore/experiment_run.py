@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from gradkeep._display import format_size, text_table
@@ -13,6 +14,8 @@ from gradkeep.errors import CaptureError, GradkeepError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from gradkeep.compat.metastore._config import MetaStoreExperiment
 
 PAIRS = {"cifar10": "VGG16", "AGNews": "Bert", "imagenet": "ResNet50"}
 """Which model MetaStore asks about each data set."""
@@ -65,44 +68,45 @@ class SweptMethod:
 
 
 def sweep(plan: MethodSweep) -> Iterator[SweptMethod]:
-    """Run everything; what fails is told in its row, and the rest goes on."""
+    """Run everything; what fails is told in its row, and the rest goes on.
+
+    What is wrong with the configuration itself is an error before anything runs.
+    """
     from gradkeep.compat.metastore._run import measure
 
-    for data in plan.data:
-        for samples in plan.samples:
-            for queries in plan.queries:
-                for method in plan.methods:
-                    case = SweptMethod(data, PAIRS[data], samples, queries, method)
-                    try:
-                        found = measure(
-                            read(
-                                plan.config,
-                                method=method,
-                                target_model=PAIRS[data],
-                                data=data,
-                                num_analyzed_samples=samples,
-                                num_query=queries,
-                                name=plan.name,
-                                weights_only=plan.weights_only,
-                            )
-                        )[1]
-                    except GradkeepError as error:
-                        yield SweptMethod(
-                            data, case.model, samples, queries, method, error=str(error)
-                        )
-                        continue
-                    yield SweptMethod(
-                        data,
-                        case.model,
-                        samples,
-                        queries,
-                        method,
-                        found.collect["train"],
-                        found.load,
-                        found.compute,
-                        found.query_seconds,
-                        found.bytes["train"],
-                    )
+    for case, experiment in _experiments(plan):
+        try:
+            found = measure(experiment)[1]
+        except GradkeepError as error:
+            yield replace(case, error=str(error))
+            continue
+        yield replace(
+            case,
+            collect_seconds=found.collect["train"],
+            load_seconds=found.load,
+            compute_seconds=found.compute,
+            query_seconds=found.query_seconds,
+            train_bytes=found.bytes["train"],
+        )
+
+
+def _experiments(plan: MethodSweep) -> list[tuple[SweptMethod, MetaStoreExperiment]]:
+    found = []
+    for data, samples, queries, method in product(
+        plan.data, plan.samples, plan.queries, plan.methods
+    ):
+        experiment = read(
+            plan.config,
+            method=method,
+            target_model=PAIRS[data],
+            data=data,
+            num_analyzed_samples=samples,
+            num_query=queries,
+            name=plan.name,
+            weights_only=plan.weights_only,
+        )
+        found.append((SweptMethod(data, PAIRS[data], samples, queries, method), experiment))
+    return found
 
 
 def sweep_table(rows: Sequence[SweptMethod]) -> str:
