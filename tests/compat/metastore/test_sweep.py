@@ -26,6 +26,7 @@ def test_four_methods_make_a_table_and_pictures(vgg_folder, capsys):
     assert size["ted"] == size["half"] == size["recon"] < size["naive"]
     assert rows[0]["collect_seconds"]
     assert not rows[1]["collect_seconds"]  # ted's are used
+    assert [bool(row["mean_query_seconds"]) for row in rows] == [False, True, True, False]
     assert all(float(row["query_seconds"]) > 0 for row in rows)
     assert (vgg_folder / "sweep" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (vgg_folder / "sweep" / "sweep.svg").read_text()

@@ -24,3 +24,11 @@ def test_the_published_layers_are_among_them():
     bert = gk.data.model("bert", dim=12, heads=2, layers=12, inner=4, vocabulary=9)
     names = dict(unwrap(bert, "net", [nn.Linear]))
     assert "net_bert_encoder_layer_11_attention_self_query" in names
+
+
+def test_the_public_names_are_these():
+    from gradkeep.compat import metastore
+
+    assert sorted(metastore.__all__) == ["Customized_Bert_Model", "ResNet50", "VGG16", "unwrap"]
+    for name in metastore.__all__:
+        assert getattr(metastore, name).__doc__

@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"metastore: {error.filename or ''}: {error.strerror}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # what is kept is kept: the next run goes on from there
+        return 130
     return 0
 
 

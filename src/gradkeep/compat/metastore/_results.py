@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.metastore._config import MetaStoreExperiment
 
-_AVERAGED = ("half", "recon")
-"""MetaStore asks these about the mean of all queries, the others about each and adds the answers up."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
@@ -36,6 +33,8 @@ class MethodResult:
     method: str
     scores: np.ndarray[Any, np.dtype[np.float32]]
     """`[Q, N]`"""
+    mean: np.ndarray[Any, np.dtype[np.float32]] | None
+    """`[N]`: the products with the mean query, of the methods that MetaStore asks about it."""
     query_ids: np.ndarray[Any, np.dtype[np.int64]]
     train_ids: np.ndarray[Any, np.dtype[np.int64]]
     collect: Mapping[str, float | None]
@@ -43,6 +42,9 @@ class MethodResult:
     layers: Mapping[str, LayerTime]
     """By MetaStore's names."""
     query_seconds: float
+    """For every query by itself."""
+    mean_seconds: float | None
+    """For the mean query."""
     bytes: Mapping[str, int]
     """On disk, per split."""
 
@@ -82,6 +84,7 @@ def write_results(experiment: MetaStoreExperiment, result: MethodResult) -> Path
             for layer in result.layers.values()
         },
         "query": result.query_seconds,
+        "mean_query": result.mean_seconds,
         "bytes": dict(result.bytes),
     }
     (folder / f"times_{method}.json").write_text(json.dumps(times, indent=2) + "\n")
@@ -94,10 +97,13 @@ def _write_pickles(folder: Path, result: MethodResult, total: np.ndarray[Any, An
     """Its own files, for scripts that read them: a tensor `[N]` and dictionaries of seconds."""
     import torch
 
-    averaged = result.method in _AVERAGED
     files: dict[str, Any] = {
-        "total_meta_gradient": torch.from_numpy(total / len(result.scores) if averaged else total),
-        "e2e_query_timer": {result.method: result.query_seconds},
+        "total_meta_gradient": torch.from_numpy(total if result.mean is None else result.mean),
+        "e2e_query_timer": {
+            result.method: result.query_seconds
+            if result.mean_seconds is None
+            else result.mean_seconds
+        },
         "calculation_query_timer": {n: layer.compute for n, layer in result.layers.items()},
         "io_query_timer": {name: layer.load for name, layer in result.layers.items()},
         "preprocess_timer": {"backward": sum(s or 0.0 for s in result.collect.values())},

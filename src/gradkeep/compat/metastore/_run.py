@@ -13,6 +13,7 @@ import gradkeep as gk
 from gradkeep.capturing import fingerprint_weights
 from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._layers import target_layers
+from gradkeep.compat.metastore._mean_query import AVERAGED, mean_query
 from gradkeep.compat.metastore._models import build_model, choose_gradients
 from gradkeep.compat.metastore._results import LayerTime, MethodResult, write_results
 from gradkeep.errors import CaptureError, Conflict, GradkeepError, SchemaMismatch
@@ -84,19 +85,40 @@ def measure(experiment: MetaStoreExperiment) -> tuple[Path, MethodResult]:
         times[name] = LayerTime(path, loading, max(0.0, whole - loading))
         total = total + found.values.numpy()
         print(f"{path}: load {loading:.3f} s, compute {times[name].compute:.3f} s")
+    query_seconds = time.perf_counter() - started
+    mean_seconds, mean = _mean(experiment, store, queries, rows)
     result = MethodResult(
         method=experiment.method,
         scores=total,
+        mean=mean,
         query_ids=_ids(store, queries),
         train_ids=_ids(store, rows),
         collect=collected,
         layers=times,
-        query_seconds=time.perf_counter() - started,
+        query_seconds=query_seconds,
+        mean_seconds=mean_seconds,
         bytes={side.split: store.read(side.key).manifest.bytes for side in (rows, queries)},
     )
     folder = write_results(experiment, result)
     print(f"{experiment.method}: {total.shape[0]} queries x {total.shape[1]} samples in {folder}")
     return folder, result
+
+
+def _mean(
+    experiment: MetaStoreExperiment, store: gk.Store, queries: _Side, rows: _Side
+) -> tuple[float | None, Any]:
+    """What MetaStore asks `half` and `recon`, the mean of all queries `[N]`, with its seconds."""
+    if experiment.method not in AVERAGED:
+        return None, None
+    seconds, found = _timed(
+        lambda: mean_query(
+            experiment.method,
+            _gradients(store, queries, None),
+            _gradients(store, rows, None),
+            memory_budget=experiment.memory_budget,
+        )
+    )
+    return seconds, found.numpy()
 
 
 def _train_side(experiment: MetaStoreExperiment, data: Any, layers: dict[str, str]) -> _Side:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._display import format_size
 from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.metastore.experiment_run import SweptMethod
 
-_COLOURS = {"load": "#56b4e9", "compute": "#0072b2", "bytes": "#009e73"}
+_COLOURS = {"load": "#56b4e9", "compute": "#0072b2", "bytes": "#009e73", "mean": "#d55e00"}
 
 
 def draw_sweep(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
@@ -45,21 +46,32 @@ def _figure(rows: Sequence[SweptMethod]) -> Any:
         _panels(axes[0][column], axes[1][column], own)
         data, model, samples, queries = case
         axes[0][column].set_title(f"{model}, {data}\n{samples} samples, {queries} queries")
-    axes[0][0].set_ylabel("seconds for all queries")
+    axes[0][0].set_ylabel("seconds, every query by itself")
     axes[1][0].set_ylabel("bytes kept of the samples")
-    axes[0][0].legend(frameon=False)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
 def _panels(above: Any, below: Any, rows: Sequence[SweptMethod]) -> None:
     names = [row.method for row in rows]
-    load, compute = ([value or 0.0 for value in values] for values in _seconds(rows))
+    load = [row.load_seconds or 0.0 for row in rows]
+    compute = [row.compute_seconds or 0.0 for row in rows]
     above.bar(names, load, color=_COLOURS["load"], label="load")
-    above.bar(names, compute, bottom=load, color=_COLOURS["compute"], label="compute")
-    below.bar(names, [row.train_bytes or 0 for row in rows], color=_COLOURS["bytes"])
+    whole = above.bar(names, compute, bottom=load, color=_COLOURS["compute"], label="compute")
+    both = [a + b for a, b in zip(load, compute, strict=True)]
+    above.bar_label(whole, [f"{value:.3g}" for value in both], fontsize=9)
+    asked = [(at, row) for at, row in enumerate(rows) if row.mean_query_seconds is not None]
+    above.plot(
+        [at for at, _ in asked],
+        [row.mean_query_seconds for _, row in asked],
+        "D",
+        color=_COLOURS["mean"],
+        label="one product with the mean query",
+    )
+    sizes = [row.train_bytes or 0 for row in rows]
+    bars = below.bar(names, sizes, color=_COLOURS["bytes"])
+    below.bar_label(bars, [format_size(size) for size in sizes], fontsize=9)
     # Whole gradients take hundreds of times the bytes of factors.
     below.set_yscale("log")
-
-
-def _seconds(rows: Sequence[SweptMethod]) -> tuple[list[float | None], list[float | None]]:
-    return [row.load_seconds for row in rows], [row.compute_seconds for row in rows]
+    below.set_ylim(bottom=min(sizes) / 10, top=max(sizes) * 4)

@@ -49,6 +49,8 @@ def ended(train: Callable[[], Any]) -> int:
     except OSError as error:
         print(f"trainer: {error.filename or ''}: {error.strerror}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # the epochs before are whole
+        return 130
     return 0
 
 
