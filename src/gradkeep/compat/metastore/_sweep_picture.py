@@ -69,6 +69,7 @@ def _panels(above: Any, below: Any, rows: Sequence[SweptMethod]) -> None:
         color=_COLOURS["mean"],
         label="one product with the mean query",
     )
+    above.margins(y=0.12)  # room for the numbers on top
     sizes = [row.train_bytes or 0 for row in rows]
     bars = below.bar(names, sizes, color=_COLOURS["bytes"])
     below.bar_label(bars, [format_size(size) for size in sizes], fontsize=9)
