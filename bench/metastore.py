@@ -214,7 +214,7 @@ def operator(
     report.check(f"{what}, MetaStore's formula", theirs() + biases, truth, EXACT)
     quick, slow = by_turns(ours, theirs)
     slow *= ROWS / slow_rows
-    ways = ", ".join(dict.fromkeys(step.how for step in engine.plan.steps))
+    ways = ", ".join(dict.fromkeys(step.compute for step in engine.plan.steps))
     each = f"{slow / queries * 1e3:.2f} and {quick / queries * 1e3:.3f} ms a query; {ways}; {told}"
     report.row(what, slow / quick, bar, each)
 
