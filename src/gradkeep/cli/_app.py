@@ -52,6 +52,7 @@ COMMANDS = (
     Command("suspects", "_attribute", "Show the rows whose labels are most likely wrong."),
     Command("methods", "_attribute", "List the methods: what each needs and costs."),
     Command("trak", "_maintenance", "Results of the released TRAK package.", "import"),
+    Command("sweep", "_metastore", "Its four methods on its data: time and bytes.", "metastore"),
     Command("gc", "_maintenance", "Free the space of old versions and unfinished writes."),
     Command("delete", "_maintenance", "Delete a capture or saved scores with all versions."),
     Command("simulate", "_remat", "Run a recorded step in a smaller memory budget.", "remat"),
@@ -75,6 +76,7 @@ COMMANDS = (
 GROUPS = {
     "datamodels": "Models on many subsets: train them, fit how their outputs depend on the data.",
     "import": "Results of other systems, brought into a store.",
+    "metastore": "MetaStore's experiments, from its own configuration file.",
     "remat": "Training in fewer bytes: record a step, simulate smaller budgets.",
 }
 """What `gradkeep --help` says of each group."""

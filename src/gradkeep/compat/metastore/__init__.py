@@ -1,1 +1,21 @@
-"""MetaStore's command line on gradkeep: the same flags, configuration and method names."""
+"""MetaStore's command line, models, trainers and experiments on gradkeep, under its names."""
+
+from typing import TYPE_CHECKING
+
+from gradkeep._public import lazy_names
+from gradkeep.compat.metastore._layers import unwrap
+
+if TYPE_CHECKING:
+    from gradkeep.compat.metastore._models import Customized_Bert_Model
+    from gradkeep.data import VGG16, ResNet50
+else:  # the classes need torch; a type checker would take every name for one that may exist
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Customized_Bert_Model": "gradkeep.compat.metastore._models",
+            "ResNet50": "gradkeep.data",
+            "VGG16": "gradkeep.data",
+        },
+    )
+
+__all__ = ["VGG16", "Customized_Bert_Model", "ResNet50", "unwrap"]

@@ -17,23 +17,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", default="imagenet")
     parser.add_argument("--num_analyzed_samples", type=int, default=100)
     parser.add_argument("--num_query", type=int, default=1)
+    parser.add_argument(
+        "--test_indices", metavar="3,17,20-29", help="these test samples, not the first num_query"
+    )
+    parser.add_argument(
+        "--name", help="keeps gradients and results apart from those of other names"
+    )
+    parser.add_argument(
+        "--weights_only",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="gradients of weights alone, as MetaStore's; with --no-weights_only of biases too",
+    )
     given = parser.parse_args(arguments)
     from gradkeep.compat.metastore._config import read
     from gradkeep.compat.metastore._run import run
 
+    flags = vars(given)
     try:
-        experiment = read(
-            given.config,
-            method=given.method,
-            target_model=given.target_model,
-            data=given.data,
-            num_analyzed_samples=given.num_analyzed_samples,
-            num_query=given.num_query,
-        )
-        run(experiment)
+        run(read(flags.pop("config"), **flags))
     except GradkeepError as error:
         print(f"metastore: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"metastore: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # what is kept is kept: the next run goes on from there
+        return 130
     return 0
 
 

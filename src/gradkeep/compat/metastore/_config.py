@@ -1,18 +1,17 @@
-"""MetaStore's configuration file: blocks for the system, each model and each data set."""
+"""MetaStore's configuration file and flags: one block of each kind makes an experiment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradkeep.data import dataset, model
+from gradkeep import _arguments
+from gradkeep.compat.metastore._blocks import ConfigBlock, read_yaml
+from gradkeep.compat.metastore._test_indices import parse_indices
+from gradkeep.compat.metastore._working_folder import WorkingFolder
 from gradkeep.errors import CaptureError
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 METHODS = ("naive", "ted", "half", "recon")
 _ENCODINGS = {
@@ -22,7 +21,14 @@ _ENCODINGS = {
     "torch.qint32": "plain",
     "float32": "plain",
 }
+_HIDDEN = 768
 _LEAST_MEMORY = 256 << 20
+OWN_CHECKPOINTS = {
+    "vgg16": "models/vgg16_models/cifar10_state_dict_finetune_{}.pth",
+    "bert": "models/bert_models/agnews_state_dict_finetune_{}_{}.pth",
+    "resnet50": "models/resnet50_models/imagenet_state_dict_finetune_{}.pth",
+}
+"""Where MetaStore's program itself looks, whatever `checkpoint_path` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,85 +36,109 @@ class MetaStoreExperiment:
     """One run, with everything that the configuration and the flags say about it."""
 
     config: Path
+    folder: WorkingFolder
     method: str
     model_name: str
     data_name: str
     target_layers: tuple[str, ...]
+    valid_layer_types: tuple[str, ...]
     num_analyzed_samples: int
     num_query: int
+    test_indices: tuple[int, ...] | None
+    """The test samples that are asked about; None: the first `num_query`."""
     batch_size: int
+    """Rows at once: those of the data block, but never more than may wait to be stored."""
     artifacts: Path
     logs: Path
+    name: str | None
+    """Keeps gradients and results apart from those of other names."""
+    collect: bool
+    """Whether what is not kept yet is collected, or refused."""
+    weights_only: bool
+    """Whether gradients are those of weights alone, as MetaStore's, or of biases too."""
     encoding: str
     memory_budget: int
     target_epoch: int
     checkpoint: Path | None
+    vocabulary: Path
+    """The file of WordPiece tokens, which stands beside Bert's checkpoint."""
     files: Mapping[str, str]
-    """Where the data is: `data_dir`, or `train_file` and `test_file`."""
+    """Where the data is, as the file says it: `data_dir`, or `train_file` and `test_file`."""
     sizes: Mapping[str, Any]
     """Sizes of the model, where the block gives any."""
+    device: str
     seed: int
+    merged: Mapping[str, Any] = field(repr=False)
+    """The chosen blocks with the flags in them, as MetaStore writes them beside its results."""
 
 
-def read(path: str, **flags: Any) -> MetaStoreExperiment:
-    """The experiment that a file and the flags describe; what is missing is named."""
-    import yaml
-
-    file = Path(path)
-    if not file.exists():
-        raise CaptureError("there is no such configuration", path=path, fix="pass --config FILE")
-    content = yaml.safe_load(file.read_text())
-    if not isinstance(content, Mapping):
-        raise CaptureError("a configuration is a mapping", path=path)
-    system = _block(content, "system", path)
-    model = _named(
-        _block(content, "target_model", path), flags["target_model"], "target_model", path
-    )
-    data = _named(_block(content, "data", path), flags["data"], "data", path)
-    method = flags["method"]
-    valid = tuple(system.get("valid_methods", METHODS))
-    if method not in valid or method not in METHODS:
+def read(
+    path: str,
+    *,
+    method: str,
+    target_model: str,
+    data: str,
+    num_analyzed_samples: int,
+    num_query: int,
+    test_indices: str | None = None,
+    name: str | None = None,
+    weights_only: bool = True,
+) -> MetaStoreExperiment:
+    """The experiment that a file and the flags describe; what is missing or wrong is named."""
+    content = read_yaml(path)
+    system = ConfigBlock.checked(path, "system", _block(content, "system", path), "system")
+    model = _named(_block(content, "target_model", path), target_model, "target_model", path)
+    source = _named(_block(content, "data", path), data, "data", path)
+    if method not in system.texts("valid_methods", METHODS) or method not in METHODS:
         raise CaptureError(f"no method {method!r}", path=path, expected=", ".join(METHODS))
-    quant, io = system.get("quant") or {}, system.get("io") or {}
-    precision = str(quant.get("quant_float_precision", "float32"))
-    if quant.get("use_quant") and precision not in _ENCODINGS:
-        raise CaptureError(
-            f"no quant_float_precision {precision!r}", path=path, expected=", ".join(_ENCODINGS)
-        )
-    share = float(io.get("gpu_memory_threshold", io.get("gpu_memory_cache_threshold", 0.02)))
-    epoch = int(model.get("target_epoch", 2))
-    template = model.get("checkpoint_path")
-    base = file.resolve().parent
-    out = str(system.get("out_dir_base", "."))
-    layers = model.get("target_layers") or ()
-    if not layers:
-        raise CaptureError(f"target_model.{flags['target_model']}: no target_layers", path=path)
-    for name in ("num_analyzed_samples", "num_query"):
-        if flags[name] < 1:
-            raise CaptureError(f"--{name} must be at least 1", found=flags[name])
+    for flag, value in (("num_analyzed_samples", num_analyzed_samples), ("num_query", num_query)):
+        if value < 1:
+            raise CaptureError(f"--{flag} must be at least 1", found=value, fix=f"--{flag} 1")
+    chosen = None if test_indices is None else parse_indices(test_indices)
+    _refuse_what_is_not_done(system, model)
+    quant, io = system.inner("quant"), system.inner("io")
+    folder = WorkingFolder.of(Path(path))
+    epoch = model.count("target_epoch", 2, least=0)
+    sizes = _sizes(model)
+    model_name = model.text("model_name", target_model)
+    checkpoint = _checkpoint(model, model_name, folder, epoch, sizes)
+    beside = folder.current / "models" if checkpoint is None else checkpoint.parent
     return MetaStoreExperiment(
-        config=file,
+        config=Path(path),
+        folder=folder,
         method=method,
-        model_name=str(model.get("model_name", flags["target_model"])),
-        data_name=str(data.get("data_name", flags["data"])),
-        target_layers=tuple(str(layer) for layer in layers),
-        num_analyzed_samples=flags["num_analyzed_samples"],
-        num_query=flags["num_query"],
-        batch_size=int(data.get("batch_size", 100)),
-        artifacts=base / str(system.get("artifacts_store_base", "./artifacts/")),
+        model_name=model_name,
+        data_name=source.text("data_name", data),
+        target_layers=model.texts("target_layers"),
+        valid_layer_types=system.texts("valid_layer_types", ("linear", "conv2d")),
+        num_analyzed_samples=num_analyzed_samples,
+        num_query=num_query if chosen is None else len(chosen),
+        test_indices=chosen,
+        batch_size=min(source.count("batch_size", 100), _store_batch(io)),
+        artifacts=folder.current / system.text("artifacts_store_base", "./artifacts/"),
         # Joined as text: its own default, "/output/result", was taken for the root of the disk.
-        logs=base / out / "log",
-        encoding=_ENCODINGS[precision] if quant.get("use_quant") else "plain",
-        memory_budget=max(_LEAST_MEMORY, int(share * _free_memory())),
+        logs=folder.current / system.text("out_dir_base", ".") / "log",
+        name=_name(name),
+        collect=system.flag("collect_artifacts", default=True),
+        weights_only=weights_only,
+        encoding=_encoding(quant),
+        memory_budget=max(_LEAST_MEMORY, int(_memory_share(io) * _free_memory())),
         target_epoch=epoch,
-        checkpoint=None if template is None else base / str(template).format(epoch),
+        checkpoint=checkpoint,
+        vocabulary=folder.find(model.text("vocab_file", str(beside / "vocab.txt"))),
         files={
-            key: str(base / str(data[key]))
-            for key in ("data_dir", "train_file", "dev_file", "test_file")
-            if data.get(key)
+            key: source.text(key, "")
+            for key in ("data_dir", "train_file", "dev_file", "test_file", "unlabeled_file")
+            if source.values.get(key) is not None
         },
-        sizes=model.get("sizes") or {},
-        seed=int(system.get("random_seed", 1)),
+        sizes=sizes,
+        device=system.word("device", "cuda", ("cuda", "cpu"), fix="write device: cuda or cpu"),
+        seed=system.count("random_seed", 1, least=0),
+        merged={
+            "system": {**system.values, "method": method, "num_query": num_query},
+            "target_model": dict(model.values),
+            "data": {**source.values, "num_analyzed_samples": num_analyzed_samples},
+        },
     )
 
 
@@ -119,11 +149,101 @@ def _block(content: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any
     return found
 
 
-def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> Mapping[str, Any]:
+def _named(block: Mapping[str, Any], name: str, what: str, path: str) -> ConfigBlock:
     found = block.get(name)
     if not isinstance(found, Mapping):
-        raise CaptureError(f"no {what} {name!r}", path=path, expected=", ".join(map(str, block)))
-    return found
+        raise CaptureError(
+            f"no {what} {name!r}",
+            path=path,
+            expected=", ".join(map(str, block)),
+            fix=f"pass --{what} with one of them, or add the block",
+        )
+    return ConfigBlock.checked(path, f"{what}.{name}", found, what)
+
+
+def _refuse_what_is_not_done(system: ConfigBlock, model: ConfigBlock) -> None:
+    """Values that nothing here acts upon: MetaStore passes over them in silence."""
+    system.word("float_precision", "float32", ("float32",), fix="for fewer bytes see system.quant")
+    model.word("loss_func", "cross_entropy", ("cross_entropy",), fix="use gk.capture with a task")
+    for kind in system.texts("valid_layer_types", ("linear", "conv2d")):
+        if kind not in ("linear", "conv2d"):
+            raise system.refused(
+                "valid_layer_types", expected="linear, conv2d", fix="use gk.capture for others"
+            )
+
+
+def _sizes(model: ConfigBlock) -> Mapping[str, Any]:
+    sizes = model.values.get("sizes") or {}
+    if not isinstance(sizes, Mapping) or not all(isinstance(key, str) for key in sizes):
+        raise model.refused("sizes", expected="a mapping of sizes", fix="for example {width: 8}")
+    if sizes.get("pooler"):
+        raise CaptureError(
+            f"{model.where}.sizes.pooler: MetaStore's Bert has none, it reads [CLS] itself",
+            path=model.path,
+            fix="take pooler out; the pooler's weights in a checkpoint are passed over",
+        )
+    return sizes
+
+
+def _checkpoint(
+    model: ConfigBlock,
+    model_name: str,
+    folder: WorkingFolder,
+    epoch: int,
+    sizes: Mapping[str, Any],
+) -> Path | None:
+    """The file of the epoch: where the key says, or else where MetaStore's program looks."""
+    own = OWN_CHECKPOINTS.get(model_name.lower())
+    template = model.values.get("checkpoint_path", own)
+    if template is None:
+        return None
+    try:
+        named = str(template).format(epoch, sizes.get("dim", _HIDDEN))
+    except (IndexError, KeyError, ValueError, AttributeError):
+        raise model.refused(
+            "checkpoint_path",
+            expected="a template with {} for the epoch and, after it, {} for the hidden size",
+            fix=f"for example {own!r}",
+        ) from None
+    _arguments.file_path(f"{model.where}.checkpoint_path", named, error=CaptureError)
+    place = folder.find(named)
+    usual = place if own is None else folder.find(own.format(epoch, sizes.get("dim", _HIDDEN)))
+    return usual if not place.exists() and usual.exists() else place
+
+
+def _store_batch(io: ConfigBlock) -> int:
+    """How many rows may wait to be stored; the README calls the key by its second name."""
+    if "store_batch_size" in io.values:
+        return io.count("store_batch_size", 100)
+    return io.count("max_store_batch_size", 100)
+
+
+def _memory_share(io: ConfigBlock) -> float:
+    key = "gpu_memory_cache_threshold"
+    return io.share(key if key in io.values else "gpu_memory_threshold", 0.02)
+
+
+def _encoding(quant: ConfigBlock) -> str:
+    if not quant.flag("use_quant", default=False):
+        return "plain"
+    precision = quant.word(
+        "quant_float_precision",
+        "float32",
+        tuple(_ENCODINGS),
+        fix="write one of them, or use_quant: false",
+    )
+    return _ENCODINGS[precision]
+
+
+def _name(name: str | None) -> str | None:
+    short = name is not None and len(name) <= 40
+    if name is not None and not (short and name.replace("-", "").replace("_", "").isalnum()):
+        raise CaptureError(
+            f"--name cannot be {_arguments.shown(name)}",
+            expected="at most 40 letters, digits, - or _",
+            fix="--name second",
+        )
+    return name
 
 
 def _free_memory() -> int:
@@ -134,69 +254,3 @@ def _free_memory() -> int:
         return int(free.split()[1]) << 10
     except (OSError, StopIteration):
         return 8 << 30
-
-
-_MODELS = {"vgg16": "vgg16", "bert": "bert", "resnet50": "resnet50"}
-_DATA = {"cifar10": "cifar10", "agnews": "agnews", "imagenet": "imagefolder"}
-_SIZES: dict[str, dict[str, Any]] = {
-    "bert": {"dim": 768, "heads": 12, "layers": 12, "inner": 3072, "segments": 2, "pooler": True}
-}
-
-
-def make_data(experiment: MetaStoreExperiment) -> tuple[Any, Any]:
-    """The training and the test set."""
-    kind = _DATA.get(experiment.data_name.lower())
-    if kind is None:
-        raise CaptureError(f"no data {experiment.data_name!r}", expected=", ".join(_DATA))
-    files = experiment.files
-    if kind == "agnews":
-        if "train_file" not in files:
-            raise CaptureError("data.AGNews: no train_file", fix="give train_file and test_file")
-        train = dataset(kind, files["train_file"])
-        test_file = files.get("test_file", files.get("dev_file", files["train_file"]))
-        return train, dataset(kind, test_file, split="test", vocabulary=files["train_file"])
-    if "data_dir" not in files:
-        raise CaptureError(f"data.{experiment.data_name}: no data_dir", fix="say where the data is")
-    options = {"resize": 64, "crop": 64} if kind == "imagefolder" else {}
-    held_out = "val" if kind == "imagefolder" else "test"
-    folder = files["data_dir"]
-    return dataset(kind, folder, split="train", **options), dataset(
-        kind, folder, split=held_out, **options
-    )
-
-
-def make_model(experiment: MetaStoreExperiment, train: Any) -> nn.Module:
-    """The model, sized for the data, before its weights are loaded."""
-    name = _MODELS.get(experiment.model_name.lower())
-    if name is None:
-        raise CaptureError(f"no model {experiment.model_name!r}", expected="VGG16, Bert, ResNet50")
-    sizes = {**_SIZES.get(name, {}), **experiment.sizes, "classes": len(train.classes)}
-    if name == "bert":
-        ids, _ = train.input_ids, train.attention_mask
-        sizes.setdefault("vocabulary", len(train.vocabulary))
-        sizes.setdefault("length", ids.shape[1])
-    return model(name, seed=experiment.seed, **sizes)
-
-
-def dotted_names(network: nn.Module, wanted: tuple[str, ...]) -> list[str]:
-    """Layer paths for names like `net_conv13`: `net`, then the path with `_` for every dot.
-
-    Such names can mean two layers; that is an error, as is one that means none.
-    """
-    known: dict[str, list[str]] = {}
-    for path, _ in network.named_modules():
-        if path:
-            known.setdefault("net_" + path.replace(".", "_"), []).append(path)
-    found = []
-    for name in wanted:
-        paths = known.get(name, [path for path in (name,) if path in dict(network.named_modules())])
-        if not paths:
-            raise CaptureError(
-                f"no layer {name!r}",
-                expected="'net_' and the path of a layer, such as net_conv13",
-                found=", ".join(list(known)[:6]) + " ...",
-            )
-        if len(paths) > 1:
-            raise CaptureError(f"{name!r} means two layers", found=", ".join(paths))
-        found.append(paths[0])
-    return found

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-import warnings
-from datetime import date
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
+import xxhash
 
 import gradkeep as gk
-from gradkeep.compat.metastore._config import dotted_names, make_data, make_model
+from gradkeep.capturing import fingerprint_weights
+from gradkeep.compat.metastore._data import DataSource
+from gradkeep.compat.metastore._layers import target_layers
+from gradkeep.compat.metastore._mean_query import AVERAGED, mean_query
+from gradkeep.compat.metastore._models import build_model, choose_gradients
+from gradkeep.compat.metastore._results import LayerTime, MethodResult, write_results
+from gradkeep.errors import CaptureError, Conflict, GradkeepError, SchemaMismatch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from torch import nn
+
     from gradkeep.compat.metastore._config import MetaStoreExperiment
     from gradkeep.query import Gradients
     from gradkeep.store import Encoding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """The training or the test samples of an experiment, and what their capture is called."""
+
+    split: str
+    data: Any
+    positions: range | tuple[int, ...]
+    key: gk.CaptureKey
 
 
 def run(experiment: MetaStoreExperiment) -> Path:
@@ -28,128 +45,245 @@ def run(experiment: MetaStoreExperiment) -> Path:
     `scores.npz` holds every product `[Q, N]` with the ids, and `total`, their sum over the
     queries. All methods give the same numbers: the gradients of each sample's own loss, unscaled.
     """
-    train, test = make_data(experiment)
-    network = make_model(experiment, train)
-    _load_weights(experiment, network)
-    layers = dotted_names(network, experiment.target_layers)
-    storage = "dense" if experiment.method == "naive" else "factors"
-    name = f"{experiment.model_name}_{experiment.data_name}.gradkeep"
-    store = gk.open(experiment.artifacts / name)
-    names = {
-        "train": f"{storage}-{experiment.encoding}-{experiment.num_analyzed_samples}",
-        "test": f"{storage}-{experiment.encoding}-{experiment.num_query}",
+    return measure(experiment)[0]
+
+
+def measure(experiment: MetaStoreExperiment) -> tuple[Path, MethodResult]:
+    """The same, with what was written."""
+    train, test = DataSource(
+        experiment.data_name,
+        experiment.files,
+        experiment.folder,
+        experiment.vocabulary,
+        str(experiment.config),
+    ).load()
+    network = build_model(experiment, train)
+    layers = target_layers(experiment, network)
+    choose_gradients(network, list(layers.values()), weights_only=experiment.weights_only)
+    store = gk.open(
+        experiment.artifacts / f"{experiment.model_name}_{experiment.data_name}.gradkeep"
+    )
+    rows = _train_side(experiment, train, layers)
+    queries = _test_side(experiment, test, layers)
+    if experiment.collect or not store.has(rows.key):
+        _check_room(experiment, store, network, rows)
+    collected = {
+        side.split: _collect(experiment, store, network, list(layers.values()), side)
+        for side in (rows, queries)
     }
-    counts = {"train": experiment.num_analyzed_samples, "test": experiment.num_query}
-    times: dict[str, Any] = {"method": experiment.method, "collect": {}, "layers": {}}
-    for split, data in (("train", train), ("test", test)):
-        part = _first(data, counts[split], split)
-        times["collect"][split] = _collect(
-            experiment, store, network, part, layers, split=split, keep=storage, name=names[split]
-        )
-
-    def side(split: str, layer: str | list[str]) -> Gradients:
-        return gk.gradients(
-            store, split=split, checkpoints="final", name=names[split], layers=layer
-        )
-
+    started = time.perf_counter()
+    times: dict[str, LayerTime] = {}
     total: Any = 0.0
-    for layer in layers:
-        queries, rows = side("test", layer), side("train", layer)
-        loading = _timed(lambda rows=rows: _read(rows))[0]
-        computing, found = _timed(
-            lambda queries=queries, rows=rows: gk.query.dot(
-                queries, rows, compute=experiment.method, memory_budget=experiment.memory_budget
+    for name, path in layers.items():
+        asked, kept = (_gradients(store, side, path) for side in (queries, rows))
+        loading = _timed(lambda kept=kept: _read(kept))[0]
+        whole, found = _timed(
+            lambda asked=asked, kept=kept: gk.query.dot(
+                asked, kept, compute=experiment.method, memory_budget=experiment.memory_budget
             )
         )
-        times["layers"][layer] = {"load": loading, "compute": max(0.0, computing - loading)}
+        times[name] = LayerTime(path, loading, max(0.0, whole - loading))
         total = total + found.values.numpy()
-        print(f"{layer}: load {loading:.3f} s, compute {max(0.0, computing - loading):.3f} s")
-    folder = _folder(experiment)
-    shutil.copy(experiment.config, folder / "config.yaml")
-    np.savez(
-        folder / "scores.npz",
+        print(f"{path}: load {loading:.3f} s, compute {times[name].compute:.3f} s")
+    query_seconds = time.perf_counter() - started
+    mean_seconds, mean = _mean(experiment, store, queries, rows)
+    result = MethodResult(
+        method=experiment.method,
         scores=total,
-        total=total.sum(0),
-        query_ids=side("test", layers).ids,
-        train_ids=side("train", layers).ids,
+        mean=mean,
+        query_ids=_ids(store, queries),
+        train_ids=_ids(store, rows),
+        collect=collected,
+        layers=times,
+        query_seconds=query_seconds,
+        mean_seconds=mean_seconds,
+        bytes={side.split: store.read(side.key).manifest.bytes for side in (rows, queries)},
     )
-    times["bytes"] = {split: _bytes(store, split, name) for split, name in names.items()}
-    (folder / f"times_{experiment.method}.json").write_text(json.dumps(times, indent=2) + "\n")
+    folder = write_results(experiment, result)
     print(f"{experiment.method}: {total.shape[0]} queries x {total.shape[1]} samples in {folder}")
-    return folder
+    return folder, result
+
+
+def _mean(
+    experiment: MetaStoreExperiment, store: gk.Store, queries: _Side, rows: _Side
+) -> tuple[float | None, Any]:
+    """What MetaStore asks `half` and `recon`, the mean of all queries `[N]`, with its seconds."""
+    if experiment.method not in AVERAGED:
+        return None, None
+    seconds, found = _timed(
+        lambda: mean_query(
+            experiment.method,
+            _gradients(store, queries, None),
+            _gradients(store, rows, None),
+            memory_budget=experiment.memory_budget,
+        )
+    )
+    return seconds, found.numpy()
+
+
+def _train_side(experiment: MetaStoreExperiment, data: Any, layers: dict[str, str]) -> _Side:
+    count = experiment.num_analyzed_samples
+    return _side(experiment, "train", data, range(_available("train", data, count)), layers)
+
+
+def _test_side(experiment: MetaStoreExperiment, data: Any, layers: dict[str, str]) -> _Side:
+    chosen = experiment.test_indices
+    if chosen is None:
+        first = range(_available("test", data, experiment.num_query))
+        return _side(experiment, "test", data, first, layers)
+    outside = [index for index in chosen if index >= len(data)]
+    if outside:
+        raise CaptureError(
+            f"--test_indices: there is no test sample {outside[0]}",
+            path=experiment.config,
+            expected=f"0 to {len(data) - 1}",
+            fix="leave out what is not there",
+        )
+    return _side(experiment, "test", data, chosen, layers)
+
+
+def _available(split: str, data: Any, wanted: int) -> int:
+    if wanted > len(data):
+        print(f"{split}: {wanted} samples were asked for, there are {len(data)}")
+    return min(wanted, len(data))
+
+
+def _side(
+    experiment: MetaStoreExperiment,
+    split: str,
+    data: Any,
+    positions: range | tuple[int, ...],
+    layers: dict[str, str],
+) -> _Side:
+    """What is kept of other epochs, layers, parameters or samples has another name."""
+    told = [*layers.values(), f"weights only: {experiment.weights_only}"]
+    if not isinstance(positions, range):
+        told.append(f"samples {positions}")
+    digest = xxhash.xxh3_64_hexdigest("\n".join(told).encode())[:8]
+    name = f"{_storage(experiment)}-{experiment.encoding}-{len(positions)}-{digest}"
+    return _Side(
+        split,
+        data,
+        positions,
+        gk.CaptureKey(f"epoch-{experiment.target_epoch}", split, experiment.name or "main", name),
+    )
+
+
+def _storage(experiment: MetaStoreExperiment) -> str:
+    return "dense" if experiment.method == "naive" else "factors"
 
 
 def _collect(
     experiment: MetaStoreExperiment,
     store: gk.Store,
-    network: Any,
-    data: Any,
+    network: nn.Module,
     layers: list[str],
-    *,
-    split: str,
-    keep: str,
-    name: str,
-) -> float:
-    from torch.utils.data import DataLoader
+    side: _Side,
+) -> float | None:
+    """Seconds that collecting took; None where the gradients were there already."""
+    from torch.utils.data import DataLoader, Subset
 
-    seconds, kept = _timed(
-        lambda: gk.capture(
-            store,
-            network,
-            DataLoader(data, batch_size=experiment.batch_size),
-            task=gk.Classification(),
-            split=split,
-            name=name,
-            layers=layers,
-            keep=keep,
-            encoding=cast("Encoding", experiment.encoding),
-            mode="eval",
+    if side.split == "train" and not experiment.collect:
+        _check_kept(experiment, store, network, side)
+        return None
+    chosen = not isinstance(side.positions, range)
+    try:
+        seconds, kept = _timed(
+            lambda: gk.capture(
+                store,
+                network,
+                DataLoader(Subset(side.data, side.positions), batch_size=experiment.batch_size),
+                task=gk.Classification(),
+                checkpoints=side.key.checkpoint,
+                split=side.split,
+                run=side.key.run,
+                name=side.key.capture,
+                layers=layers,
+                keep=_storage(experiment),
+                encoding=cast("Encoding", experiment.encoding),
+                mode="eval",
+                ids=side.positions if chosen else None,
+            )
         )
-    )
+    except GradkeepError as error:
+        if not store.has(side.key) and not isinstance(error, SchemaMismatch | Conflict):
+            raise
+        raise _other_weights(error, side) from error
     print(f"collect {kept}")
-    return seconds
+    return seconds if kept.rows > kept.reused_rows else None
 
 
-def _first(data: Any, rows: int, split: str) -> Any:
-    from torch.utils.data import Subset
+def _check_kept(
+    experiment: MetaStoreExperiment, store: gk.Store, network: nn.Module, side: _Side
+) -> None:
+    """Refuse to go on with gradients that are not there, or of another checkpoint."""
+    fix = "set system.collect_artifacts: true for one run"
+    try:
+        kept = _gradients(store, side, None)
+    except GradkeepError:
+        raise CaptureError(
+            f"system.collect_artifacts is false, and the gradients of {side.key.checkpoint} are not "
+            "kept (wholly) for these layers and samples",
+            path=experiment.config,
+            found=f"no {side.key.folder} in {store.location}",
+            fix=fix,
+        ) from None
+    if kept.weights != fingerprint_weights(network):
+        raise CaptureError(
+            "system.collect_artifacts is false, and the kept gradients are of other weights",
+            path=experiment.config,
+            found=f"{experiment.checkpoint} has changed since they were kept",
+            fix=f"{fix}, with another --name",
+        )
 
-    if rows > len(data):
-        print(f"{split}: {rows} samples were asked for, there are {len(data)}")
-    return Subset(data, range(min(rows, len(data))))
 
-
-def _load_weights(experiment: MetaStoreExperiment, network: Any) -> None:
-    from gradkeep.capturing import load_weights, put_weights
-
-    path = experiment.checkpoint
-    if path is not None and path.exists():
-        put_weights(network, load_weights(path), name=str(path))
-        return
-    warnings.warn(
-        f"no checkpoint{'' if path is None else f' at {path}'}: the model has random weights "
-        f"(seed {experiment.seed})",
-        gk.CaptureWarning,
-        stacklevel=2,
+def _other_weights(error: GradkeepError, side: _Side) -> GradkeepError:
+    return CaptureError(
+        f"what is kept of {side.split} at {side.key.checkpoint} was made by another checkpoint, "
+        f"model or data: {error.what}",
+        path=error.path,
+        found=error.found,
+        expected=error.expected,
+        fix="pass --name NEW to keep these beside the old ones, or delete the store",
     )
+
+
+def _check_room(
+    experiment: MetaStoreExperiment, store: gk.Store, network: nn.Module, rows: _Side
+) -> None:
+    """Refuse whole gradients that the disk cannot hold before hours are spent on them."""
+    if _storage(experiment) != "dense" or store.has(rows.key):
+        return
+    each = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    wanted = 4 * each * len(rows.positions)
+    free = shutil.disk_usage(experiment.artifacts).free
+    if wanted > free:
+        raise CaptureError(
+            f"naive keeps whole gradients, and the disk of {experiment.artifacts} is too small",
+            found=f"{free / 1e9:.1f} GB free",
+            expected=f"{wanted / 1e9:.1f} GB for {len(rows.positions)} samples",
+            fix="fewer --num_analyzed_samples or target_layers; or ted, half or recon",
+        )
+
+
+def _gradients(store: gk.Store, side: _Side, layers: str | None) -> Gradients:
+    return gk.gradients(
+        store,
+        split=side.split,
+        checkpoints=side.key.checkpoint,
+        run=side.key.run,
+        name=side.key.capture,
+        layers=layers,
+    )
+
+
+def _ids(store: gk.Store, side: _Side) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return _gradients(store, side, None).ids
 
 
 def _read(side: Gradients) -> None:
     for _ in side.stream(1024):
         pass
-
-
-def _bytes(store: gk.Store, split: str, name: str) -> int:
-    return store.read(gk.CaptureKey("final", split, "main", name)).manifest.bytes
-
-
-def _folder(experiment: MetaStoreExperiment) -> Path:
-    name = (
-        f"{experiment.method}_{experiment.data_name}_{experiment.num_analyzed_samples}_"
-        f"{experiment.num_query}"
-    )
-    folder = experiment.logs / date.today().isoformat() / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _timed(function: Any) -> tuple[float, Any]:

@@ -1,5 +1,6 @@
 """MetaStore's command line: its configuration, its names, its four methods, without its defects."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -48,19 +49,23 @@ def run(config, method, *more):
     return main(["--config", str(config), "--method", method, *flags, *counts, *more])
 
 
-def test_the_four_methods_agree_with_autograd_and_score_every_sample(config):
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_four_methods_agree_with_autograd_and_score_every_sample(config, biases):
     found = {}
     for method in ("naive", "ted", "half", "recon"):
-        assert run(config, method) == 0
+        assert run(config, method, *(["--no-weights_only"] if biases else [])) == 0
         folder = next(config.parent.glob(f"log/*/{method}_cifar10_25_3"))
         found[method] = np.load(folder / "scores.npz")
         times = json.loads((folder / f"times_{method}.json").read_text())
         assert set(times["layers"]) == {"conv13", "l1"}
         assert set(times["layers"]["conv13"]) == {"load", "compute"}
     network = model("vgg16", width=4, seed=3).eval()
+    scaling = gk.data.Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
     data = {
-        s: gk.data.dataset("cifar10", config.parent / "images.npz", split=s)
-        for s in ("train", "test")
+        split: dataclasses.replace(
+            gk.data.dataset("cifar10", config.parent / "images.npz", split=split), scaling=scaling
+        )
+        for split in ("train", "test")
     }
     dense = {}
     for split, count in (("train", 25), ("test", 3)):
@@ -68,7 +73,9 @@ def test_the_four_methods_agree_with_autograd_and_score_every_sample(config):
         for index in range(count):
             x, y = data[split][index]
             loss = torch.nn.functional.cross_entropy(network(x[None]), torch.as_tensor([y]))
-            weights = [*network.conv13.parameters(), *network.l1.parameters()]
+            weights = [network.conv13.weight, network.l1.weight]
+            if biases:
+                weights += [network.conv13.bias, network.l1.bias]
             rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)]))
         dense[split] = torch.stack(rows).double()
     truth = (dense["test"] @ dense["train"].T).numpy()

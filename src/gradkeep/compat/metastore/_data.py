@@ -1,0 +1,178 @@
+"""MetaStore's three data sets, numbers and all, as its program feeds them to its models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.compat.metastore._wordpiece import WordPiece
+from gradkeep.data import Scaling, dataset, load_cifar10
+from gradkeep.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+    from gradkeep.compat.metastore._working_folder import WorkingFolder
+
+CIFAR_SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+"""The deviations are means of those of single pictures; over all pixels they are 0.247, 0.243, 0.262."""
+TEXT_LENGTH = 32
+NEWS = ("World", "Sports", "Business", "Sci/Tech")
+_BATCHES = ("data_batch_1", "test_batch", "data_batch_1.bin", "test_batch.bin")
+_INSIDE = ("", "cifar-10-batches-py", "cifar-10-batches-bin")
+_SIDE = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WordPieceTexts:
+    """Texts as WordPiece ids in a fixed order: `texts[i]` is a dictionary of tensors."""
+
+    input_ids: torch.Tensor
+    """`[N, 32]`, int64"""
+    attention_mask: torch.Tensor
+    """`[N, 32]`, int64"""
+    labels: torch.Tensor
+    """`[N]`, int64"""
+    classes: tuple[str, ...]
+    vocabulary: WordPiece
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, position: Any) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": self.input_ids[position],
+            "attention_mask": self.attention_mask[position],
+            "labels": self.labels[position],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Where a data set lies and how it is called: a block of the configuration, or a trainer's flags."""
+
+    name: str
+    files: Mapping[str, str]
+    folder: WorkingFolder
+    vocabulary: Path
+    said_by: str
+    """The file or command that says so, for messages."""
+
+    def load(self) -> tuple[Any, Any]:
+        """The training and the test set."""
+        loaders = {
+            "cifar10": self._pictures,
+            "agnews": self._news,
+            "imagenet": self._large_pictures,
+        }
+        load = loaders.get(self.name.lower())
+        if load is None:
+            raise DataError(
+                f"data.{self.name}.data_name: no such data",
+                path=self.said_by,
+                expected="cifar10, AGNews, imagenet",
+                fix="for others use gk.capture",
+            )
+        return load()
+
+    def _pictures(self) -> tuple[Any, Any]:
+        """CIFAR-10 from `data_dir` or, as MetaStore's program has it, from `data`."""
+        given = [self.files["data_dir"]] if "data_dir" in self.files else []
+        places = [place for path in (*given, "data") for place in self.folder.candidates(path)]
+        place = next((place for place in places if _holds_cifar(place)), None)
+        if place is None:
+            raise DataError(
+                "data.cifar10.data_dir: CIFAR-10 is not here",
+                path=self.said_by,
+                found=f"nothing in {', '.join(map(str, places))}",
+                expected="cifar-10-batches-py, cifar-10-batches-bin or an .npz file",
+                fix=f"unpack cifar-10-python.tar.gz in {self.folder.current / 'data'}",
+            )
+        train, test = (
+            dataclasses.replace(load_cifar10(place, split=split), scaling=CIFAR_SCALING)
+            for split in ("train", "test")
+        )
+        return train, test
+
+    def _large_pictures(self) -> tuple[Any, Any]:
+        """Pictures of 64 x 64, not normalised, never turned or moved."""
+        place = self._found("data_dir", "./data/imagenet64")
+        options = {"resize": _SIDE, "crop": _SIDE, "normalise": False}
+        train, test = (
+            dataset("imagefolder", place, split=split, **options) for split in ("train", "val")
+        )
+        return train, test
+
+    def _news(self) -> tuple[Any, Any]:
+        train = self._found("train_file", "./data/AGNews/train_data.json")
+        test = self._found("test_file", "./data/AGNews/test_data.json")
+        if train.suffix in (".csv", ".tsv"):
+            return dataset("agnews", train), dataset("agnews", test, split="test", vocabulary=train)
+        pieces = WordPiece.read(self.vocabulary)
+        return _records(train, pieces), _records(test, pieces)
+
+    def _found(self, key: str, default: str) -> Path:
+        place = self.folder.find(self.files.get(key, default))
+        if not place.exists():
+            tried = ", ".join(map(str, self.folder.candidates(self.files.get(key, default))))
+            raise DataError(
+                f"data.{self.name}.{key}: there is nothing",
+                path=self.said_by,
+                found=f"nothing at {tried}",
+                fix=f"put the data there, or change {key}",
+            )
+        return place
+
+
+def _holds_cifar(place: Path) -> bool:
+    return place.is_file() or any(
+        (place / inside / name).is_file() for inside in _INSIDE for name in _BATCHES
+    )
+
+
+def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
+    """A JSON list of `{"text": ..., "label": 0 to 3}`; other keys are passed over."""
+    import torch
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            "the texts cannot be read",
+            path=path,
+            found=" ".join(str(error).split())[:200],
+            expected='a JSON list of {"text": ..., "label": ...}',
+        ) from None
+    texts, labels = _columns(path, found)
+    ids, mask = pieces.encode(texts, length=TEXT_LENGTH)
+    return WordPieceTexts(
+        torch.from_numpy(ids), torch.from_numpy(mask), torch.tensor(labels), NEWS, pieces
+    )
+
+
+def _columns(path: Path, found: object) -> tuple[Sequence[str], Sequence[int]]:
+    if not isinstance(found, list) or not found:
+        raise DataError(
+            "these are no records",
+            path=path,
+            found=type(found).__name__ if found else "nothing",
+            expected='a JSON list of {"text": ..., "label": ...}',
+            fix="write it with DataFrame.to_json(path, orient='records')",
+        )
+    for number, record in enumerate(found):
+        text = record.get("text") if isinstance(record, Mapping) else None
+        label = record.get("label") if isinstance(record, Mapping) else None
+        if not isinstance(text, str) or type(label) is not int or not 0 <= label < len(NEWS):
+            raise DataError(
+                f"record {number} is no text with its class",
+                path=path,
+                found=str(record)[:120],
+                expected=f'"text", and "label" from 0 to {len(NEWS) - 1}',
+            )
+    return [record["text"] for record in found], [record["label"] for record in found]

@@ -1,0 +1,113 @@
+"""What an experiment leaves behind: arrays and JSON of ours, and the files that MetaStore writes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gradkeep.compat.metastore._config import MetaStoreExperiment
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds that one layer took."""
+
+    path: str
+    load: float
+    compute: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MethodResult:
+    """The answers of one method and what they took."""
+
+    method: str
+    scores: np.ndarray[Any, np.dtype[np.float32]]
+    """`[Q, N]`"""
+    mean: np.ndarray[Any, np.dtype[np.float32]] | None
+    """`[N]`: the products with the mean query, of the methods that MetaStore asks about it."""
+    query_ids: np.ndarray[Any, np.dtype[np.int64]]
+    train_ids: np.ndarray[Any, np.dtype[np.int64]]
+    collect: Mapping[str, float | None]
+    """Seconds per split; None where the gradients were kept before."""
+    layers: Mapping[str, LayerTime]
+    """By MetaStore's names."""
+    query_seconds: float
+    """For every query by itself."""
+    mean_seconds: float | None
+    """For the mean query."""
+    bytes: Mapping[str, int]
+    """On disk, per split."""
+
+    @property
+    def load(self) -> float:
+        """Seconds to read the kept gradients of the training samples."""
+        return sum(layer.load for layer in self.layers.values())
+
+    @property
+    def compute(self) -> float:
+        """Seconds to multiply them."""
+        return sum(layer.compute for layer in self.layers.values())
+
+
+def write_results(experiment: MetaStoreExperiment, result: MethodResult) -> Path:
+    """Write everything into `log/<date>/<method>_<data>_<samples>_<queries>` and return it."""
+    import yaml
+
+    method = result.method
+    parts = [method, experiment.data_name, experiment.num_analyzed_samples, experiment.num_query]
+    parts += [] if experiment.name is None else [experiment.name]
+    folder = experiment.logs / date.today().isoformat() / "_".join(map(str, parts))
+    folder.mkdir(parents=True, exist_ok=True)
+    total = result.scores.sum(0)
+    np.savez(
+        folder / "scores.npz",
+        scores=result.scores,
+        total=total,
+        query_ids=result.query_ids,
+        train_ids=result.train_ids,
+    )
+    times = {
+        "method": method,
+        "collect": {split: seconds or 0.0 for split, seconds in result.collect.items()},
+        "layers": {
+            layer.path: {"load": layer.load, "compute": layer.compute}
+            for layer in result.layers.values()
+        },
+        "query": result.query_seconds,
+        "mean_query": result.mean_seconds,
+        "bytes": dict(result.bytes),
+    }
+    (folder / f"times_{method}.json").write_text(json.dumps(times, indent=2) + "\n")
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(experiment.merged), allow_unicode=True))
+    _write_pickles(folder, result, total)
+    return folder
+
+
+def _write_pickles(folder: Path, result: MethodResult, total: np.ndarray[Any, Any]) -> None:
+    """Its own files, for scripts that read them: a tensor `[N]` and dictionaries of seconds."""
+    import torch
+
+    files: dict[str, Any] = {
+        "total_meta_gradient": torch.from_numpy(total if result.mean is None else result.mean),
+        "e2e_query_timer": {
+            result.method: result.query_seconds
+            if result.mean_seconds is None
+            else result.mean_seconds
+        },
+        "calculation_query_timer": {n: layer.compute for n, layer in result.layers.items()},
+        "io_query_timer": {name: layer.load for name, layer in result.layers.items()},
+        "preprocess_timer": {"backward": sum(s or 0.0 for s in result.collect.values())},
+    }
+    for name, value in files.items():
+        with open(folder / f"{name}_{result.method}.pickle", "wb") as file:
+            pickle.dump(value, file)

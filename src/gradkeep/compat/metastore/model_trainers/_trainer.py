@@ -1,0 +1,133 @@
+"""Train one of MetaStore's models and keep the weights of every epoch where its program looks for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from gradkeep.capturing import to_device
+from gradkeep.compat.metastore._config import OWN_CHECKPOINTS
+from gradkeep.compat.metastore._models import default_sizes
+from gradkeep.data import model
+from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    Logits = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainer:
+    """How one of the models is trained."""
+
+    model_name: str
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    epochs: int
+    batch_size: int
+    seed: int
+    sizes: Mapping[str, Any]
+    augment: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What is done to the pictures of a training batch."""
+    begin_from: str | None = None
+    """A file of weights to begin with."""
+    vocabulary: Path | None = None
+    """The tokens of the texts; they are kept beside the weights."""
+
+    def train(self, train: Any, test: Any) -> list[Path]:
+        """Train all epochs; the files of weights, one per epoch, below `./models`."""
+        torch.manual_seed(self.seed)
+        sizes = {**default_sizes(self.model_name, train), **self.sizes}
+        network = model(self.model_name, seed=self.seed, **sizes)
+        if self.begin_from is not None:
+            _begin(network, self.begin_from)
+        network.to("cuda" if torch.cuda.is_available() else "cpu")
+        optimizer = self.make_optimizer(network)
+        order = torch.Generator().manual_seed(self.seed)
+        loader = DataLoader(train, batch_size=self.batch_size, shuffle=True, generator=order)
+        held_out = DataLoader(test, batch_size=self.batch_size)
+        files = []
+        for epoch in range(self.epochs):
+            loss = self._epoch(network, optimizer, loader)
+            test_loss, accuracy = evaluate(network, held_out)
+            file = Path(OWN_CHECKPOINTS[self.model_name].format(epoch, sizes.get("dim")))
+            self._save(network, file)
+            files.append(file)
+            print(
+                f"Epoch: {epoch} - Train Loss {loss:.6f}, Test Loss {test_loss:.6f}, "
+                f"Test Acc: {accuracy:.6f}; {file}",
+                flush=True,
+            )
+        return files
+
+    def _epoch(self, network: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> float:
+        network.train()
+        total, rows = 0.0, 0
+        for batch in loader:
+            inputs, labels = _parts(network, batch)
+            if self.augment is not None:
+                inputs = (self.augment(inputs[0]),)
+            loss = F.cross_entropy(network(*inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            total, rows = total + float(loss.detach()) * len(labels), rows + len(labels)
+        return total / rows
+
+    def _save(self, network: nn.Module, file: Path) -> None:
+        """Whole or not at all: an interrupted write must not look like a checkpoint."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f"{file.name}.part")
+        torch.save({key: value.cpu() for key, value in network.state_dict().items()}, unfinished)
+        os.replace(unfinished, file)
+        beside = file.parent / "vocab.txt"
+        if self.vocabulary is not None and self.vocabulary.resolve() != beside.resolve():
+            shutil.copyfile(self.vocabulary, beside)
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, loader: Any) -> tuple[float, float]:
+    """The mean loss and the share of right answers."""
+    network.eval()
+    loss, right, rows = 0.0, 0, 0
+    for batch in loader:
+        inputs, labels = _parts(network, batch)
+        logits = network(*inputs)
+        loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+        right += int((logits.argmax(1) == labels).sum())
+        rows += len(labels)
+    return loss / rows, right / rows
+
+
+def _parts(network: nn.Module, batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """What the model is called with, and the labels, of a batch of pictures or texts."""
+    batch = to_device(batch, next(network.parameters()).device)
+    if isinstance(batch, dict):
+        return (batch["input_ids"], batch["attention_mask"]), batch["labels"]
+    return (batch[0],), batch[1]
+
+
+def _begin(network: nn.Module, path: str) -> None:
+    """Begin with the weights of a file; those of torchvision's ResNet-50 go below `model_base`."""
+    from gradkeep.capturing import load_weights, put_weights
+
+    own = network.state_dict()
+    state = dict(load_weights(path))
+    if not any(key in own for key in state):
+        state = {f"model_base.{k}": v for k, v in state.items() if not k.startswith("fc.")}
+        unknown = [key for key in state if key not in own]
+        if unknown:
+            raise CaptureError(
+                "--weights: these are not the weights of a ResNet-50", path=path, found=unknown[:4]
+            )
+        state = {**own, **state}
+    put_weights(network, state, name=path)

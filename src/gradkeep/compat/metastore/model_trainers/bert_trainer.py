@@ -1,0 +1,73 @@
+"""Bert on AG News: `python -m gradkeep.compat.metastore.model_trainers.bert_trainer`"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.compat.metastore.model_trainers._flags import ended, here, trainer_flags
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_FILES = ("train_file", "dev_file", "test_file", "unlabeled_file")
+_UNREAD = (
+    *("data_text", "log_path", "sample_interval", "cal_meta", "file_path", "data_selection"),
+    *("num_labels", "init_val", "num_val", "data_strategy", "ratio_noisy_labels", "clean"),
+    *("no_cuda", "unl_batch_size", "beta1", "beta2", "max_scale", "T"),
+)
+_NOT_DECAYED = ("bias", "LayerNorm.weight")
+_VOCABULARY = "models/bert_models/vocab.txt"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train by AdamW from random weights, as MetaStore does; texts are JSON records, [CLS] is read."""
+    parser = trainer_flags("bert_trainer", n_epochs=5, batch_size=32, lr=1e-5, unread=_UNREAD)
+    for name in _FILES:
+        parser.add_argument(
+            f"--{name}", default=f"data/AGNews/{name.removesuffix('_file')}_data.json"
+        )
+    parser.add_argument("--hidden_size", type=int, default=768)
+    parser.add_argument("--vocab_file", default=_VOCABULARY, help="the WordPiece tokens")
+    given = parser.parse_args(arguments)
+
+    def train() -> None:
+        from gradkeep.compat.metastore._data import DataSource
+        from gradkeep.compat.metastore.model_trainers._trainer import Trainer
+
+        places = here()
+        files = {name: getattr(given, name) for name in _FILES}
+        vocabulary = places.find(given.vocab_file)
+        train, test = DataSource("AGNews", files, places, vocabulary, "bert_trainer").load()
+        Trainer(
+            "bert",
+            lambda net: _adamw(net, lr=given.lr, weight_decay=given.weight_decay),
+            epochs=given.n_epochs,
+            batch_size=given.batch_size,
+            seed=2,
+            sizes={"vocabulary": len(train.vocabulary), "dim": given.hidden_size, **given.sizes},
+            vocabulary=vocabulary if vocabulary.exists() else None,
+        ).train(train, test)
+
+    return ended(train)
+
+
+def _adamw(net: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW that leaves biases and normalisations undecayed, with the epsilon of transformers."""
+    import torch
+
+    decayed: list[Any] = []
+    others: list[Any] = []
+    for name, parameter in net.named_parameters():
+        small = any(part in name for part in _NOT_DECAYED)
+        (others if small else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, eps=1e-6)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
