@@ -73,6 +73,11 @@ class KeptGradients:
         return np.asarray(self._file >= 0, np.bool_)
 
     @property
+    def version(self) -> int:
+        """How many files were seen."""
+        return len(self._where)
+
+    @property
     def complete(self) -> bool:
         """Whether all rows are there."""
         return bool((self._file >= 0).all())
@@ -111,10 +116,11 @@ class KeptGradients:
             out[places] = grads[rows]
         return torch.from_numpy(out)
 
-    def weights(self) -> Tensor:
-        """The weights `[count]`, float32."""
-        out = np.empty(self.count, np.float32)
-        for rows, places, values in self._found(np.arange(self.count), "weight"):
+    def weights(self, ids: Ids | None = None) -> Tensor:
+        """The weights `[len(ids)]` of these rows, or of all, float32."""
+        wanted = np.arange(self.count) if ids is None else ids
+        out = np.empty(len(wanted), np.float32)
+        for rows, places, values in self._found(wanted, "weight"):
             out[places] = values[rows]
         return torch.from_numpy(out)
 

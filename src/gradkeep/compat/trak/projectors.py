@@ -38,6 +38,7 @@ class ProjectionType(StrEnum):
     normal = "normal"
     rademacher = "rademacher"
     tensor_sketch = "tensor-sketch"
+    sjlt = "sjlt"
 
 
 class AbstractProjector(ABC):
@@ -63,10 +64,26 @@ class AbstractProjector(ABC):
         """Let go of what can be made again."""
 
 
+_SPREAD = 16
+"""Values a number from which on a TensorSketch has the rank of a dense matrix: on digits it falls
+behind below 10, as places stay empty or are shared by the same values."""
+
+
+def sketch_type(grad_dim: int, proj_dim: int, rows: int) -> ProjectionType:
+    """The cheapest sketch of so many rows that keeps full rank, where there can be one.
+
+    >>> [sketch_type(size, 512, 800).value for size in (20_000, 1_210)]
+    ['tensor-sketch', 'sjlt']
+    """
+    if proj_dim > rows or grad_dim >= _SPREAD * proj_dim:
+        return ProjectionType.tensor_sketch
+    return ProjectionType.sjlt if proj_dim >= 4 else ProjectionType.rademacher
+
+
 class SketchProjector(AbstractProjector):
     """A TensorSketch: from factors where there are some, else the same numbers from gradients.
 
-    Gradients without parameters' names are folded instead.
+    Gradients without parameters' names are folded instead. `proj_type` chooses another sketch.
     """
 
     def __init__(
@@ -79,7 +96,8 @@ class SketchProjector(AbstractProjector):
         **kwargs: Any,
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        self.projection = Projection("auto", self.proj_dim, self.seed)
+        kind: Any = "auto" if self.proj_type == "tensor-sketch" else self.proj_type
+        self.projection = Projection(kind, self.proj_dim, self.seed)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """The projections `[B, k]`."""
