@@ -45,7 +45,7 @@ class KeptGradients:
         self._store = store
         self.mark = fingerprints.get("weights")
         """The fingerprint of the weights that the gradients are of."""
-        schema = Schema(
+        self._schema = Schema(
             (
                 Array("rows", "int64", kind="data", ragged=True),
                 Array(
@@ -60,7 +60,7 @@ class KeptGradients:
             rows_per_segment=1,
             fingerprints={**fingerprints, "count": str(count)},
         )
-        self._rows: Rows = store.rows(name, schema, num_rows=count)
+        self._rows: Rows = store.rows(name, self._schema, num_rows=count)
         self._where: dict[int, Ids] = {}
         """The ids in each file that was seen."""
         self._file = np.full(count, -1, np.int64)
@@ -144,6 +144,8 @@ class KeptGradients:
         """Delete the gradients, not their description."""
         keys = _files_below(self._store, self._rows.folder, inner=True)
         self._store.backend.delete(keys, durability=self._store.durability)
+        # Opened again: how many rows there may be was among the files.
+        self._rows = self._store.rows(self.name, self._schema, num_rows=self.count)
         self._where = {}
         self._file[:] = -1
 

@@ -42,6 +42,9 @@ class SaverArrays:
             self._saver.register_model_id(model_id, overwrite)
         else:
             self._saver.load_current_store(model_id)
+            # A process may have been killed between the last flag and the document that tells.
+            if not self._saver.model_ids[model_id]["is_featurized"] and self.done().all():
+                self._saver.serialize_current_model_id_metadata()
 
     def done(self) -> Mask:
         """Which training rows of the current model id are there `[n]`."""

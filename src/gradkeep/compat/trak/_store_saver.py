@@ -108,7 +108,7 @@ class MmapSaver(AbstractSaver):
                 self._know(found[1], int(str(rows.schema.fingerprints["num_targets"])))
         self.sets.look()
         for model_id, state in self.model_ids.items():
-            state["is_featurized"] = int(self._done(model_id).all())
+            state["is_featurized"] = int(self.is_finalized(model_id) or self._done(model_id).all())
 
     # The released face: what scripts call, and what a class derived from this one may override.
 
