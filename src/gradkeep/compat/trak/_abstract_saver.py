@@ -60,7 +60,9 @@ class AbstractSaver(ABC):
             self._tell()
 
     @abstractmethod
-    def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool) -> None:
+    def register_model_id(
+        self, model_id: int, _allow_featurizing_already_registered: bool = False
+    ) -> None:
         """Make room for a new model id."""
 
     @abstractmethod

@@ -80,7 +80,7 @@ class TRAKer:
     def __init__(
         self,
         model: nn.Module,
-        task: AbstractModelOutput | str,
+        task: AbstractModelOutput | type[AbstractModelOutput] | str,
         train_set_size: int,
         save_dir: str | Path = "./trak_results",
         load_from_save_dir: bool = True,
