@@ -40,6 +40,8 @@ class AssignedRows:
         self._number = np.full(count, -1, np.int64)
         """Which assignment each row has its values of; -1: none."""
         self._where: dict[int, Ids] = {}
+        self._single = np.full((count, 1), np.nan, np.float32) if dim == 1 else None
+        """The values themselves if they are one a row: flags are asked for at every batch."""
 
     @property
     def there(self) -> Mask:
@@ -66,9 +68,10 @@ class AssignedRows:
             return
         new = [number for number in self._rows.done().tolist() if number not in self._seen]
         if new:
-            ids = self._rows.read(new, ["rows"])["rows"]
+            names = ["rows"] if self._single is None else ["rows", "values"]
+            found = self._rows.read(new, names)
             for place, number in enumerate(new):
-                self._saw(number, ids[place])
+                self._saw(number, *(found[name][place] for name in names))
 
     def assign(self, ids: Ids, values: Any) -> None:
         """Keep values `[len(ids), dim]`; returns when they are durable."""
@@ -80,11 +83,13 @@ class AssignedRows:
             if number >= rows.num_rows:
                 rows.grow(2 * rows.num_rows)
             if rows.put(number, arrays, differing="keep"):
-                self._saw(number, ids)
+                self._saw(number, ids, arrays["values"])
                 return
 
     def read(self, ids: Ids) -> Tensor:
         """The values `[len(ids), dim]` of rows that were assigned to."""
+        if self._single is not None:
+            return torch.from_numpy(self._single[ids])
         out = np.empty((len(ids), self.dim), np.float32)
         numbers = self._number[ids]
         for number in np.unique(numbers).tolist():
@@ -116,10 +121,13 @@ class AssignedRows:
             self._rows = self._store.rows(self._name, schema, num_rows=_ROOM)
         return self._rows
 
-    def _saw(self, number: int, ids: Ids) -> None:
+    def _saw(self, number: int, ids: Ids, values: Any = None) -> None:
         self._seen.add(number)
         self._where[number] = own = np.asarray(ids, np.int64)
-        self._number[own] = np.maximum(self._number[own], number)
+        later = self._number[own] < number
+        self._number[own[later]] = number
+        if self._single is not None:
+            self._single[own[later]] = values[later]
 
 
 class OverlaidRows:
@@ -139,12 +147,13 @@ class OverlaidRows:
         """What changes with every row that is put or assigned to."""
         return self.kept.version, self.assigned.version
 
-    def missing(self) -> Ids:
-        """The rows that have no values, or not all of them."""
-        partial = np.flatnonzero(self.assigned.there)
-        out = ~self.there
-        out[partial] = ~self.assigned.read(partial).isfinite().all(1).numpy()
-        return np.flatnonzero(out)
+    def missing(self, ids: Ids | None = None) -> Ids:
+        """Those of these rows, or of all, that have no values, or not all of them."""
+        wanted = np.arange(self.count) if ids is None else ids
+        lacking = ~self.there[wanted]
+        over = self.assigned.there[wanted]
+        lacking[over] = ~self.assigned.read(wanted[over]).isfinite().all(1).numpy()
+        return wanted[lacking]
 
     def read(self, ids: Ids) -> Tensor:
         """The values `[len(ids), dim]`, float32."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ArraySource:
+class CellSource:
     """Where the values of an array are, and where assignments to it go."""
 
     shape: tuple[int, int]
@@ -49,7 +49,7 @@ class AssignedArray(np.memmap[Any, Any]):
     _assign: Callable[[Ids, Any], None] | None = None
 
     @classmethod
-    def of(cls, source: ArraySource, folder: Path) -> AssignedArray:
+    def of(cls, source: CellSource, folder: Path) -> AssignedArray:
         """The array of a source, in a file without a name in this folder."""
         with tempfile.TemporaryFile(dir=folder) as file:
             found: Any = np.memmap.__new__(cls, file, source.dtype, "w+", shape=source.shape)
@@ -166,7 +166,7 @@ class CurrentArrays(MutableMapping[str, Any]):
         return found
 
 
-def source_of(saver: MmapSaver, name: str) -> ArraySource | None:
+def source_of(saver: MmapSaver, name: str) -> CellSource | None:
     """Where an array of the current model id is; None if it was deleted or never begun."""
     if saver.current_model_id is None:
         return None
@@ -191,12 +191,12 @@ def source_of(saver: MmapSaver, name: str) -> ArraySource | None:
     return _overlaid(saver, name, saver.sets.targets(exp_name, saver.current_model_id, count))
 
 
-def _overlaid(saver: MmapSaver, name: str, rows: OverlaidRows) -> ArraySource:
+def _overlaid(saver: MmapSaver, name: str, rows: OverlaidRows) -> CellSource:
     def fill(cells: Any) -> None:
         there = np.flatnonzero(rows.there)
         cells[there] = rows.read(there).numpy()
 
-    return ArraySource(
+    return CellSource(
         (rows.count, rows.dim),
         rows.version,
         fill,
@@ -204,7 +204,7 @@ def _overlaid(saver: MmapSaver, name: str, rows: OverlaidRows) -> ArraySource:
     )
 
 
-def _weights(saver: MmapSaver, model: ModelRows) -> ArraySource:
+def _weights(saver: MmapSaver, model: ModelRows) -> CellSource:
     assert saver.current_model_id is not None
     final = saver.finalized(saver.current_model_id)
     if final is None or isinstance(final, Ridge) or model.weights.there.any():
@@ -219,10 +219,10 @@ def _weights(saver: MmapSaver, model: ModelRows) -> ArraySource:
             fix="register_model_id(ID, True) begins it anew",
         )
 
-    return ArraySource((model.kept.count, 1), "deleted", fill, assign)
+    return CellSource((model.kept.count, 1), "deleted", fill, assign)
 
 
-def _flags(saver: MmapSaver, model: ModelRows) -> ArraySource:
+def _flags(saver: MmapSaver, model: ModelRows) -> CellSource:
     final = saver.finalized(saver.current_model_id or 0) is not None
 
     def fill(cells: Any) -> None:
@@ -237,10 +237,10 @@ def _flags(saver: MmapSaver, model: ModelRows) -> ArraySource:
         model.flag(ids, values)
 
     version = (*model.version, final)
-    return ArraySource((model.kept.count, 1), version, fill, assign, np.int32)
+    return CellSource((model.kept.count, 1), version, fill, assign, np.int32)
 
 
-def _features(saver: MmapSaver, model: ModelRows) -> ArraySource | None:
+def _features(saver: MmapSaver, model: ModelRows) -> CellSource | None:
     assert saver.current_model_id is not None
     number = len(saver.sets.finals(saver.current_model_id).done())
     final, assigned = saver.finalized(saver.current_model_id), model.features
@@ -258,7 +258,7 @@ def _features(saver: MmapSaver, model: ModelRows) -> ArraySource | None:
     def version() -> object:
         return number, model.grads.version, assigned.version
 
-    return ArraySource(
+    return CellSource(
         (model.kept.count, model.kept.dim),
         version(),
         fill,
@@ -266,7 +266,7 @@ def _features(saver: MmapSaver, model: ModelRows) -> ArraySource | None:
     )
 
 
-def _scores(saver: MmapSaver, exp_name: str) -> ArraySource:
+def _scores(saver: MmapSaver, exp_name: str) -> CellSource:
     targets = int(saver.experiments[exp_name]["num_targets"])
     files, assigned = saver.score_files, saver.score_files.assigned(exp_name, targets)
     assigned.refresh()
@@ -281,7 +281,7 @@ def _scores(saver: MmapSaver, exp_name: str) -> ArraySource:
     def version() -> object:
         return number, assigned.version
 
-    return ArraySource(
+    return CellSource(
         (saver.train_set_size, targets),
         version(),
         fill,

@@ -84,7 +84,7 @@ class ModelRows:
             raise AttributionError("is_featurized takes 0 and 1", found=wanted[:5].tolist())
         done = ids[wanted == 1]
         for name, rows in (("grads", self.grads), ("out_to_loss", self.weights)):
-            lacking = np.intersect1d(done, rows.missing())
+            lacking = rows.missing(done)
             if len(lacking):
                 some = ", ".join(map(str, lacking[:5])) + (" ..." if len(lacking) > 5 else "")
                 raise AttributionError(
