@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradkeep.compat.trak import TRAKer
-from gradkeep.compat.trak.projectors import BasicProjector, sketch_type
+from gradkeep.compat.trak.projectors import BasicProjector, SketchProjector, sketch_type
 from gradkeep.data import load_digits
 from gradkeep.errors import AttributionError
 
@@ -82,3 +82,13 @@ def test_which_sketch_is_taken():
     assert sketch_type(10_000_000, 2048, 50_000) == "tensor-sketch"
     assert sketch_type(10_000, 2048, 50_000) == "sjlt"
     assert sketch_type(30, 2, 40) == "rademacher"
+
+
+def test_what_was_begun_with_a_tensor_sketch_goes_on_with_it(tmp_path):
+    model = nn.Linear(64, 10)
+    earlier = SketchProjector(650, 128)  # as it was whatever the number of rows
+    featurized(model, tmp_path, 200, 128, projector=earlier)
+    t = featurized(model, tmp_path, 200, 128)
+    assert t.projector.proj_type == "tensor-sketch"
+    assert t.saver.model_ids[0]["is_featurized"] == 1
+    assert featurized(model, tmp_path / "new", 200, 128).projector.proj_type == "sjlt"

@@ -20,6 +20,7 @@ from gradkeep.compat.trak._kept_rows import KeptGradients
 from gradkeep.compat.trak._results import MissingTargets, checked_experiment
 from gradkeep.compat.trak._score_files import ScoreFiles, score_schema
 from gradkeep.compat.trak._stored_sets import FINALIZATIONS, StoredSets
+from gradkeep.compat.trak.projectors import SKETCHES
 from gradkeep.errors import AttributionError, SchemaMismatch
 
 if TYPE_CHECKING:
@@ -395,6 +396,17 @@ class MmapSaver(AbstractSaver):
                 found=error.found,
                 fix="use the same settings, or another save_dir",
             ) from error
+
+
+def begun_with(save_dir: Path) -> str | None:
+    """The kind of sketch that a folder was begun with; None if there is none, or of other kinds."""
+    if not (save_dir / "store").exists():
+        return None
+    store = gs.open(save_dir / "store")
+    if "trak" not in store.row_sets():
+        return None
+    kind = store.rows("trak").schema.fingerprints.get("JL matrix type")
+    return str(kind) if kind in SKETCHES else None
 
 
 def _new() -> dict[str, int]:

@@ -64,6 +64,8 @@ class AbstractProjector(ABC):
         """Let go of what can be made again."""
 
 
+SKETCHES = ("tensor-sketch", "sjlt")
+"""What `SketchProjector` makes without a dense matrix."""
 _SPREAD = 16
 """Values a number from which on a TensorSketch has the rank of a dense matrix: on digits it falls
 behind below 10, as places stay empty or are shared by the same values."""

@@ -28,6 +28,7 @@ from gradkeep.compat.trak._features import (
 from gradkeep.compat.trak._imported import as_scores
 from gradkeep.compat.trak._results import Results, checked_experiment, checked_model_id
 from gradkeep.compat.trak._saver_arrays import SaverArrays
+from gradkeep.compat.trak._store_saver import begun_with
 from gradkeep.compat.trak._traced import LayerTracer
 from gradkeep.compat.trak.gradient_computers import FunctionalGradientComputer
 from gradkeep.compat.trak.projectors import SketchProjector, sketch_type
@@ -112,9 +113,9 @@ class TRAKer:
         names = list(named) if self.grad_wrt is None else self.grad_wrt
         self.num_params_for_grad = sum(named[name].numel() for name in names)
         self.proj_seed = int(projector_seed)
+        self.save_dir = Path(save_dir).resolve()
         self.init_projector(projector, proj_dim, proj_max_batch_size)
         self.normalize_factor = torch.tensor(math.sqrt(self.num_params_for_grad))
-        self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         self.gradient_computer = gradient_computer(
             model=model,
@@ -156,10 +157,11 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int, proj_max_batch_size: int = 32
     ) -> None:
-        """Take the projector that is given, or a sketch from factors."""
+        """Take the projector that is given, or a sketch: of the kind that the folder has, if any."""
         if projector is None:
             size = self.num_params_for_grad
-            kind = sketch_type(size, proj_dim, self.train_set_size)
+            # What was begun goes on, also if it was with the sketch of an earlier version.
+            kind = begun_with(self.save_dir) or sketch_type(size, proj_dim, self.train_set_size)
             projector = SketchProjector(size, proj_dim, self.proj_seed, kind, self.device)
         self.projector = projector
         self.proj_dim = projector.proj_dim or self.num_params_for_grad
