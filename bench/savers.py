@@ -162,7 +162,7 @@ def rows_there(one: Contender, folder: Path) -> int:
 
 
 def resumed(one: Contender, digits: Digits, folder: Path, acknowledged: int) -> tuple[int, Any]:
-    """How many acknowledged rows are gone, and the scores when it is run again."""
+    """How many acknowledged rows are gone, or cannot be reached, and the scores of a next run."""
     try:
         lost = max(0, acknowledged - rows_there(one, folder))
         return lost, pipeline(one, digits, folder)
