@@ -78,8 +78,8 @@ def pipeline(
     return traker
 
 
-def batches(data: tuple[torch.Tensor, torch.Tensor]) -> Any:
-    return zip(data[0].split(BATCH), data[1].split(BATCH), strict=True)
+def batches(data: tuple[torch.Tensor, torch.Tensor], size: int = BATCH) -> Any:
+    return zip(data[0].split(size), data[1].split(size), strict=True)
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

@@ -246,6 +246,7 @@ def _run(
 ) -> None:
     import gradkeep.store as stores
     from gradkeep._progress import progress
+    from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels import study
 
     sys.path.insert(0, "")  # as `python -m` does: modules of this folder
@@ -259,7 +260,14 @@ def _run(
             told(seen.done, seen.total)
 
         outcome = study.work(
-            opened, main, name=name, arguments=passed, progress=tell, **limits, **place
+            opened,
+            main,
+            name=name,
+            arguments=passed,
+            progress=tell,
+            aliases=OLD_NAME,
+            **limits,
+            **place,
         )
     _report(outcome, as_json=as_json)
     if not outcome.complete:

@@ -1,6 +1,7 @@
-"""The script beside these tests, by name."""
+"""The scripts beside these tests and the examples, by name."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "examples" / "trak")]

@@ -1,6 +1,8 @@
 """A script as one is written for TRAK; only the import differs.
 
-quickstart.py STAGE[,STAGE] CHECKPOINTS SAVE_DIR BATCH_SIZE [RANK]
+quickstart.py STAGE[,STAGE] CHECKPOINTS SAVE_DIR BATCH_SIZE [RANK | own]
+
+With `own` the saver is the one of examples/trak.
 """
 
 import logging
@@ -30,6 +32,11 @@ def main(arguments):
             torch.save(model.state_dict(), folder / f"{number}.pt")
         return
 
+    saver = None
+    if arguments[-1] == "own":
+        sys.path.append(str(Path(__file__).resolve().parents[3] / "examples" / "trak"))
+        from own_saver import FolderSaver as saver
+
     save_dir, batch_size = arguments[2], int(arguments[3])
     checkpoints = [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(2)]
     traker = TRAKer(
@@ -41,6 +48,7 @@ def main(arguments):
         proj_dim=16,
         use_half_precision=False,
         logging_level=logging.ERROR,
+        saver=saver,
     )
     if "featurize" in stages:
         for number, checkpoint in enumerate(checkpoints):

@@ -21,8 +21,11 @@ _HOMES = {
         *("RegressionData", "collect_completed", "compute_datamodels"),
         *("load_weights", "save_weights"),
     ),
+    "_regression_logs": ("read_log",),
 }
-__all__ = [name for names in _HOMES.values() for name in names]
+OLD_NAME = (("datamodels", __name__),)
+"""What scripts import, and what stands for it unless that package is installed."""
+__all__ = ["OLD_NAME", *(name for names in _HOMES.values() for name in names)]
 __getattr__ = lazy_names(
     __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 )

@@ -141,9 +141,3 @@ def collect_for_script() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     config.augment_argparse(parser)
     config.collect_argparse_args(parser)
-
-
-def offer_old_name() -> None:
-    """Let `import datamodels` find the names here, unless such a package is installed."""
-    if "datamodels" not in sys.modules and importlib.util.find_spec("datamodels") is None:
-        sys.modules["datamodels"] = importlib.import_module("gradkeep.compat.datamodels")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep.compat.datamodels._regression_logs import FOLDERS, ROWS, RegressionLogs
 from gradkeep.datamodels import Masks, fit
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from gradkeep.compat.datamodels._npy_folder import AnyArray, NpyFolder
@@ -106,7 +108,8 @@ def compute_datamodels(
 
     `lambdas` penalties go from the least without weights down to nearly `least` times it. With
     `out`, a new folder, writes `datamodels.pt`: `weight [n, t]` and `bias [t]` in mask units (so
-    that `mask @ weight + bias` is the prediction), `lam`, and each column's `mean` and `std`.
+    that `mask @ weight + bias` is the prediction), `lam`, and each column's `mean` and `std`; and
+    logs of what each penalty came to, in `regularization_path` and `final_lambda` (`read_log`).
     """
     total = num_train + num_val
     if min(num_train, num_val, lambdas) < 1 or total > len(data.targets):
@@ -117,26 +120,45 @@ def compute_datamodels(
             fix="train more, or ask for fewer",
         )
     place = None if out is None else Path(out)
-    if place is not None and place.exists():
+    if place is not None and lambdas >= ROWS:
+        raise StudyError("too many penalties", found=lambdas, expected=f"fewer than {ROWS}")
+    if place is not None and place.exists() and not _cut_off(place):
         raise StudyError(
             "the folder for the results exists already", path=place, fix="give a new name"
         )
     masks = data.masks[:total]
+    targets = data.targets[:total, columns]
+    if not targets.shape[1]:
+        raise StudyError(
+            "there is no such target",
+            found=f"data.target_start_ind {columns.start}, target_end_ind {columns.stop}",
+            expected=f"targets from 0 to {data.targets.shape[1] - 1}",
+        )
+    logs = None
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+        logs = RegressionLogs.create(place, targets.shape[1])
     found = fit(
         masks,
-        data.targets[:total, columns],
+        targets,
         lambdas=[least ** (step / lambdas) for step in range(lambdas)],
         held_out=np.arange(num_train, total),
         progress=progress,
+        each_penalty=logs,
     )
     if place is not None:
-        place.mkdir(parents=True)
         mean = masks.numpy().mean(axis=0)
         std = np.sqrt(mean * (1 - mean))
         save_weights(
             place / "datamodels.pt", found.weights, found.bias, found.lam, mean=mean, std=std
         )
     return found
+
+
+def _cut_off(place: Path) -> bool:
+    """Whether a folder has logs and no results: the fit was ended before it was done."""
+    there = {*os.listdir(place)} if place.is_dir() else set()
+    return bool(there) and there <= {*FOLDERS}
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, AnyArray]:
@@ -166,5 +188,11 @@ def save_weights(
     import torch
 
     named = {"weight": weight, "bias": bias, "lam": lam, **more}
-    tensors = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in named.items()}
-    torch.save(tensors, path)
+    # Copies: tensors of arrays that must not be written to would make torch warn.
+    tensors = {key: torch.from_numpy(np.array(value)) for key, value in named.items()}
+    temp = f"{os.fspath(path)}.{secrets.token_hex(4)}"
+    try:
+        torch.save(tensors, temp)
+        os.replace(temp, path)
+    finally:
+        Path(temp).unlink(missing_ok=True)

@@ -1,40 +1,38 @@
-"""What a saver must do, and what follows from it for savers of the released package's form."""
+"""The base of savers as the released package has it: three documents and a dictionary of arrays."""
 
 from __future__ import annotations
 
+import json
 import logging
-import operator
+import os
 import re
+import secrets
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
-
-from gradkeep.compat.trak._features import features_of
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from torch import Tensor
+_ID = re.compile(r"id_(-?\d+)\.json")
 
-    from gradkeep.attribution import StreamedRows
-    from gradkeep.compat.trak._features import Ridge
 
-    Ids = np.ndarray[Any, np.dtype[np.int64]]
-    Mask = np.ndarray[Any, np.dtype[np.bool_]]
+class ModelIDException(Exception):
+    """A model id that is unknown, taken, not complete or not finalized."""
 
 
 class AbstractSaver(ABC):
     """What keeps results; subclass it to keep them elsewhere.
 
-    A subclass that was written for the released package fills `current_store` with arrays that
-    can be assigned to; the methods below the abstract ones do the rest with them.
+    A subclass fills `current_store` with arrays `grads` and `features` `[n, k]`, `out_to_loss`
+    and `is_featurized` `[n, 1]`, `NAME_grads` `[m, k]` and `NAME_scores` `[n, m]`, which are
+    assigned to. `save_dir` has `metadata.json`, `experiments.json` and an `id_N.json` per model id:
+    the first two are made here, replaced as a whole, and read again on opening.
     """
 
+    @abstractmethod
     def __init__(
         self,
         save_dir: str | Path,
@@ -49,15 +47,22 @@ class AbstractSaver(ABC):
         self.use_half_precision = use_half_precision
         self.logger = logging.getLogger("STORE")
         self.logger.setLevel(logging_level)
+        self.metadata_file = self.save_dir / "metadata.json"
+        self.experiments_file = self.save_dir / "experiments.json"
         self.model_ids: dict[int, dict[str, int]] = {}
         self.experiments: dict[str, dict[str, Any]] = {}
         self.current_model_id: int | None = None
         self.current_experiment_name: str | None = None
         self.current_store: Any = {"grads": None, "out_to_loss": None, "features": None}
-        self.save_dir.mkdir(parents=True, exist_ok=True)
+        (self.save_dir / "scores").mkdir(parents=True, exist_ok=True)
+        self._open_documents()
+        if load_from_save_dir:
+            self._tell()
 
     @abstractmethod
-    def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool) -> None:
+    def register_model_id(
+        self, model_id: int, _allow_featurizing_already_registered: bool = False
+    ) -> None:
         """Make room for a new model id."""
 
     @abstractmethod
@@ -90,143 +95,79 @@ class AbstractSaver(ABC):
     def del_grads(self, model_id: int, target: bool = False) -> None:
         """Delete the gradients of a model id."""
 
-    def open_model(self, model_id: int, *, weights: str, overwrite: bool = False) -> None:
-        """Make a model id the current one: new, or as it was left."""
-        if model_id in self.model_ids:
-            self.load_current_store(model_id)
-        else:
-            self.register_model_id(model_id, overwrite)
+    def _open_documents(self) -> None:
+        """Check the settings against those that are there, and read ids and experiments."""
+        known = self._document(self.metadata_file, cut_off="raise")
+        told = {name: str(value) for name, value in self.metadata.items()}
+        if known is None:
+            _replace(self.metadata_file, self.metadata)
+        elif (begun := {name: str(value) for name, value in known.items()}) != told:
+            names = sorted(set(begun) | set(told))
+            raise AttributionError(
+                "the folder was begun with other settings",
+                path=self.metadata_file,
+                found="; ".join(
+                    f"{name}: stored {begun.get(name)!r}, asked for {told.get(name)!r}"
+                    for name in names
+                    if begun.get(name) != told.get(name)
+                ),
+                fix="use the same settings, or another save_dir",
+            )
+        experiments = self._document(self.experiments_file)
+        if experiments is None:
+            _replace(self.experiments_file, {})
+        if not self.load_from_save_dir:
+            return
+        self.experiments.update(experiments or {})
+        for path in sorted(self.save_dir.glob("id_*.json")):
+            if found := _ID.fullmatch(path.name):
+                fresh = {"is_featurized": 0, "is_finalized": 0}
+                state = (self._document(path) or {}).get(found[1], fresh)
+                self.model_ids[int(found[1])] = dict(state)
 
-    def done(self) -> Mask:
-        """Which training rows of the current model id are there `[n]`."""
-        flags: Ids = np.asarray(self.current_store["is_featurized"], np.int64).reshape(-1)
-        return np.asarray(flags == 1, np.bool_)
-
-    def put(self, ids: Ids, grads: Tensor, weights: Tensor) -> None:
-        """Keep projected gradients and weights of training rows, then flag them."""
-        self.current_store["grads"][ids] = grads.cpu().numpy()
-        self.current_store["out_to_loss"][ids] = weights.cpu().numpy().reshape(-1, 1)
-        self.current_store["is_featurized"][ids] = 1
-        self.serialize_current_model_id_metadata()
-
-    def train(self, model_id: int) -> StreamedRows:
-        """The projected gradients of the training rows."""
-        self.load_current_store(model_id)
-        return _Held(self.current_store["grads"])
-
-    def train_weights(self, model_id: int) -> Any:
-        """The weights of the training rows `[n]`."""
-        self.load_current_store(model_id)
-        return np.asarray(self.current_store["out_to_loss"], np.float32).reshape(-1)
-
-    def finalize(
-        self, model_id: int, ridge: Ridge, features: Iterator[tuple[Ids, Tensor]] | None
-    ) -> None:
-        """Record that a model id is finalized, with its features where they are to be kept."""
-        self.load_current_store(model_id)
-        found = features_of(self.train(model_id), ridge) if features is None else features
-        for ids, part in found:
-            self.current_store["features"][ids] = part.cpu().numpy()
-        self.model_ids[model_id]["is_finalized"] = 1
-        self.serialize_current_model_id_metadata()
-
-    def is_finalized(self, model_id: int) -> bool:
-        """Whether a model id is finalized."""
-        return bool(self.model_ids[model_id]["is_finalized"])
-
-    def finalized(self, model_id: int) -> Ridge | StreamedRows | None:
-        """With which ridge a model id was finalized, or its features; None if it is not."""
-        if not self.model_ids[model_id]["is_finalized"]:
+    def _document(
+        self, path: Path, *, cut_off: Literal["raise", "forget"] = "forget"
+    ) -> dict[str, Any] | None:
+        """What a document says; None if it is not there, or was being written in a crash."""
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
             return None
-        self.load_current_store(model_id)
-        return _Held(self.current_store["features"])
+        try:
+            said = json.loads(text)
+        except ValueError:
+            said = None
+        if isinstance(said, dict):
+            return said
+        if cut_off == "raise":
+            raise AttributionError(
+                "the settings of these results cannot be read",
+                path=path,
+                found="no JSON object",
+                fix="use another save_dir; or, if the settings are the same, delete this file",
+            )
+        # A saver that writes in place leaves half a document when it is killed. What it says is
+        # told by the arrays again; what they hold is not touched.
+        self.logger.warning("%s was cut off: going on without what it said", path)
+        return None
 
-    def open_experiment(
-        self, exp_name: str, num_targets: int, model_id: int, *, weights: str
-    ) -> None:
-        """Make an experiment the current one."""
-        self.init_experiment(exp_name, num_targets, model_id)
-
-    def put_targets(self, ids: Ids, grads: Tensor) -> None:
-        """Keep projected gradients of targets."""
-        self.current_store[f"{self.current_experiment_name}_grads"][ids] = grads.cpu().numpy()
-
-    def targets_done(self) -> Mask:
-        """Which targets of the current experiment and model id are there `[m]`."""
-        held = self.current_store[f"{self.current_experiment_name}_grads"]
-        return np.asarray(np.asarray(held).any(1), np.bool_)
-
-    def targets(self, exp_name: str, model_id: int) -> StreamedRows:
-        """The projected gradients of all targets; an error that names those that are missing."""
-        count = self.experiments[exp_name]["num_targets"]
-        self.load_current_store(model_id, exp_name, count)
-        held = self.current_store[f"{exp_name}_grads"]
-        if held is None:
-            raise MissingTargets(exp_name, model_id, list(range(count)))
-        return _Held(held)
-
-    def put_scores(self, exp_name: str, made: Any) -> Any:
-        """Fill and commit the scores `[n, m]` with what `made` writes; gives them to read."""
-        scores = self.current_store[f"{exp_name}_scores"]
-        values = np.zeros(scores.shape, np.float32)
-        made(values)
-        scores[:] = values
-        self.save_scores(exp_name)
-        return scores
+    def _tell(self) -> None:
+        ids = sorted(self.model_ids)
+        finalized = [number for number in ids if self.model_ids[number]["is_finalized"]]
+        self.logger.info("Existing model IDs in %s: %s", self.save_dir, ids or "none")
+        self.logger.info("Model IDs that have been finalized: %s", finalized or "none")
+        for name, about in self.experiments.items():
+            self.logger.info("Existing TRAK scores: %s: %s", name, about.get("scores_path"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """Gradients in an array."""
-
-    values: Any
-
-    @property
-    def count(self) -> int:
-        return len(self.values)
-
-    @property
-    def dim(self) -> int:
-        return int(self.values.shape[1])
-
-    def read(self, ids: Ids) -> Tensor:
-        """The gradients `[len(ids), k]`."""
-        return torch.from_numpy(np.array(self.values[ids], np.float32))
-
-
-_EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,59}")
-
-
-class ModelIDException(Exception):
-    """A model id that is unknown, taken, not complete or not finalized."""
-
-
-class MissingTargets(AttributionError):
-    """Targets of an experiment that were never scored at a model id."""
-
-    def __init__(self, exp_name: str, model_id: int, missing: list[int]) -> None:
-        some = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        super().__init__(
-            f"{len(missing)} targets of experiment {exp_name!r} were not scored at model id "
-            f"{model_id}",
-            found=f"no gradients of targets {some}",
-            fix="score them, or pass allow_skip=True to leave this model id out",
-        )
-
-
-def checked_experiment(exp_name: str) -> str:
-    """The name, if it can be one."""
-    if not isinstance(exp_name, str) or not _EXPERIMENT.fullmatch(exp_name):
-        raise ValueError(
-            f"{exp_name!r} cannot name an experiment: use 1 to 60 letters, digits or _ . + = @ -, "
-            "not beginning with a dot or sign"
-        )
-    return exp_name
-
-
-def checked_model_id(model_id: Any) -> int:
-    """The id as a whole number."""
+def _replace(path: Path, said: Mapping[str, Any]) -> None:
+    """Write a document that is there as a whole or not at all."""
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        return operator.index(model_id)
-    except TypeError:
-        raise TypeError(f"a model id must be a whole number, not {model_id!r}") from None
+        with temp.open("w") as file:
+            json.dump(said, file, default=str)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    finally:
+        temp.unlink(missing_ok=True)

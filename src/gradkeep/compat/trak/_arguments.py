@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def task_named(task: AbstractModelOutput | str) -> AbstractModelOutput:
-    """The task of that name, or the one that is given."""
+def task_named(task: AbstractModelOutput | type[AbstractModelOutput] | str) -> AbstractModelOutput:
+    """The task of that name or class, or the one that is given."""
+    if isinstance(task, type):
+        return task()
     if not isinstance(task, str):
         return task
     if task not in TASK_TO_MODELOUT:

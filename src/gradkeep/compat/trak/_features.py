@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from gradkeep.attribution import (
@@ -24,12 +22,10 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     from torch import Tensor
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
-
-    from gradkeep.compat.trak._kept_rows import KeptGradients
-    from gradkeep.compat.trak._store_saver import MmapSaver
 
 RELATIVE = 1.0
 """The ridge by default, times the mean diagonal of the matrix that is inverted."""
@@ -55,6 +51,13 @@ class Ridge:
                 fix="leave lambda_reg out for the relative ridge, pass a positive one, or choose "
                 f"proj_dim={max(1, rows // 4)}",
             )
+
+
+def require_inverse(train: StreamedRows, ridge: Ridge) -> None:
+    """Raise now if there will be no inverse: before targets are scored, not after."""
+    ridge.check(train.count, train.dim)
+    if ridge.absolute == 0:  # any more than that, and there is one
+        scaled_inverse(streamed_gram(train, torch.float64), 0.0)
 
 
 def add_scores(
@@ -92,52 +95,3 @@ def features_of(train: StreamedRows, ridge: Ridge) -> Iterator[tuple[Ids, Tensor
 def add_features(out: Any, features: StreamedRows, targets: StreamedRows, *, share: float) -> None:
     """Add the scores of kept features to `out` `[n, m]`, times `share`."""
     add_products(out, features, targets, lambda g: g.T, share=share)
-
-
-class CurrentArrays(Mapping[str, Any]):
-    """The arrays of the current model id and experiment, read when they are asked for.
-
-    Rows that are not there are NaN, never a number. To write, use `put` and `put_targets`.
-    """
-
-    def __init__(self, saver: MmapSaver) -> None:
-        self._saver = saver
-
-    def __getitem__(self, name: str) -> Any:
-        saver, model_id = self._saver, self._saver.current_model_id
-        if model_id is None:
-            return None
-        found = saver.finalized(model_id)
-        if name == "is_featurized":
-            return saver.done().astype(np.int32).reshape(-1, 1)
-        if name == "out_to_loss":
-            return saver.train_weights(model_id).reshape(-1, 1)
-        if name == "grads":
-            return _with_gaps(saver._train(model_id))
-        if name == "features":
-            if isinstance(found, Ridge):
-                parts = features_of(saver.train(model_id), found)
-                return np.concatenate([part.numpy() for _, part in parts])
-            return None if found is None else _with_gaps(found)
-        exp_name = saver.current_experiment_name
-        if exp_name is not None and name == f"{exp_name}_grads":
-            return _with_gaps(saver._targets(exp_name, model_id))
-        if exp_name is not None and name == f"{exp_name}_scores":
-            return saver.scores(exp_name)
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from ("grads", "out_to_loss", "features", "is_featurized")
-        if self._saver.current_experiment_name is not None:
-            yield f"{self._saver.current_experiment_name}_grads"
-            yield f"{self._saver.current_experiment_name}_scores"
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-def _with_gaps(kept: KeptGradients) -> Any:
-    out = np.full((kept.count, kept.dim), np.nan, np.float32)
-    there = np.flatnonzero(kept.done)
-    out[there] = kept.read(there).numpy()
-    return out

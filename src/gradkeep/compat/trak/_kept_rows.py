@@ -45,7 +45,7 @@ class KeptGradients:
         self._store = store
         self.mark = fingerprints.get("weights")
         """The fingerprint of the weights that the gradients are of."""
-        schema = Schema(
+        self._schema = Schema(
             (
                 Array("rows", "int64", kind="data", ragged=True),
                 Array(
@@ -60,7 +60,7 @@ class KeptGradients:
             rows_per_segment=1,
             fingerprints={**fingerprints, "count": str(count)},
         )
-        self._rows: Rows = store.rows(name, schema, num_rows=count)
+        self._rows: Rows = store.rows(name, self._schema, num_rows=count)
         self._where: dict[int, Ids] = {}
         """The ids in each file that was seen."""
         self._file = np.full(count, -1, np.int64)
@@ -71,6 +71,11 @@ class KeptGradients:
     def done(self) -> Mask:
         """Which rows are there `[count]`, as far as was seen."""
         return np.asarray(self._file >= 0, np.bool_)
+
+    @property
+    def version(self) -> int:
+        """How many files were seen."""
+        return len(self._where)
 
     @property
     def complete(self) -> bool:
@@ -111,10 +116,11 @@ class KeptGradients:
             out[places] = grads[rows]
         return torch.from_numpy(out)
 
-    def weights(self) -> Tensor:
-        """The weights `[count]`, float32."""
-        out = np.empty(self.count, np.float32)
-        for rows, places, values in self._found(np.arange(self.count), "weight"):
+    def weights(self, ids: Ids | None = None) -> Tensor:
+        """The weights `[len(ids)]` of these rows, or of all, float32."""
+        wanted = np.arange(self.count) if ids is None else ids
+        out = np.empty(len(wanted), np.float32)
+        for rows, places, values in self._found(wanted, "weight"):
             out[places] = values[rows]
         return torch.from_numpy(out)
 
@@ -138,6 +144,8 @@ class KeptGradients:
         """Delete the gradients, not their description."""
         keys = _files_below(self._store, self._rows.folder, inner=True)
         self._store.backend.delete(keys, durability=self._store.durability)
+        # Opened again: how many rows there may be was among the files.
+        self._rows = self._store.rows(self.name, self._schema, num_rows=self.count)
         self._where = {}
         self._file[:] = -1
 

@@ -40,8 +40,8 @@ class AbstractGradientComputer(ABC):
         """Gradients `[B, P]`, or by parameter `{name: [B, *shape]}`."""
 
     @abstractmethod
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """The weights `[B, 1]` of outputs in the loss."""
+    def compute_loss_grad(self, batch: Sequence[Tensor], batch_size: int | None = None) -> Tensor:
+        """The weights `[B, 1]` of outputs in the loss; B is found in the batch."""
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
@@ -87,7 +87,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         grads: dict[str, Tensor] = each(chosen, *batch)
         return grads
 
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+    def compute_loss_grad(self, batch: Sequence[Tensor], batch_size: int | None = None) -> Tensor:
         """The weights `[B, 1]`."""
         return self.modelout_fn.get_out_to_loss_grad(
             self.model, self.func_weights, self.func_buffers, batch
@@ -140,7 +140,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
             for place, (name, weight) in enumerate(self.model_params.items())
         }
 
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+    def compute_loss_grad(self, batch: Sequence[Tensor], batch_size: int | None = None) -> Tensor:
         """The weights `[B, 1]`."""
         return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)
 

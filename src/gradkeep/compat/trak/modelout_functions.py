@@ -66,13 +66,6 @@ class _Classification(AbstractModelOutput):
         args, kwargs = self._call(batch[:-1])
         return self._measured(model(*args, **kwargs), batch[-1])
 
-    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
-        """The margin of one sample."""
-        batch = [field.unsqueeze(0) for field in sample]
-        args, kwargs = self._call(batch[:-1])
-        logits = functional_call(model, (weights, buffers), args, kwargs)
-        return _margins(logits, batch[-1]).sum()
-
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
     ) -> Tensor:
@@ -94,6 +87,14 @@ class _Classification(AbstractModelOutput):
 class ImageClassificationModelOutput(_Classification):
     """Batches are (image, label); the model is called with the images."""
 
+    @staticmethod
+    def get_output(  # type: ignore[override] # without self, as it is called on the class too
+        model: nn.Module, weights: Any, buffers: Any, image: Tensor, label: Tensor
+    ) -> Tensor:
+        """The margin of one sample."""
+        logits = functional_call(model, (weights, buffers), (image.unsqueeze(0),))
+        return _margins(logits, label.unsqueeze(0)).sum()
+
     def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         return tuple(fields), {}
 
@@ -101,10 +102,12 @@ class ImageClassificationModelOutput(_Classification):
 class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
     """The same with a plain call of the model: `get_output` takes a batch and gives `[B]`."""
 
-    def get_output(self, model: nn.Module, weights: Any, buffers: Any, *sample: Tensor) -> Tensor:
+    @staticmethod
+    def get_output(  # type: ignore[override]
+        model: nn.Module, weights: Any, buffers: Any, images: Tensor, labels: Tensor
+    ) -> Tensor:
         """The margins `[B]` of a batch."""
-        *fields, labels = sample
-        return _margins(model(*fields), labels)
+        return _margins(model(images), labels)
 
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Any, buffers: Any, batch: Iterable[Tensor]
@@ -117,6 +120,25 @@ class IterativeImageClassificationModelOutput(ImageClassificationModelOutput):
 
 class TextClassificationModelOutput(_Classification):
     """Batches are (input_ids, token_type_ids, attention_mask, label); the model gives logits."""
+
+    @staticmethod
+    def get_output(  # type: ignore[override]
+        model: nn.Module,
+        weights: Any,
+        buffers: Any,
+        input_id: Tensor,
+        token_type_id: Tensor,
+        attention_mask: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """The margin of one sample."""
+        named = {
+            "input_ids": input_id.unsqueeze(0),
+            "token_type_ids": token_type_id.unsqueeze(0),
+            "attention_mask": attention_mask.unsqueeze(0),
+        }
+        logits = functional_call(model, (weights, buffers), (), named)
+        return _margins(logits, label.unsqueeze(0)).sum()
 
     def _call(self, fields: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         names = ("input_ids", "token_type_ids", "attention_mask")
@@ -165,15 +187,17 @@ class CLIPModelOutput(AbstractModelOutput):
     1 - the mean probability of the pair among itself and B.
     """
 
+    image_embeddings: Tensor | None = None
+    text_embeddings: Tensor | None = None
+    num_computed_embeddings = 0
+    sim_batch_size = 0
+
     def __init__(
         self, temperature: float | None = None, simulated_batch_size: int = SIMULATED
     ) -> None:
         super().__init__()
         self.temperature = temperature
         self.sim_batch_size = simulated_batch_size
-        self.image_embeddings: Tensor | None = None
-        self.text_embeddings: Tensor | None = None
-        self.num_computed_embeddings = 0
 
     def get_embeddings(
         self,

@@ -38,6 +38,7 @@ class ProjectionType(StrEnum):
     normal = "normal"
     rademacher = "rademacher"
     tensor_sketch = "tensor-sketch"
+    sjlt = "sjlt"
 
 
 class AbstractProjector(ABC):
@@ -63,10 +64,28 @@ class AbstractProjector(ABC):
         """Let go of what can be made again."""
 
 
+SKETCHES = ("tensor-sketch", "sjlt")
+"""What `SketchProjector` makes without a dense matrix."""
+_SPREAD = 16
+"""Values a number from which on a TensorSketch has the rank of a dense matrix: on digits it falls
+behind below 10, as places stay empty or are shared by the same values."""
+
+
+def sketch_type(grad_dim: int, proj_dim: int, rows: int) -> ProjectionType:
+    """The cheapest sketch of so many rows that keeps full rank, where there can be one.
+
+    >>> [sketch_type(size, 512, 800).value for size in (20_000, 1_210)]
+    ['tensor-sketch', 'sjlt']
+    """
+    if proj_dim > rows or grad_dim >= _SPREAD * proj_dim:
+        return ProjectionType.tensor_sketch
+    return ProjectionType.sjlt if proj_dim >= 4 else ProjectionType.rademacher
+
+
 class SketchProjector(AbstractProjector):
     """A TensorSketch: from factors where there are some, else the same numbers from gradients.
 
-    Gradients without parameters' names are folded instead.
+    Gradients without parameters' names are folded instead. `proj_type` chooses another sketch.
     """
 
     def __init__(
@@ -79,7 +98,8 @@ class SketchProjector(AbstractProjector):
         **kwargs: Any,
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        self.projection = Projection("auto", self.proj_dim, self.seed)
+        kind: Any = "auto" if self.proj_type == "tensor-sketch" else self.proj_type
+        self.projection = Projection(kind, self.proj_dim, self.seed)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """The projections `[B, k]`."""
@@ -117,6 +137,7 @@ class _Matrix(AbstractProjector):
         seed: int,
         proj_type: str | ProjectionType,
         device: str | torch.device = "cpu",
+        model_id: int = 0,
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
         if self.proj_type not in ("normal", "rademacher"):
@@ -124,22 +145,28 @@ class _Matrix(AbstractProjector):
         self._projection = Projection(
             "normal" if self.proj_type == "normal" else "rademacher", self.proj_dim, self.seed
         )
-        self._kept: tuple[int, Tensor] | None = None
+        self.model_id = model_id
+        self._kept: tuple[object, Tensor] | None = None
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """The products `[B, k]` with the matrix of this model id."""
         flat = _flat(grads).float()
+        self.model_id = model_id
         if 4 * self.grad_dim * self.proj_dim > _KEPT or flat.shape[1] != self.grad_dim:
             return project_dense(flat, self._projection, model=model_id) * math.sqrt(self.proj_dim)
-        if self._kept is None or self._kept[0] != model_id:
-            self.free_memory()
-            matrix = signs_or_normals(self.grad_dim, self._projection, model=model_id)
-            self._kept = (model_id, matrix.to(flat.device))
-        return flat @ self._kept[1]
+        return flat @ self._matrix().to(flat.device)
 
     def free_memory(self) -> None:
         """Forget the matrix; it is drawn again when it is needed."""
         self._kept = None
+
+    def _matrix(self) -> Tensor:
+        """The matrix `[P, k]` of the current model id."""
+        if self._kept is None or self._kept[0] != self.model_id:
+            self._kept = None
+            matrix = signs_or_normals(self.grad_dim, self._projection, model=self.model_id)
+            self._kept = (self.model_id, matrix.to(self.device))
+        return self._kept[1]
 
 
 _KEPT = 1 << 30
@@ -161,8 +188,17 @@ class BasicSingleBlockProjector(_Matrix):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        self.dtype, self.model_id = dtype, model_id
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, model_id)
+        self.dtype = dtype
+
+    @property
+    def proj_matrix(self) -> Tensor:
+        """The matrix `[P, k]` of the current model id, drawn when it is asked for."""
+        return self._matrix().to(self.dtype)
+
+    def generate_sketch_matrix(self) -> None:
+        """Draw `proj_matrix` now."""
+        self._matrix()
 
 
 class BasicProjector(_Matrix):
@@ -181,10 +217,31 @@ class BasicProjector(_Matrix):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, model_id)
         self.block_size = min(self.proj_dim, block_size)
         self.num_blocks = math.ceil(self.proj_dim / max(1, self.block_size))
-        self.dtype, self.model_id = dtype, model_id
+        self.dtype = dtype
+        self._block = 0
+        self.get_generator_states()
+
+    @property
+    def proj_matrix(self) -> Tensor:
+        """The block `[P, block_size]` that was generated last, of the current model id."""
+        start = self._block * self.block_size
+        return self._matrix()[:, start : start + self.block_size].to(self.dtype)
+
+    def get_generator_states(self) -> None:
+        """Name the blocks in `generator_states`, for `generate_sketch_matrix`."""
+        self.generator_states = list(range(self.num_blocks))
+
+    def generate_sketch_matrix(self, generator_state: int) -> None:
+        """Make `proj_matrix` the block of that name; the last may be narrower."""
+        if generator_state not in self.generator_states:
+            raise ValueError(
+                f"{generator_state!r} names no block: take one of generator_states, 0 to "
+                f"{self.num_blocks - 1}"
+            )
+        self._block = int(generator_state)
 
 
 class CudaProjector(_Matrix):
@@ -236,6 +293,9 @@ class ChunkedCudaProjector:
             # Chunks of one seed and size would else get one matrix.
             out += projector.project(part, model_id=(model_id, number))  # type: ignore[arg-type]
         return out
+
+    def allocate_input(self) -> None:
+        """Nothing: chunks are projected where they are."""
 
     def free_memory(self) -> None:
         """Let go of what can be made again."""

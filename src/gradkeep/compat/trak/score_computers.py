@@ -93,11 +93,15 @@ def scaled_inverse(xtx: Tensor, ridge: float) -> Tensor:
     scale = torch.where(diagonal > 0, diagonal, torch.ones_like(diagonal))
     factor, failed = torch.linalg.cholesky_ex(matrix / scale / scale.unsqueeze(1))
     if int(failed) or float(factor.diagonal().min()) < _PIVOT:
+        values = torch.linalg.eigvalsh(matrix / scale / scale.unsqueeze(1))
+        rank = int((values > _PIVOT**2 * values.max()).sum())
         raise AttributionError(
             "the projected gradients do not span all dimensions: without a ridge their inverse, "
             "and so every score, would be noise",
-            found=f"a singular matrix of {len(xtx)} x {len(xtx)}, lambda_reg={ridge:g}",
-            fix="leave lambda_reg out for the relative ridge, or choose a smaller proj_dim",
+            found=f"a singular matrix of {len(xtx)} x {len(xtx)}, of rank {rank}, "
+            f"lambda_reg={ridge:g}",
+            fix="leave lambda_reg out for the relative ridge, pass a positive one, or choose "
+            f"proj_dim={max(1, rank // 2)}",
         )
     inverse = torch.cholesky_inverse(factor) / scale / scale.unsqueeze(1)
     return inverse / inverse.abs().mean()

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from gradkeep.capturing import fingerprint_weights
-from gradkeep.compat.trak._abstract_saver import checked_experiment, checked_model_id
 from gradkeep.compat.trak._arguments import (
     chosen_parameters,
     described,
@@ -19,11 +18,20 @@ from gradkeep.compat.trak._arguments import (
     taken,
     task_named,
 )
-from gradkeep.compat.trak._features import Ridge, add_features, add_scores, features_of
+from gradkeep.compat.trak._features import (
+    Ridge,
+    add_features,
+    add_scores,
+    features_of,
+    require_inverse,
+)
 from gradkeep.compat.trak._imported import as_scores
+from gradkeep.compat.trak._results import Results, checked_experiment, checked_model_id
+from gradkeep.compat.trak._saver_arrays import SaverArrays
+from gradkeep.compat.trak._store_saver import begun_with
 from gradkeep.compat.trak._traced import LayerTracer
 from gradkeep.compat.trak.gradient_computers import FunctionalGradientComputer
-from gradkeep.compat.trak.projectors import SketchProjector
+from gradkeep.compat.trak.projectors import SketchProjector, sketch_type
 from gradkeep.compat.trak.savers import MissingTargets, MmapSaver, ModelIDException
 from gradkeep.compat.trak.utils import get_num_params
 
@@ -73,7 +81,7 @@ class TRAKer:
     def __init__(
         self,
         model: nn.Module,
-        task: AbstractModelOutput | str,
+        task: AbstractModelOutput | type[AbstractModelOutput] | str,
         train_set_size: int,
         save_dir: str | Path = "./trak_results",
         load_from_save_dir: bool = True,
@@ -105,9 +113,9 @@ class TRAKer:
         names = list(named) if self.grad_wrt is None else self.grad_wrt
         self.num_params_for_grad = sum(named[name].numel() for name in names)
         self.proj_seed = int(projector_seed)
+        self.save_dir = Path(save_dir).resolve()
         self.init_projector(projector, proj_dim, proj_max_batch_size)
         self.normalize_factor = torch.tensor(math.sqrt(self.num_params_for_grad))
-        self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         self.gradient_computer = gradient_computer(
             model=model,
@@ -137,6 +145,11 @@ class TRAKer:
             logging_level=logging_level,
             use_half_precision=use_half_precision,
         )
+        self._results: Results = (
+            self.saver
+            if isinstance(self.saver, MmapSaver)
+            else SaverArrays(self.saver, self.dtype, self.train_set_size)
+        )
         self.ckpt_loaded: int | str = "no ckpt loaded"
         self.scores: Any = None
         self._last_ind = self._last_ind_target = 0
@@ -144,11 +157,12 @@ class TRAKer:
     def init_projector(
         self, projector: AbstractProjector | None, proj_dim: int, proj_max_batch_size: int = 32
     ) -> None:
-        """Take the projector that is given, or a sketch from factors."""
+        """Take the projector that is given, or a sketch: of the kind that the folder has, if any."""
         if projector is None:
-            projector = SketchProjector(
-                self.num_params_for_grad, proj_dim, self.proj_seed, device=self.device
-            )
+            size = self.num_params_for_grad
+            # What was begun goes on, also if it was with the sketch of an earlier version.
+            kind = begun_with(self.save_dir) or sketch_type(size, proj_dim, self.train_set_size)
+            projector = SketchProjector(size, proj_dim, self.proj_seed, kind, self.device)
         self.projector = projector
         self.proj_dim = projector.proj_dim or self.num_params_for_grad
 
@@ -161,7 +175,7 @@ class TRAKer:
         """Load weights under an id, new or begun before with the same weights."""
         number = checked_model_id(model_id)
         self._load(checkpoint)
-        self.saver.open_model(
+        self._results.open_model(
             number,
             weights=fingerprint_weights(self.model),
             overwrite=_allow_featurizing_already_registered,
@@ -187,10 +201,10 @@ class TRAKer:
         ids = rows_of_batch(
             fields, inds, num_samples, self._last_ind, self.train_set_size, "training"
         )
-        left = ~self.saver.done()[ids]
+        left = ~self._results.done()[ids]
         if left.any():
             grads, weights = self._gradients(taken(fields, left))
-            self.saver.put(ids[left], grads, weights)
+            self._results.put(ids[left], grads, weights)
         if inds is None:
             self._last_ind += len(ids)
 
@@ -208,8 +222,7 @@ class TRAKer:
         """
         self.projector.free_memory()
         self._last_ind = 0
-        if isinstance(self.saver, MmapSaver):
-            self.saver.refresh()
+        self._results.refresh()
         again = lambda_reg != "as before"
         ridge = Ridge(self.lambda_reg)
         if again:
@@ -236,7 +249,7 @@ class TRAKer:
         number = checked_model_id(model_id)
         name = checked_experiment(exp_name)
         self._load(checkpoint)
-        self.saver.open_experiment(
+        self._results.open_experiment(
             name, int(num_targets), number, weights=fingerprint_weights(self.model)
         )
         self.ckpt_loaded = number
@@ -249,20 +262,21 @@ class TRAKer:
         num_samples: int | None = None,
     ) -> None:
         """Keep the projected gradients of targets; those that are there are not computed."""
-        number, name = self.saver.current_model_id, self.saver.current_experiment_name
+        number = self.saver.current_model_id
+        name = getattr(self.saver, "current_experiment_name", None)
         if number is None or name is None:
             raise AssertionError("Call traker.start_scoring_checkpoint before scoring")
-        if not self.saver.is_finalized(number):
+        if not self._results.is_finalized(number):
             raise ModelIDException(
                 f"Model ID {number} not finalized, cannot score: call finalize_features first"
             )
         fields = list(batch)
         count = int(self.saver.experiments[name]["num_targets"])
         ids = rows_of_batch(fields, inds, num_samples, self._last_ind_target, count, "target")
-        left = ~self.saver.targets_done()[ids]
+        left = ~self._results.targets_done()[ids]
         if left.any():
             grads, _ = self._gradients(taken(fields, left))
-            self.saver.put_targets(ids[left], grads)
+            self._results.put_targets(ids[left], grads)
         if inds is None:
             self._last_ind_target += len(ids)
 
@@ -279,8 +293,7 @@ class TRAKer:
         whose targets were not scored.
         """
         self._last_ind_target = 0
-        if isinstance(self.saver, MmapSaver):
-            self.saver.refresh()
+        self._results.refresh()
         if exp_name not in self.saver.experiments:
             raise ValueError(
                 f"Experiment {exp_name} does not exist. Create it and compute scores first before "
@@ -297,11 +310,11 @@ class TRAKer:
         def made(out: Any) -> None:
             for number, targets in used.items():
                 self._add_scores(out, number, targets, share=1 / len(used))
-            weights = sum(self.saver.train_weights(number) for number in used) / len(used)
+            weights = sum(self._results.train_weights(number) for number in used) / len(used)
             for start in range(0, len(out), _BLOCK):
                 out[start : start + _BLOCK] *= weights[start : start + _BLOCK, None]
 
-        self.scores = self.saver.put_scores(exp_name, made)
+        self.scores = self._results.put_scores(exp_name, made)
         return self.scores
 
     def as_scores(self, exp_name: str) -> Scores:
@@ -317,10 +330,10 @@ class TRAKer:
         return as_scores(values, exp_name, ids, ridge)
 
     def _add_scores(self, out: Any, number: int, targets: Any, *, share: float) -> None:
-        found = self.saver.finalized(number)
+        found = self._results.finalized(number)
         assert found is not None
         if isinstance(found, Ridge):
-            add_scores(out, self.saver.train(number), targets, found, share=share)
+            add_scores(out, self._results.train(number), targets, found, share=share)
         elif self.score_computer is None:
             add_features(out, found, targets, share=share)
         else:
@@ -338,13 +351,13 @@ class TRAKer:
         for number in list(self.saver.model_ids) if named is None else named:
             if number not in self.saver.model_ids:
                 raise ModelIDException(f"Model ID {number} is not registered in {self.save_dir}")
-            if self.saver.finalized(number) is None:
+            if self._results.finalized(number) is None:
                 if named is not None and not allow_skip:
                     raise ModelIDException(f"Model ID {number} not finalized, cannot score")
                 self.logger.warning("Model ID %d not finalized, left out of the scores.", number)
                 continue
             try:
-                used[number] = self.saver.targets(exp_name, number)
+                used[number] = self._results.targets(exp_name, number)
             except MissingTargets as error:
                 if not allow_skip:
                     raise
@@ -352,17 +365,17 @@ class TRAKer:
         return used
 
     def _finalize(self, number: int, ridge: Ridge, *, del_grads: bool) -> None:
-        train = self.saver.train(number)
-        ridge.check(train.count, train.dim)
+        train = self._results.train(number)
         features = None
         if self.score_computer is not None:
             x = train.read(np.arange(train.count))
             xtx = self.score_computer.get_xtx(x)
             computed = self.score_computer.get_x_xtx_inv(x, xtx).float()
             features = iter([(np.arange(train.count), computed)])
-        elif del_grads:
-            features = features_of(train, ridge)
-        self.saver.finalize(number, ridge, features)
+        else:
+            require_inverse(train, ridge)
+            features = features_of(train, ridge) if del_grads else None
+        self._results.finalize(number, ridge, features)
         if ridge.absolute is None and self.score_computer is None:
             self.logger.info(
                 "Model ID %d: a ridge of 1 x the mean diagonal is added before inverting; pass "
@@ -370,7 +383,7 @@ class TRAKer:
                 number,
             )
         if del_grads:
-            self.saver.del_grads(number)
+            self._results.del_grads(number)
 
     def _gradients(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Projected gradients `[B, k]` / sqrt(p) and weights `[B, 1]`, float32."""

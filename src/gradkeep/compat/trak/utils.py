@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,41 @@ def vectorize(g: Mapping[str, Tensor], arr: Tensor | None = None, device: Any = 
     return flat if arr is None else arr.copy_(flat)
 
 
+def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
+    """Bytes of all products of features `[n, k]` and targets `[m, k]`."""
+    return len(features) * len(target_grads) * target_dtype.itemsize
+
+
+def get_free_memory(device: str | torch.device) -> int:
+    """Bytes that are reserved on a CUDA device and not in use; on the CPU, those of the machine."""
+    if torch.device(device).type != "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def get_matrix_mult_standard(
+    features: Tensor, target_grads: Tensor, target_dtype: torch.dtype
+) -> Tensor:
+    """features @ target_grads^T in one product, computed in 32 bits at least."""
+    wide = torch.promote_types(features.dtype, torch.float32)
+    return (features.to(wide) @ target_grads.to(wide).T).to(target_dtype)
+
+
+def get_matrix_mult_blockwise(
+    features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
+) -> Tensor:
+    """The same by blocks of `bs` rows and columns, on a CUDA device if there is one; on the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = torch.empty(len(features), len(target_grads), dtype=target_dtype)
+    for row in range(0, len(features), bs):
+        left = features[row : row + bs].to(device)
+        for column in range(0, len(target_grads), bs):
+            right = target_grads[column : column + bs].to(device)
+            product = get_matrix_mult_standard(left, right, target_dtype)
+            out[row : row + bs, column : column + bs] = product.cpu()
+    return out
+
+
 def get_matrix_mult(
     features: Tensor,
     target_grads: Tensor,
@@ -69,10 +105,14 @@ def get_matrix_mult(
     batch_size: int = 8096,
     use_blockwise: bool = False,
 ) -> Tensor:
-    """features @ target_grads^T, computed in 32 bits at least."""
-    wide = torch.promote_types(features.dtype, torch.float32)
-    product = features.to(wide) @ target_grads.to(wide).T
-    return product.to(features.dtype if target_dtype is None else target_dtype)
+    """features @ target_grads^T, by blocks if asked for, or if the answer fits no CUDA device."""
+    dtype = features.dtype if target_dtype is None else target_dtype
+    large = features.is_cuda and get_output_memory(
+        features, target_grads, dtype
+    ) >= get_free_memory(features.device)
+    if use_blockwise or large:
+        return get_matrix_mult_blockwise(features, target_grads, dtype, batch_size)
+    return get_matrix_mult_standard(features, target_grads, dtype)
 
 
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:

@@ -25,7 +25,14 @@ from gradkeep.datamodels.fitting._options import (
     rows_left_out,
     warn_of_few,
 )
-from gradkeep.datamodels.fitting._path import PenaltyChoice, choose_on_rows, predict, predict_path
+from gradkeep.datamodels.fitting._path import (
+    PenaltyChoice,
+    PenaltyStep,
+    choose_on_rows,
+    predict,
+    predict_path,
+    step_of,
+)
 from gradkeep.datamodels.fitting._result import Datamodels
 from gradkeep.datamodels.fitting._standardized import (
     StandardizedRegression,
@@ -66,6 +73,7 @@ def fit(
     scratch: Any = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    each_penalty: Callable[[PenaltyStep], None] | None = None,
 ) -> Datamodels:
     """Datamodels of t outputs of m models trained on subsets `masks [m, n]` of n examples.
 
@@ -79,7 +87,8 @@ def fit(
     shrink towards, as far as `variances [n]` allow each example to differ; all targets then share
     one choice, made with five folds below 1,000 models, and the prior alone (a penalty of infinity) is
     taken unless the models left out say by more than chance that it can be bettered. Same input and
-    seed, same bits.
+    seed, same bits. `each_penalty` is told what each penalty came to, where rows choose, and then
+    the last fit.
 
     Costs m n^2 / 24 additions for the pairs, then 2 n^2 t for each of about ten steps per penalty;
     n^2 (2 + 4) bytes in float32. Under `memory_budget` the counts go to a file in `scratch`.
@@ -128,7 +137,7 @@ def fit(
         prior=scores is not None,
     )
     given = None if lam is None else _checked_lam(lam, y)
-    work = _FitCall(options, packed, y, scores, path, seed, progress)
+    work = _FitCall(options, packed, y, scores, path, seed, progress, each_penalty)
     if given is not None:
         return work.at(given)
     rows, parts = left_out(held_out, folds, models=models, prior=scores is not None)
@@ -179,6 +188,7 @@ class _FitCall:
     path: tuple[float, ...]
     seed: int
     progress: Callable[[int, int], None] | None
+    each_penalty: Callable[[PenaltyStep], None] | None = None
 
     def at(self, lam: AnyArray | None, *, held_out: Any = None) -> Datamodels:
         """The fit at known penalties; models left out of a first one tell how well it predicts."""
@@ -212,6 +222,8 @@ class _FitCall:
                         self.outputs[out, part],
                         together=self.prior is not None,
                         progress=ticks,
+                        each_penalty=self.each_penalty,
+                        first=part.start,
                     )
                 )
                 ticks.reach(number * len(self.path))
@@ -295,7 +307,7 @@ class _FitCall:
             folder=self.options.folder(layout),
             device=self.options.device,
         )
-        return CountedFit(self.options, layout, counts, self.prior)
+        return CountedFit(self.options, layout, counts, self.prior, self.each_penalty)
 
     def _with(self, first: CountedFit, rows: AnyArray) -> CountedFit:
         """The counts with some models more; takes over those it is given."""
@@ -364,6 +376,7 @@ class CountedFit:
     layout: FitLayout
     counts: Counts
     prior: AnyArray | None
+    each_penalty: Callable[[PenaltyStep], None] | None = None
 
     @property
     def solver(self) -> PathSolver:
@@ -413,6 +426,9 @@ class CountedFit:
                     state = solver.start(now, warm)
                     found = solver.solve(now, state, penalty, now.largest.maximum(penalty))
                     w, gap[part] = state.x, found.double().cpu().numpy()
+                    if self.each_penalty is not None:
+                        here, none = np.arange(targets)[part], np.full(len(w), np.nan)
+                        self.each_penalty(step_of(now, w, -1, here, lam[part], none, found))
                 weights[:, part], bias[part] = now.in_mask_units(w)
         mean, variance = standard.mean, self.counts.variance()
         constant = np.flatnonzero(variance == 0)

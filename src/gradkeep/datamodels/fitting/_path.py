@@ -142,9 +142,11 @@ def follow_path(
     standard: StandardizedRegression,
     fractions: Sequence[float],
     natural: float,
-    visit: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None],
+    visit: Callable[
+        [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None
+    ],
 ) -> None:
-    """Solve along the path; `visit(index, ids, lam, w [t', n])` may return which targets go on."""
+    """Solve along the path; `visit(index, ids, lam, w [t', n], gap)` may return which go on."""
     import torch
 
     ids = torch.arange(len(standard.c), device=standard.c.device)
@@ -152,8 +154,8 @@ def follow_path(
     before = solver.penalties(standard, 1.0, natural)
     for index, fraction in enumerate(fractions):
         lam = solver.penalties(standard, fraction, natural)
-        solver.solve(standard, state, lam, before)
-        on = visit(index, ids, lam, state.x)
+        gap = solver.solve(standard, state, lam, before)
+        on = visit(index, ids, lam, state.x, gap)
         before = lam
         if on is not None and not bool(on.all()):
             if not bool(on.any()):
@@ -170,6 +172,56 @@ class PenaltyChoice:
     lam: AnyArray
     weights: AnyArray
     predicted: AnyArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PenaltyStep:
+    """What one penalty of a path came to, for the targets that were still on it.
+
+    Errors are in squared units of the outputs, those of training of the models that were fitted;
+    norms are of weights for standardised columns, as the penalty sees them.
+    """
+
+    index: int
+    """The place on the path; -1 for the last fit, of all models at the chosen penalties."""
+    targets: AnyArray
+    """`[t']`, which targets"""
+    lam: AnyArray
+    """`[t']`, the penalties in output units"""
+    train_error: AnyArray
+    """`[t']`, mean squares"""
+    held_out_error: AnyArray
+    """`[t']`, mean squares; NaN where none were left out"""
+    norm: AnyArray
+    """`[t']`, sums of absolute weights"""
+    nonzero: AnyArray
+    """`[t']`, how many weights are not 0"""
+    gap: AnyArray
+    """`[t']`, how far from the optimum at most, in parts of half the output's variance"""
+
+
+def step_of(
+    standard: StandardizedRegression,
+    w: torch.Tensor,
+    index: int,
+    targets: AnyArray,
+    lam: AnyArray,
+    held_out_error: AnyArray,
+    gap: torch.Tensor,
+) -> PenaltyStep:
+    """The step of weights w `[t', n]`; one product with the matrix."""
+    fitted = (w * (standard.gram.times(w) - 2 * standard.c)).sum(1) + standard.power
+    norm = w.abs().sum(1).double().cpu().numpy() * standard.spread
+    return PenaltyStep(
+        index,
+        targets,
+        lam,
+        fitted.clamp_min(0).double().cpu().numpy() * standard.spread**2,
+        held_out_error,
+        norm,
+        (w != 0).sum(1).cpu().numpy(),
+        gap.double().cpu().numpy(),
+    )
 
 
 def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
@@ -191,10 +243,13 @@ def choose_on_rows(
     *,
     together: bool,
     progress: Callable[[], None],
+    each_penalty: Callable[[PenaltyStep], None] | None = None,
+    first: int = 0,
 ) -> PenaltyChoice:
     """The penalty of each target (or, `together`, the one of all) with the least error on rows.
 
     Keeps only the best weights so far, and lets a target go once its error keeps rising.
+    `each_penalty` is told each step, of targets that are counted from `first` on.
     """
     count, n = standard.c.shape
     best = PenaltyChoice(
@@ -206,7 +261,7 @@ def choose_on_rows(
     least = np.full(count, np.inf)
 
     def visit(
-        index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor
+        index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor, gap: torch.Tensor
     ) -> torch.Tensor | None:
         import torch
 
@@ -214,14 +269,17 @@ def choose_on_rows(
         now = standard.targets(ids)
         weights, bias = now.in_mask_units(w)
         predicted = predict(masks, weights.astype(np.float32), bias)
-        error = ((predicted - outputs[:, here]) ** 2).mean(axis=0, dtype=np.float64)
-        error /= now.spread**2
+        squares = ((predicted - outputs[:, here]) ** 2).mean(axis=0, dtype=np.float64)
+        penalty = lam.double().cpu().numpy() * solver.unit(now)
+        if each_penalty is not None:
+            each_penalty(step_of(now, w, index, first + here, penalty, squares, gap))
+        error = squares / now.spread**2
         if together:
             error = np.full_like(error, error.mean())
         better = error < least[here]
         won = here[better]
         least[won], best.index[won] = error[better], index
-        best.lam[won] = (lam.double().cpu().numpy() * solver.unit(now))[better]
+        best.lam[won] = penalty[better]
         best.weights[:, won], best.predicted[:, won] = weights[:, better], predicted[:, better]
         progress()
         return torch.from_numpy(index - best.index[here] < _PATIENCE).to(ids.device)
@@ -242,7 +300,7 @@ def predict_path(
     """What every penalty of the path predicts for some models, float32 `[penalties, m', t]`."""
     found = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
 
-    def visit(index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor) -> None:
+    def visit(index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor, _: object) -> None:
         weights, bias = standard.in_mask_units(w)
         found[index] = predict(masks, weights.astype(np.float32), bias)
         progress()

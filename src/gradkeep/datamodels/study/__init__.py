@@ -11,6 +11,7 @@ from gradkeep.datamodels.study._contract import (
     load_main,
     logdir_of,
     models_of,
+    offer_aliases,
     status,
     work,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "load_main",
     "logdir_of",
     "models_of",
+    "offer_aliases",
     "status",
     "work",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -80,15 +81,18 @@ def work(
     workers: int | None = None,
     engine: farm.Engine | None = None,
     progress: Callable[[farm.Progress], None] | None = None,
+    aliases: Sequence[tuple[str, str]] = (),
     **limits: Any,
 ) -> farm.Outcome:
     """Call `main(*_, index, logdir)` of a module for every model that is not done.
 
     `arguments` is what `main` finds in `sys.argv`; `folder` is where the models' own folders are,
-    by default `STORE.files` beside the store.
+    by default `STORE.files` beside the store. `aliases` are names that the module may import, and
+    the modules that stand for them unless they are installed.
     """
     store = open_store(store, create=False)
     rows = models_of(store, name)
+    offer_aliases(aliases)
     load_main(main)  # a name that cannot be imported is told now, not by every worker
     local = store.backend.local_path("")
     place = folder or ("gradkeep.files" if local is None else f"{local.rstrip('/')}.files")
@@ -98,6 +102,7 @@ def work(
         os.path.abspath(place),
         tuple(arguments),
         (os.getcwd(), *(item for item in sys.path if item)),
+        tuple((alias, module) for alias, module in aliases),
     )
     name = rows.folder.rpartition("/")[2]
     return farm.run(store, name, job, workers=workers, engine=engine, progress=progress, **limits)
@@ -147,6 +152,8 @@ class MainJob:
     arguments: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     """Folders to import from: those of the process that began the run."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Names that the module may import, and the modules that stand for them."""
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The checked results of `main` for each index."""
@@ -161,7 +168,15 @@ class MainJob:
         if self.arguments:
             sys.argv = list(self.arguments)
         sys.path.extend(item for item in self.path if item not in sys.path)
+        offer_aliases(self.aliases)
         return load_main(self.module)
+
+
+def offer_aliases(aliases: Sequence[tuple[str, str]]) -> None:
+    """Let modules be imported under other names too, unless those are installed."""
+    for alias, module in aliases:
+        if alias not in sys.modules and importlib.util.find_spec(alias) is None:
+            sys.modules[alias] = importlib.import_module(module)
 
 
 def load_main(module: str) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from gradkeep.compat.datamodels._command_line import (
     collect,
     collect_for_script,
     end,
-    offer_old_name,
     tolerate_other_flags,
 )
 
@@ -29,14 +28,15 @@ FLAGS = (
 
 def main(arguments: Sequence[str]) -> None:
     """Train the model of one row; all other flags are left to the script, in `sys.argv`."""
+    from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.compat.datamodels._npy_folder import NpyFolder, train_row
-    from gradkeep.datamodels.study import load_main
+    from gradkeep.datamodels.study import load_main, offer_aliases
 
     settings = collect(FLAGS, arguments)
     folder = NpyFolder.open(settings["worker.logdir"])
     index = settings["worker.index"]
     folder.check_index(index)
-    offer_old_name()
+    offer_aliases(OLD_NAME)
     tolerate_other_flags()
     function = load_main(settings["worker.main_import"])
     collect_for_script()

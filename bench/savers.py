@@ -1,0 +1,232 @@
+"""Savers side by side: the released package, its saver in our TRAKer, a user's own, and ours.
+
+`./x bench savers`: the same script for each, with the same projection: load two checkpoints, featurize
+600 digits in batches, finalize, score 50. Do all rank training rows alike? Then each is killed at
+20 random moments (SIGKILL) and run again: is every row that was acknowledged still there, and are
+the scores those of a run that was left alone? One process at a time, forked from this one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from bench import trak as trak_bench
+from gradkeep.compat import trak as ours
+from gradkeep.data import load_digits
+
+ROWS, TARGETS, BATCH, K = 600, 50, 20, 128
+KILLS = 20
+RANKS = 0.9999
+RIDGE = 0.1
+
+
+class Gaussian:
+    """A projector that both packages can use: one matrix per model id."""
+
+    def __init__(self, size: int) -> None:
+        self.grad_dim, self.proj_dim, self.seed, self.proj_type = size, K, 0, "gaussian"
+
+    def project(self, grads: Any, model_id: int) -> torch.Tensor:
+        flat = torch.cat([part.flatten(1) for part in grads.values()], 1)
+        made = torch.Generator().manual_seed(model_id)
+        return flat @ torch.randn(self.grad_dim, K, generator=made)
+
+    def free_memory(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A package, and which saver is used in it."""
+
+    name: str
+    package: Any
+    saver: Any
+    barred: bool = True
+    """Whether it must lose nothing: not what writes its documents in place, as traker's does."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """What is scored: data, and the weights of two models."""
+
+    train: tuple[torch.Tensor, torch.Tensor]
+    test: tuple[torch.Tensor, torch.Tensor]
+    states: tuple[dict[str, torch.Tensor], ...]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
+
+
+def prepared() -> Digits:
+    digits = load_digits()
+    x, y = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[:ROWS]), y[:ROWS]).backward()
+            optimizer.step()
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return Digits((x[:ROWS], y[:ROWS]), (x[-TARGETS:], y[-TARGETS:]), tuple(states))
+
+
+def traker(one: Contender, folder: Path) -> Any:
+    model = network()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return one.package.TRAKer(
+        model=model,
+        task="image_classification",
+        train_set_size=ROWS,
+        save_dir=folder,
+        device="cpu",
+        projector=Gaussian(size),
+        proj_dim=K,
+        saver=one.saver,
+        use_half_precision=False,
+        lambda_reg=RIDGE,
+        logging_level=logging.CRITICAL,
+    )
+
+
+def pipeline(
+    one: Contender, digits: Digits, folder: Path, told: Callable[[], None] = lambda: None
+) -> np.ndarray:
+    """The whole script; `told` is called when a batch of training rows was taken."""
+    t = traker(one, folder)
+    for number, state in enumerate(digits.states):
+        t.load_checkpoint(state, model_id=number)
+        for x, y in trak_bench.batches(digits.train, BATCH):
+            t.featurize((x, y), num_samples=len(y))
+            told()
+    t.finalize_features()
+    for number, state in enumerate(digits.states):
+        t.start_scoring_checkpoint("test", state, number, num_targets=TARGETS)
+        for x, y in trak_bench.batches(digits.test, BATCH):
+            t.score((x, y), num_samples=len(y))
+    return np.array(t.finalize_scores("test"))
+
+
+def killed(one: Contender, digits: Digits, folder: Path, after: float) -> int:
+    """Run in a process of its own that is killed after so many seconds; rows it acknowledged."""
+    heard, said = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(heard)
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        try:
+            pipeline(one, digits, folder, lambda: os.write(said, b"."))
+        finally:
+            os._exit(0)
+    os.close(said)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(heard, "rb") as pipe:
+        return BATCH * len(pipe.read())
+
+
+def rows_there(one: Contender, folder: Path) -> int:
+    """Rows that are flagged, as a new process would see them."""
+    if not folder.exists():
+        return 0
+    saver = traker(one, folder).saver
+    found = 0
+    for number in list(saver.model_ids):
+        saver.load_current_store(number)
+        found += int(np.asarray(saver.current_store["is_featurized"]).sum())
+    return found
+
+
+def resumed(one: Contender, digits: Digits, folder: Path, acknowledged: int) -> tuple[int, Any]:
+    """How many acknowledged rows are gone, or cannot be reached, and the scores of a next run."""
+    try:
+        lost = max(0, acknowledged - rows_there(one, folder))
+        return lost, pipeline(one, digits, folder)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return acknowledged, f"{type(error).__name__} in {Path(frame.filename).name}: {error}"
+
+
+def contenders() -> list[Contender]:
+    theirs = trak_bench.released()
+    path = Path(__file__).resolve().parents[1] / "examples" / "trak" / "own_saver.py"
+    spec = importlib.util.spec_from_file_location("own_saver", path)
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    return [
+        Contender("traker, its own saver", theirs, None, barred=False),
+        Contender(
+            "ours, traker's saver",
+            ours,
+            importlib.import_module("trak.savers").MmapSaver,
+            barred=False,
+        ),
+        Contender("ours, a user's saver", ours, own.FolderSaver),
+        Contender("ours, our saver", ours, None),
+    ]
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    digits, moments, failed = prepared(), random.Random(0), False
+    truth: Any = None
+    print(f"{ROWS} digits, {TARGETS} targets, 2 checkpoints, k = {K}; {KILLS} kills each")
+    head = ("", "seconds", "least rank correlation", "top 10 alike", "rows lost", "scores differ")
+    print("  {:<24}{:>9}{:>24}{:>14}{:>11}{:>15}".format(*head))
+    with tempfile.TemporaryDirectory() as root:
+        for one in contenders():
+            began = time.perf_counter()
+            scores = pipeline(one, digits, Path(root) / f"{one.name} whole")
+            seconds = time.perf_counter() - began
+            truth = scores if truth is None else truth
+            ranks = min(spearmanr(scores[:, i], truth[:, i])[0] for i in range(TARGETS))
+            tops = [np.argsort(-found, 0)[:10] for found in (scores, truth)]
+            alike = float((np.sort(tops[0], 0) == np.sort(tops[1], 0)).mean())
+            lost = differ = 0
+            for number in range(KILLS):
+                folder = Path(root) / f"{one.name} {number}"
+                acknowledged = killed(one, digits, folder, moments.uniform(0, seconds))
+                gone, again = resumed(one, digits, folder, acknowledged)
+                lost += gone
+                same = not isinstance(again, str) and np.allclose(
+                    again, scores, rtol=0, atol=1e-5 * np.abs(scores).max()
+                )
+                differ += not same
+                if isinstance(again, str):
+                    print(f"    {again[:100]}")
+            print(
+                f"  {one.name:<24}{seconds:>9.2f}{ranks:>24.6f}{alike:>14.1%}{lost:>11}{differ:>15}"
+            )
+            failed |= ranks < RANKS or (one.barred and lost + differ > 0)
+    print(f"bars: rank correlation {RANKS}; of the last two, nothing lost and the same scores")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
