@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import NotAStore
+from gradkeep.errors import GradkeepError, NotAStore
 from gradkeep.store import LocalDisk, Memory, verify
 
 KEY = gk.CaptureKey(checkpoint="final", split="train")
+OPEN = gk.CaptureKey(checkpoint="final", split="open")
 
 
 def fill(store):
@@ -64,10 +65,15 @@ def test_nothing_of_value_is_lost_without_a_word(store, how):
     assert verify(store.location).healthy
 
 
+QUESTIONS = (
+    lambda store: store.read(KEY, live=True).column("loss"),
+    lambda store: store.read(OPEN, live=True).column("loss"),
+    lambda store: store.rows("models").read(store.rows("models").done()),
+)
+
+
 def test_files_that_lost_their_ending_are_as_good_as_gone(store):
-    writer = store.write(
-        gk.CaptureKey("final", "open"), gk.Schema((gk.Array("loss"),), rows_per_segment=2)
-    )
+    writer = store.write(OPEN, gk.Schema((gk.Array("loss"),), rows_per_segment=2))
     writer.append(np.arange(4), {"loss": np.arange(4, dtype=np.float32)})
     for key in keys_of(store):
         file = Path(store.backend.root, key)
@@ -75,16 +81,9 @@ def test_files_that_lost_their_ending_are_as_good_as_gone(store):
         found = verify(store.location)
         excused = any(part in key for part in (*NOT_RECORDED, "final/open/main/seg"))
         assert (key in [item.path for item in found.damage]) is not excused, key
-        again = LocalDisk(store.location)
-        if key != "STORE.json":
-            reader = gk.open(again, durability="process")
-            for ask in (
-                lambda: reader.read(KEY, live=True).column("loss"),
-                lambda: reader.read(gk.CaptureKey("final", "open"), live=True).column("loss"),
-                lambda: reader.rows("models").read(reader.rows("models").done()),
-            ):
-                with contextlib.suppress(gk.errors.GradkeepError):
-                    ask()
+        for ask in QUESTIONS if key != "STORE.json" else ():
+            with contextlib.suppress(GradkeepError):
+                ask(gk.open(store.location, durability="process"))
         bare.rename(file)
     assert verify(store.location).healthy
 
