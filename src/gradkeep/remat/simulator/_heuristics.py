@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.simulator._core import Storage, TensorNode
 
+_LONG = 3_000_000
+"""So many storages passed in searches take longer than keeping sets of them does."""
 _SMALL = 0.01
 """Of the mean size: what is below may be passed over."""
 Pool = dict["Storage", None]
@@ -285,8 +287,12 @@ class ExactNeighbourhood(_CostRatio):
     def __init__(self) -> None:
         self._changed: list[Storage] = []
         """Storages that came or went since the last choice."""
+        self._told: list[Storage] = []
+        """All storages by number, where every operator is told of."""
+        self._searched = 0
+        """Storages passed in searches."""
         self._regions: EvictedRegions | None = None
-        """In place of all searches, where every operator is told of."""
+        """In place of searches, to count accesses or once these have become long."""
 
     def numerator(self, storage: Storage) -> float:
         total = storage.compute
@@ -301,9 +307,12 @@ class ExactNeighbourhood(_CostRatio):
         return total
 
     def declared(self, results: Sequence[TensorNode]) -> None:
-        if self._regions is None:
+        if self.counting and self._regions is None:
             self._regions = EvictedRegions()
-        self._regions.declared(results)
+        if self._regions is not None:
+            self._regions.declared(results)
+        else:
+            self._told += [tensor.storage for tensor in results if not tensor.is_alias]
 
     def ran(self, storages: Sequence[Storage]) -> None:
         if self._regions is not None:
@@ -321,6 +330,7 @@ class ExactNeighbourhood(_CostRatio):
                 if not other.material and other not in found:
                     found.add(other)
                     stack.append(other)
+        self._searched += len(found)
         found.discard(storage)
         return found
 
@@ -336,7 +346,10 @@ class ExactNeighbourhood(_CostRatio):
             self._changed.append(storage)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
-        self._forget()
+        if self._regions is None:
+            self._forget()
+            if self._searched > _LONG and self._told:
+                self._regions = EvictedRegions.of(self._told)
         return super().choose(pool, clock)
 
     def _forget(self) -> None:

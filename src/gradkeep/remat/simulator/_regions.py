@@ -80,22 +80,44 @@ class EvictedRegions:
         self._ordered = True
         """Every edge leads from a lower number to a higher one."""
 
+    @classmethod
+    def of(cls, storages: Sequence[Storage]) -> EvictedRegions:
+        """The regions in the middle of a run, of all its storages by number."""
+        regions = cls()
+        for storage in storages:
+            number = storage.number
+            regions._add(storage)
+            if storage.material:
+                regions.evicted &= ~(1 << number)
+            regions._weigh(storage)
+            for way, beside in ((regions.down, storage.below), (regions.up, storage.above)):
+                way.beside[number] = [other.number for other in beside]
+                way.near[number] = sum(1 << end for end in way.beside[number])
+            regions._ordered &= all(end > number for end in regions.down.beside[number])
+        regions.down.known = regions.up.known = 0
+        return regions
+
+    def _add(self, storage: Storage) -> None:
+        bit = 1 << storage.number
+        self._storages.append(storage)
+        self.evicted |= bit
+        for way in (self.down, self.up):
+            way.beside.append([])
+            way.near.append(0)
+            way.far.append(0)
+            way.known |= bit
+
+    def _weigh(self, storage: Storage) -> None:
+        self._costs.put(storage.number, storage.compute)
+        self.up.edges.put(storage.number, storage.edges_above)
+        self.down.edges.put(storage.number, storage.edges_below)
+
     def declared(self, results: Sequence[TensorNode]) -> None:
         """An operator is about to run for the first time."""
         for tensor in results:
-            storage = tensor.storage
-            bit = 1 << storage.number
-            if storage.number == len(self._storages):
-                self._storages.append(storage)
-                self.evicted |= bit
-                for way in (self.down, self.up):
-                    way.beside.append([])
-                    way.near.append(0)
-                    way.far.append(0)
-                    way.known |= bit
-            self._costs.put(storage.number, storage.compute)
-            self.up.edges.put(storage.number, storage.edges_above)
-            self.down.edges.put(storage.number, storage.edges_below)
+            if tensor.storage.number == len(self._storages):
+                self._add(tensor.storage)
+            self._weigh(tensor.storage)
         for parent in results[0].parents:
             origin = parent.storage
             self.down.edges.put(origin.number, origin.edges_below)
@@ -143,9 +165,9 @@ class EvictedRegions:
 
     def _rebuild(self, way: _Way, numbers: list[int]) -> None:
         """Find what these reach, from what those that they are beside of reach."""
-        far, near, beside, evicted = way.far, way.near, way.beside, self.evicted
+        far, near, beside, storages = way.far, way.near, way.beside, self._storages
         if way is self.down:
-            numbers = numbers[::-1]
+            numbers.reverse()
         if not self._ordered:
             for number in numbers:
                 far[number] = near[number]
@@ -155,7 +177,7 @@ class EvictedRegions:
             for number in numbers:
                 found = near[number]
                 for end in beside[number]:
-                    if evicted >> end & 1:
+                    if not storages[end].material:
                         found |= far[end]
                 settled = settled and (self._ordered or found == far[number])
                 far[number] = found
