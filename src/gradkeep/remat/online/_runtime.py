@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradkeep._budgets import format_bytes
 from gradkeep.remat.online._live_core import (
@@ -100,6 +101,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks: list[Any] = []
         self._parameters: set[int] = set()
         self._operators = self._pinned = 0
+        self._took = 0
 
     def _new(self) -> LiveCore:
         named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
@@ -160,9 +162,20 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         """Never evict a tensor."""
         self._quiet = True
         try:
-            self.live.keep(self.live.node_of(tensor))
+            # What it takes to bring it back is nobody else's: a recorder may lie upon this mode.
+            with _disable_current_modes():
+                self.live.keep(self.live.node_of(tensor))
         finally:
             self._quiet = False
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> int:
+        """The bytes of a storage, be it in memory or not."""
+        node = self.live.latest.get(id(storage))
+        return storage.nbytes() if node is None else self.live.bytes[node.storage].nbytes
+
+    def took(self) -> int:
+        """Nanoseconds that the last operator took by itself."""
+        return self._took
 
     def bring_back(self, tensor: Tensor) -> None:
         """Make sure that a tensor's bytes are in memory."""
@@ -171,9 +184,10 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._quiet = True
         try:
-            self.live.hold([node])
-            self.live.keep(node)
-            self.live.let_go([node])
+            with _disable_current_modes():
+                self.live.hold([node])
+                self.live.keep(node)
+                self.live.let_go([node])
         finally:
             self._quiet = False
 
@@ -193,6 +207,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         live = self.live
         live.tidy()
         self._operators += 1
+        self._took = 0
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
@@ -233,7 +248,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         grad_mode = torch.is_grad_enabled()
         began = perf_counter_ns()
         out = func(*args, **kwargs)
-        cost = perf_counter_ns() - began
+        self._took = cost = perf_counter_ns() - began
         results = tensors_in(out)
         if not all(map(has_storage, results)):
             return out

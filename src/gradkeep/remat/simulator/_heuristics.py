@@ -60,6 +60,8 @@ class Heuristic:
     accesses = 0
     """How many storages were looked at to answer, and to keep the books, as the original counts."""
 
+    trials = 1
+    """How many seeds a picture takes the mean and the range of."""
     counting = True
     """Count accesses even where that takes longer than choosing does."""
 
@@ -427,9 +429,14 @@ class RandomChoice(Heuristic):
     """Any one; the same for the same seed."""
 
     name = "random"
+    trials = 10
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Choose as if made with this seed."""
+        self._random.seed(seed)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
         self.evaluations += 1
@@ -454,6 +461,10 @@ class SampledHeuristic(Heuristic):
         self._sample = sample
         self._random = random.Random(seed)
 
+    def look(self, *, skip_small: bool, sample: bool) -> None:
+        """How it looks from the next choice on."""
+        self._skip_small, self._sample = skip_small, sample
+
     def arrived(self, storage: Storage, *, again: bool) -> None:
         self._inner.arrived(storage, again=again)
 
@@ -467,15 +478,20 @@ class SampledHeuristic(Heuristic):
         self._inner.ran(storages)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
+        chosen = self._inner.choose(self._part(pool), clock)
+        self.evaluations, self.accesses = self._inner.evaluations, self._inner.accesses
+        return chosen
+
+    def _part(self, pool: Pool) -> Pool:
+        if not self._skip_small and not self._sample:
+            return pool
         some = list(pool)
         if self._skip_small:
             least = _SMALL * sum(storage.size for storage in some) / len(some)
             some = [storage for storage in some if storage.size >= least] or some
         if self._sample:
             some = self._strides(some)
-        chosen = self._inner.choose(dict.fromkeys(some), clock)
-        self.evaluations, self.accesses = self._inner.evaluations, self._inner.accesses
-        return chosen
+        return dict.fromkeys(some)
 
     def _strides(self, some: list[Storage]) -> list[Storage]:
         longest = math.isqrt(len(some))
