@@ -67,6 +67,8 @@ def _result(fields: dict[str, Any]) -> dict[str, Any]:
     room = math.inf if budget is None else budget
     if do in SIMULATED:
         log = Path(fields["log"])
+        if fields.get("ratio") is not None:
+            room = int(fields["ratio"] * unlimited_peak(read_log(log)))
         return (
             optimal_trial(log, room, **asked)
             if do == "optimal"
