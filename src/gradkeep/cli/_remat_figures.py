@@ -292,7 +292,7 @@ def _ending(result: dict[str, Any]) -> str | None:
     if status == "too large":
         return f"{result['model']} {kind}: {told}"
     # A placement that a model does not have is no news; that a budget is too small is.
-    if kind in ("dtr", "planned") and status != "ok":
+    if kind in ("dtr", "planned") and (status != "ok" or said):
         return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
     return None
 

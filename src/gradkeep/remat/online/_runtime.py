@@ -24,6 +24,7 @@ from gradkeep.remat.online._live_core import (
     mapped,
     tensors_in,
 )
+from gradkeep.remat.online._pace import Pace
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 from gradkeep.remat.tracing._rerun import (
     FirstResultRerun,
@@ -97,11 +98,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._signatures: dict[Any, OperatorSignature] = {}
         self._sizes: dict[Any, int] = {}
         """Bytes that an operator asks for, by what it is given; known once it has run."""
+        self.slow: str | None = None
+        """Why a plan is better here, if operators are so small that deciding takes most of the time."""
         self._quiet = False
         self._hooks: list[Any] = []
         self._parameters: set[int] = set()
         self._operators = self._pinned = 0
         self._took = 0
+        self._pace: Pace | None = Pace()
 
     def _new(self) -> LiveCore:
         named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
@@ -199,7 +203,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._quiet = True
         try:
-            return self._pass(func, args, kwargs)
+            if self._pace is None:
+                return self._pass(func, args, kwargs)
+            began = perf_counter_ns()
+            out = self._pass(func, args, kwargs)
+            if self._pace.known(perf_counter_ns() - began, self._took):
+                self.slow = self._pace.warning()
+                self._pace = None
+            return out
         finally:
             self._quiet = False
 
