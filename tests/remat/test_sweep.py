@@ -9,7 +9,7 @@ import pytest
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.simulator import _sweep
+from gradkeep.remat.simulator import _picture, _sweep, find_logs
 from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
 from gradkeep.remat.simulator._sweep import SweepCase, read_table, run_case, sweep, sweep_cases
 
@@ -176,3 +176,79 @@ def test_the_commands_do_without_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_figures_command_draws_all_figures_of_a_folder(tmp_path):
+    logs, out = tmp_path / "logs", tmp_path / "figures"
+    logs.mkdir()
+    (logs / "cnn-1.log").write_bytes(LOG.read_bytes())
+    words = ("remat", "figures", logs, "--out", out, "--ratios", "0.9,0.6", "--workers", "1")
+    done = gradkeep(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = [
+        *("pareto", "banishing", "accesses"),
+        *(f"ablation-{part}" for part in ("exact", "eq", "local", "none")),
+    ]
+    for name in figures:
+        assert (out / f"{name}.png").stat().st_size > 10_000
+    rows = read_table(out / "figures.csv")
+    assert json.loads(done.stdout)["rows"] == len(rows) == 2 * (6 + 10 + 11 + 2)
+    by = {(row.heuristic, row.policy, row.releases): row for row in rows}
+    assert {(h, p, r) for h, p, r in by if p == "banish" or not r} == {
+        ("dtr-union", "banish", True),
+        ("dtr", "eager", False),
+    }
+    counted = {row.heuristic for row in rows if row.accesses is not None}
+    assert counted == {"dtr", "dtr-eq", "dtr-local"}
+    assert {row.seed for row in rows if row.heuristic == "random"} == set(range(10))
+    assert [row.case for row in rows] == list(dict.fromkeys(row.case for row in rows))
+
+
+def test_random_is_drawn_as_mean_and_range_where_all_seeds_ran():
+    cases = sweep_cases([LOG], heuristics=("random",), ratios=(0.9, 0.6))
+    rows = [run_case(case) for case in cases]
+    at = _picture._ran(rows)
+    assert at == [0.9]
+    point = _picture._spread(0.9, rows, "overhead")
+    each = [row.overhead for row in rows if row.ratio == 0.9]
+    assert (point.mean, point.least, point.most) == (
+        pytest.approx(sum(each) / 10),
+        min(each),
+        max(each),
+    )
+
+
+def test_manifests_name_logs_and_their_titles(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "a-1.log").write_bytes(LOG.read_bytes())
+    (logs / "b-1.log").write_bytes(LOG.read_bytes())
+    assert [log.title for log in find_logs([logs]).logs] == ["a", "b"]
+    entries = [
+        {"name": "A (1)", "title": "A", "desc": "x", "log": "logs/a-1.log", "has_start": True},
+        {"name": "C", "title": "C", "desc": "x", "log": "logs/c.log", "has_start": True},
+    ]
+    for content in ({"models": entries}, {"a": entries[:1], "c": entries[1:]}):
+        (logs / "manifest.json").write_text(json.dumps(content))
+        for place in (logs, logs / "manifest.json"):
+            found = find_logs([place])
+            assert [(log.title, log.path.name) for log in found.logs] == [("A", "a-1.log")]
+            assert "'C' is passed over" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "cannot be read"),
+        ("[1]", "no manifest of logs"),
+        ('{"models": [{"name": "a"}]}', "model 1 of the manifest names no log"),
+        ('{"models": [{"name": "a", "log": "a.log", "has_start": false}]}', "has_start of 'a'"),
+        ('{"models": [{"name": "a", "log": "a.log"}]}', "none of the logs is there"),
+    ],
+)
+def test_bad_manifests_are_refused_with_what_is_wrong(content, message, tmp_path):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(RematError, match=message):
+        find_logs([tmp_path])
+    with pytest.raises(RematError, match="no such log"):
+        find_logs([tmp_path / "nowhere"])

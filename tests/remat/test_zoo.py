@@ -12,7 +12,7 @@ from gradkeep.errors import RematError
 
 QUICK = [
     *("resnet20", "unet", "lstm", "lstm_encoder", "gru_encoder", "treelstm"),
-    *("transformer", "transformer_encoder", "unrolled_gan"),
+    *("transformer", "transformer_encoder", "unrolled_gan", "gru", "treelstm_old"),
 ]
 # The counts that are known of the published models, at their published number of classes.
 PUBLISHED = {
@@ -25,6 +25,8 @@ PUBLISHED = {
     "resnet152": (60_192_808, 1000),
     "densenet121": (7_978_856, 1000),
     "densenet161": (28_681_000, 1000),
+    # Without the head in its middle, of 3,326,696.
+    "inceptionv3": (23_834_568, 1000),
     "inceptionv4": (42_681_353, 1001),
 }
 
@@ -70,6 +72,27 @@ def test_large_models_run_too():
         assert build(name, height=32, width=32).step().isfinite()
     assert build("densenet100", batch_size=1, height=16, width=16).step().isfinite()
     assert build("inceptionv4", height=75, width=75).step().isfinite()
+    assert build("inceptionv3", height=75, width=75).step().isfinite()
+
+
+def test_an_unrolled_gru_is_torchs_cell():
+    work = build("gru", batch_size=3, length=5, in_dim=4, mem_dim=6)
+    cell = torch.nn.GRU(4, 6)
+    plain = work.model
+    with torch.no_grad():
+        cell.weight_ih_l0.copy_(plain.from_input.weight)
+        cell.weight_hh_l0.copy_(plain.from_state.weight)
+        cell.bias_ih_l0.copy_(plain.from_input.bias)
+        cell.bias_hh_l0.copy_(plain.from_state.bias)
+    steps = torch.randn(5, 3, 4)
+    torch.testing.assert_close(plain(list(steps)), cell(steps)[0][-1])
+
+
+def test_the_older_tree_compares_two_sentences_of_words():
+    work = build("treelstm_old", batch_size=2, words=5)
+    names = {name.split(".")[0] for name, _ in work.model.named_parameters()}
+    assert names == {"embedding", "tree", "product", "difference", "scores"}
+    assert published_sizes("treelstm_old")["mem_dim"] == 150
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -111,7 +134,7 @@ def test_a_workload_is_frozen():
     ("name", "sizes", "words"),
     [
         ("resnet33", {}, "resnet32"),
-        ("gru", {}, "gru_encoder"),
+        ("gruu", {}, "gru_encoder"),
         ("unet", {"length": 3}, "channels"),
         ("unet", {"batch_size": 0}, "at least 1"),
         ("unet", {"batch_size": "8"}, "whole number"),

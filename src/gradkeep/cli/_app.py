@@ -57,6 +57,7 @@ COMMANDS = (
     Command("delete", "_maintenance", "Delete a capture or saved scores with all versions."),
     Command("simulate", "_remat", "Run a recorded step in a smaller memory budget.", "remat"),
     Command("pareto", "_remat_figures", "Draw what every budget costs, per heuristic.", "remat"),
+    Command("figures", "_remat_figures", "All figures of the paper, of a folder of logs.", "remat"),
     Command("ablate", "_remat_figures", "The same for the parts of the heuristic.", "remat"),
     Command("accesses", "_remat_figures", "How much looking around choosing takes.", "remat"),
     Command("banish", "_remat_figures", "What happens to what nobody refers to.", "remat"),

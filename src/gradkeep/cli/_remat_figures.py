@@ -1,4 +1,4 @@
-"""`gradkeep remat pareto`, `ablate`, `accesses`, `banish`, `experiments`: sweeps, trials, pictures."""
+"""`gradkeep remat pareto`, `figures`, `ablate`, `accesses`, `banish`, `experiments`: sweeps, pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradkeep.compat.dtr.experiments import DtrExperiment
-    from gradkeep.remat.simulator import PictureStyle, Policy, SweepCase, SweepRow
+    from gradkeep.remat.simulator import PictureStyle, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -157,14 +157,57 @@ def banish(
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
-    """What to do with storages nobody refers to: ignore it, evict them at once, or for ever."""
-    from gradkeep.remat.simulator import PictureStyle
+    """What to do with storages nobody refers to: drop them for ever, evict them at once, or nothing.
 
-    look = PictureStyle("What happens to storages that nobody refers to", by_policy=True)
-    names = ("dtr-union", "dtr-local")
-    policies: tuple[Policy, ...] = ("ignore", "eager", "banish")
-    wanted = _cases(logs, names, _numbers(ratios), limit, policies)
-    _figure("banish", look, wanted, out, workers, json=json)
+    The curves are the paper's: dtr-union that banishes, dtr that evicts at once, dtr without releases.
+    """
+    from gradkeep.remat.simulator import DEAD_CURVES, PaperFigure, dead_style, find_logs
+
+    for log in logs:
+        input_file(log, error=RematError)
+    figure = PaperFigure("banish", dead_style(), DEAD_CURVES)
+    wanted = figure.cases(find_logs(logs).logs, ratios=_numbers(ratios), limit=limit)
+    _figure("banish", figure.look, wanted, out, workers, json=json)
+
+
+def figures(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(metavar="LOGS...", help="A folder of logs, a manifest, or logs."),
+    ],
+    out: OutOption = Path("figures"),
+    ratios: RatiosOption = _RATIOS,
+    limit: LimitOption = 2.0,
+    workers: WorkersOption = None,
+    json: JsonOption = False,
+) -> None:
+    """All simulated figures of the paper: pareto, banishing, ablation in four parts, accesses.
+
+    Random choices are drawn as mean and range of ten seeds, accesses are counted as the original
+    counts them. Writes figures.csv and one picture each as .png, .svg and .html.
+    """
+    from gradkeep.remat.simulator import draw_sweep, find_logs, paper_figures, sweep
+
+    found = find_logs(logs)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    shares = _numbers(ratios)
+    wanted = paper_figures(found.logs)
+    cases = [case for one in wanted for case in one.cases(found.logs, ratios=shares, limit=limit)]
+    table = output_folder(out, error=RematError) / "figures.csv"
+    with progress("figures", "simulations") as report:
+        rows = sweep(cases, table, workers=workers, progress=report)
+    done = {row.case: row for row in rows}
+    files = [table]
+    for one in wanted:
+        files += draw_sweep(one.rows(done, found.logs), out, one.name, one.look)
+    if json:
+        failed = sum(row.status != "ok" for row in rows)
+        told = {"logs": len(found.logs), "rows": len(rows), "not_ok": failed}
+        print_json({**told, "files": [str(path) for path in files], "notes": found.notes})
+        return
+    for path in files:
+        print(f"wrote {path}")
 
 
 def experiments(
@@ -249,7 +292,7 @@ def _ending(result: dict[str, Any]) -> str | None:
     if status == "too large":
         return f"{result['model']} {kind}: {told}"
     # A placement that a model does not have is no news; that a budget is too small is.
-    if kind in ("dtr", "planned") and status != "ok":
+    if kind in ("dtr", "planned") and (status != "ok" or said):
         return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
     return None
 
@@ -259,13 +302,12 @@ def _cases(
     heuristics: Sequence[str],
     ratios: Sequence[float],
     limit: float,
-    policies: Sequence[Policy] = ("eager",),
 ) -> list[SweepCase]:
     from gradkeep.remat.simulator import sweep_cases
 
     for log in logs:
         input_file(log, error=RematError)
-    return sweep_cases(logs, heuristics=heuristics, ratios=ratios, policies=policies, limit=limit)
+    return sweep_cases(logs, heuristics=heuristics, ratios=ratios, limit=limit)
 
 
 def _figure(

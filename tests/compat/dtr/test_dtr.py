@@ -80,6 +80,29 @@ def test_a_log_begins_at_its_last_start(tmp_path):
     program = read_log(tmp_path / "step.log")
     assert simulate(program).status == "ok"
     assert not any(op.name == "mul" and max(op.sizes) == 16 for op in program.ops)
-    dtr.set_memory_budget(10_000)
-    with pytest.raises(RematError, match="without a budget"):
-        dtr.toggle_log(on=True, path=tmp_path / "other.log")
+
+
+def test_a_log_in_a_budget_is_that_of_the_step_without_one(tmp_path):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]), torch.randn(16, 32)
+
+    def logged(budget, name):
+        net.zero_grad(set_to_none=True)
+        dtr.set_memory_budget(budget)
+        dtr.toggle_log(True, path=tmp_path / name)
+        dtr.annotate_log("START")
+        net(x).square().mean().backward()
+        if budget is not None:
+            assert dtr.remat_compute_time() > 0
+            with pytest.raises(RematError, match="toggle_log"):
+                dtr.set_memory_budget(None)
+        dtr.toggle_log(False)
+        dtr.set_memory_budget(None)
+        ops = read_log(tmp_path / name).ops
+        made = [(op.name, op.sizes) for op in ops if -1 in op.aliases]
+        return sorted(made), sum(op.cost for op in ops)
+
+    plain, _ = logged(None, "plain.log")
+    within, cost = logged("60kB", "within.log")
+    assert within == plain
+    assert cost > 0

@@ -18,6 +18,7 @@ from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.compat.dtr.experiments._tables import batch_size_lines, write_graphs
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
+from gradkeep.remat.simulator import find_logs
 
 SMALL = {"length": 6, "in_dim": 4, "mem_dim": 8}
 
@@ -486,3 +487,70 @@ def _runs(process):
     except OSError:
         return False
     return state != "Z"
+
+
+# Logs that are saved, and logs that are brought along
+
+
+def test_logs_are_saved_where_the_configuration_says_with_a_manifest(tmp_path):
+    command = {"type": "dtr", "ratio": 0.9, "extra_params": SMALL, "batch_size": 2}
+    config = {
+        "models": {"lstm": [command]},
+        "n_reps": 1,
+        "n_inputs": 2,
+        "save_logs": True,
+        "log_dest": str(tmp_path / "logs"),
+        "simrd_config": "sim_conf.json",
+    }
+    experiment = parse_experiment(config)
+    assert experiment.notes == ()
+    assert [trial.save_log for trial in experiment.trials] == [False, True]
+    one = run_experiment(experiment, tmp_path / "out", workers=1)
+    again = run_experiment(parse_experiment(config), tmp_path / "out", workers=1)
+    assert again.ran == 0
+    (log,) = (tmp_path / "logs").glob("*.log")
+    assert log.name.startswith("lstm-2-0.9-")
+    assert log in one.files
+    listed = json.loads((tmp_path / "logs" / "sim_conf.json").read_text())
+    assert [entry["log"] for entry in listed["lstm"]] == [str(log)]
+    assert find_logs([tmp_path / "logs" / "sim_conf.json"]).logs[0].title == "lstm (2)"
+    # Reused in a configuration of its own, beside the same step recorded anew.
+    commands = [
+        {"type": "simrd", "kind": "use_log", "file_path": str(log), "ratio": 0.9, "config": {}},
+        {"type": "simrd", "kind": "get_log", "memory_budget": -1, "extra_params": SMALL},
+    ]
+    report = run_experiment(parse(commands, n_reps=1), tmp_path / "used", workers=1)
+    used, got = (row for row in report.results if row["type"] == "simrd")
+    program = read_log(log)
+    wanted = simulate(program, budget=int(0.9 * unlimited_peak(program)), limit=10.0)
+    assert (used["status"], used["overhead"]) == (wanted.status, wanted.overhead)
+    assert got["status"] == "ok"
+    assert not any(row["type"] == "baseline" for row in report.results)
+
+
+def test_logs_that_are_not_there_are_refused_by_key_and_file(tmp_path):
+    with pytest.raises(RematError, match="file_path missing"):
+        parse([{"type": "simrd", "kind": "use_log"}])
+    with pytest.raises(RematError, match="file_path cannot be read"):
+        parse([{"type": "simrd", "kind": "use_log", "file_path": str(tmp_path / "no.log")}])
+    with pytest.raises(RematError, match="kind is for simulations"):
+        parse([{"type": "dtr", "kind": "get_log", "memory_budget": 1e6}])
+    with pytest.raises(RematError, match="log_dest"):
+        parse([{"type": "baseline"}], log_dest=5)
+    with pytest.raises(RematError, match="simrd_config"):
+        parse([{"type": "baseline"}], simrd_config="../a.json")
+
+
+def test_random_choices_are_told_as_the_mean_of_ten_seeds(tmp_path):
+    log = Path(__file__).parents[2] / "remat" / "data" / "cnn-alias.log"
+    command = {"type": "simrd", "kind": "use_log", "file_path": str(log), "heuristic": "random"}
+    report = run_experiment(parse([{**command, "ratio": 0.9}]), tmp_path, workers=1)
+    (row,) = report.results
+    program = read_log(log)
+    budget = int(0.9 * unlimited_peak(program))
+    each = [
+        simulate(program, heuristic="random", budget=budget, limit=10.0, seed=seed).overhead
+        for seed in range(10)
+    ]
+    assert row["overhead"] == pytest.approx(sum(each) / 10, rel=1e-12)
+    assert (row["least_overhead"], row["most_overhead"]) == (min(each), max(each))

@@ -3,7 +3,7 @@
 The prototype needed its own build of torch, and every tensor had to be converted. Here
 `set_memory_budget` is enough: from then on every tensor of this thread can be evicted and is made
 again when an operator asks for it. `checkpoint` and its friends are there so that scripts go on
-running.
+running; `install` puts them all where the prototype had them, on `torch` and `torch.Tensor`.
 
 >>> import torch
 >>> from gradkeep.compat import dtr
@@ -16,14 +16,18 @@ running.
 >>> dtr.set_memory_budget(None)
 """
 
+from gradkeep.compat.dtr._install import InstalledNames, install, uninstall
 from gradkeep.compat.dtr._prototype import (
     annotate_log,
     base_compute_time,
     checkpoint,
     clear_checkpointpool,
+    compute_time,
     cost_time,
     decheckpoint,
     is_checkpoint,
+    loop_time,
+    new_log,
     pin,
     remat_compute_time,
     reset_profile,
@@ -33,16 +37,24 @@ from gradkeep.compat.dtr._prototype import (
     toggle_log,
     toggle_profile,
     toggle_sampling,
+    try_checkpoint,
+    uncheckpoint,
+    unset_memory_budget,
 )
 
 __all__ = [
+    "InstalledNames",
     "annotate_log",
     "base_compute_time",
     "checkpoint",
     "clear_checkpointpool",
+    "compute_time",
     "cost_time",
     "decheckpoint",
+    "install",
     "is_checkpoint",
+    "loop_time",
+    "new_log",
     "pin",
     "remat_compute_time",
     "reset_profile",
@@ -52,4 +64,8 @@ __all__ = [
     "toggle_log",
     "toggle_profile",
     "toggle_sampling",
+    "try_checkpoint",
+    "uncheckpoint",
+    "uninstall",
+    "unset_memory_budget",
 ]

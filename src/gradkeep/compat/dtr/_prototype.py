@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
@@ -19,13 +20,20 @@ if TYPE_CHECKING:
     from gradkeep.remat import Recorder
     from gradkeep.remat.online import OnlineRuntime
 
+DEFAULT_LOG = "default.log"
+
 
 @dataclass(slots=True, eq=False)
 class PrototypeState:
     """The runtime in force, and how it is to choose."""
 
     online: OnlineRuntime | None = None
+    chooser: SampledHeuristic | None = None
+    """Of the budget in force."""
     recorder: Recorder | None = None
+    log: Path = Path(DEFAULT_LOG)
+    marked: Any = None
+    """Tensors that were told to be checkpoints, held weakly."""
     sampling: bool = False
     ignore_small: bool = False
     profiling: bool = True
@@ -40,23 +48,33 @@ STATE = PrototypeState()
 
 
 def base_compute_time() -> int:
-    """Running every operator once."""
+    """Nanoseconds of running every operator once."""
     return STATE.base + (STATE.online.live.base_compute if STATE.online else 0)
 
 
 def remat_compute_time() -> int:
-    """Running operators again."""
+    """Nanoseconds of running operators again."""
     return STATE.remat + (STATE.online.live.remat_compute if STATE.online else 0)
 
 
+def compute_time() -> int:
+    """Nanoseconds of running operators, once and again."""
+    return base_compute_time() + remat_compute_time()
+
+
 def search_time() -> int:
-    """Choosing what to evict."""
+    """Nanoseconds of choosing what to evict."""
     return STATE.search + (STATE.online.live.search_time if STATE.online else 0)
 
 
 def cost_time() -> int:
-    """Putting values back where they belong; the prototype counted its cost model here."""
+    """Nanoseconds of putting values back; the prototype counted its cost model here."""
     return STATE.copy + (STATE.online.live.copy_time if STATE.online else 0)
+
+
+def loop_time() -> int:
+    """Nanoseconds of looping over tensors: all of the search, which here holds no other costs."""
+    return search_time()
 
 
 def reset_profile() -> None:
@@ -67,7 +85,7 @@ def reset_profile() -> None:
         live.base_compute = live.remat_compute = live.search_time = live.copy_time = 0
 
 
-def toggle_profile(*, on: bool) -> None:
+def toggle_profile(on: bool) -> None:
     """Whether budgets that end add to the times."""
     STATE.profiling = on
 
@@ -82,45 +100,69 @@ def remember(online: OnlineRuntime) -> None:
         STATE.copy += live.copy_time
 
 
-def set_memory_budget(budget: int | str | None) -> None:
+def set_memory_budget(budget: float | str | None) -> None:
     """Keep the live bytes of this thread's tensors within a budget from now on; None ends it."""
+    size = None if budget is None else parse_bytes(budget)
+    if size is not None and size <= 0:
+        raise BudgetError("a budget must be positive", found=size, fix="None ends a budget")
     clear_checkpointpool()
-    if budget is None:
+    if size is None:
         return
     from gradkeep.remat.online import OnlineRuntime  # loads torch
 
-    size = parse_bytes(budget)
-    if size <= 0:
-        raise BudgetError("a budget must be positive", found=size, fix="None ends a budget")
-    chooser = heuristic("dtr-eq")
-    if STATE.sampling or STATE.ignore_small:
-        chooser = SampledHeuristic(chooser, sample=STATE.sampling, skip_small=STATE.ignore_small)
-    STATE.online = OnlineRuntime(size, heuristic=chooser)
+    STATE.chooser = SampledHeuristic(heuristic("dtr-eq"))
+    _look()
+    STATE.online = OnlineRuntime(size, heuristic=STATE.chooser)
     STATE.online.__enter__()
+
+
+def unset_memory_budget() -> None:
+    """End the budget."""
+    clear_checkpointpool()
 
 
 def clear_checkpointpool() -> None:
     """Bring everything back and end the budget."""
-    online, STATE.online = STATE.online, None
+    if STATE.recorder is not None and STATE.online is not None:
+        raise RematError(
+            "a budget cannot end while what runs in it is logged", fix="toggle_log(False) first"
+        )
+    online, STATE.online, STATE.chooser = STATE.online, None, None
     if online is not None:
         online.__exit__(None, None, None)
         remember(online)
 
 
 def checkpoint(tensor: Tensor) -> Tensor:
-    """The tensor itself: all are managed."""
+    """The tensor itself: in a budget all are managed."""
+    _marked()[tensor] = True
     return tensor
+
+
+def try_checkpoint(tensor: Tensor) -> Tensor:
+    """The same: a tensor that is managed already may be given too."""
+    return checkpoint(tensor)
 
 
 def decheckpoint(tensor: Tensor) -> Tensor:
     """The tensor, with its bytes in memory and there to stay."""
+    _marked().pop(tensor, None)
     if STATE.online is not None:
         STATE.online.pin(tensor)
     return tensor
 
 
+def uncheckpoint(tensor: Tensor) -> Tensor:
+    """The same for a tensor that is a checkpoint; others are refused, as there."""
+    if not is_checkpoint(tensor):
+        raise RematError("this tensor is no checkpoint", fix="decheckpoint() takes any tensor")
+    return decheckpoint(tensor)
+
+
 def is_checkpoint(tensor: Tensor) -> bool:
-    """Whether the tensor may be evicted: while a budget is in force, as long as it is not pinned."""
+    """Whether the tensor may be evicted, or was told to be a checkpoint and not otherwise since."""
+    if tensor in _marked():
+        return True
     if STATE.online is None:
         return False
     node = STATE.online.live.latest.get(id(tensor.untyped_storage()))
@@ -132,39 +174,64 @@ def pin(tensor: Tensor) -> Tensor:
     return decheckpoint(tensor)
 
 
-def toggle_sampling(*, on: bool) -> None:
-    """Choose among about 2 sqrt(n) storages in place of all; counts for budgets set after it."""
+def _marked() -> Any:
+    if STATE.marked is None:
+        from torch.utils.weak import WeakTensorKeyDictionary  # loads torch
+
+        STATE.marked = WeakTensorKeyDictionary()
+    return STATE.marked
+
+
+def toggle_sampling(on: bool) -> None:
+    """Choose among about 2 sqrt(n) storages in place of all, from now on."""
     STATE.sampling = on
+    _look()
 
 
-def toggle_ignore_small_tensors(*, on: bool) -> None:
-    """Never evict storages below 1 % of the mean size; counts for budgets set after it."""
+def toggle_ignore_small_tensors(on: bool) -> None:
+    """Never evict storages below 1 % of the mean size, from now on."""
     STATE.ignore_small = on
+    _look()
+
+
+def _look() -> None:
+    if STATE.chooser is not None:
+        STATE.chooser.look(skip_small=STATE.ignore_small, sample=STATE.sampling)
+
+
+def end_all() -> None:
+    """End the log and the budget."""
+    toggle_log(on=False)
+    clear_checkpointpool()
 
 
 # A tensor that outlives the interpreter's last lines must not be left empty.
-atexit.register(clear_checkpointpool)
+atexit.register(end_all)
 
 
-def toggle_log(*, on: bool, path: str | os.PathLike[str] = "default.log") -> None:
-    """Begin or end a log of what runs, which `gradkeep remat simulate` reads."""
-    if on and STATE.online is not None:
-        raise RematError(
-            "a log is of a step without a budget", fix="set_memory_budget(None) before it"
-        )
+def new_log(name: str) -> None:
+    """Logs that begin from now on go to the file `NAME.log`."""
+    STATE.log = Path(name if name.endswith(".log") else f"{name}.log")
     if STATE.recorder is not None:
-        STATE.recorder.__exit__(None, None, None)
-        STATE.recorder = None
-    if on:
-        from gradkeep.remat import record  # loads torch
+        toggle_log(on=True)
 
-        STATE.recorder = record(path)
+
+def toggle_log(on: bool, *, path: str | os.PathLike[str] | None = None) -> None:
+    """Begin or end a log of what runs, which `gradkeep remat simulate` reads.
+
+    In a budget the log is that of the step without one: what is run again is not in it.
+    """
+    recorder, STATE.recorder = STATE.recorder, None
+    if recorder is not None:
+        recorder.__exit__(None, None, None)
+    if on:
+        from gradkeep.remat import Recorder  # loads torch
+
+        STATE.recorder = Recorder(path or STATE.log, beneath=STATE.online)
         STATE.recorder.__enter__()
 
 
 def annotate_log(annotation: str) -> None:
-    """`START` drops what was logged before it; other annotations are for people, and left out."""
+    """`START` drops what was logged before it; the backward pass is found by itself."""
     if STATE.recorder is not None and annotation == "START":
-        path = STATE.recorder.path
-        toggle_log(on=False)
-        toggle_log(on=True, path=path)
+        toggle_log(on=True, path=STATE.recorder.path)

@@ -180,6 +180,9 @@ _WORKLOADS: dict[str, _WorkloadEntry] = {
         )
         for name in _DENSE
     },
+    "inceptionv3": _WorkloadEntry(
+        "_inception.inception_workload", _image(2, 96), _image(32, 299, 1000)
+    ),
     "inceptionv4": _WorkloadEntry(
         "_inception.inception_workload", _image(2, 96), _image(64, 299, 1001)
     ),
@@ -189,6 +192,11 @@ _WORKLOADS: dict[str, _WorkloadEntry] = {
         {"batch_size": 6, "height": 416, "width": 608, "channels": 64},
     ),
     "lstm": _WorkloadEntry(
+        "_sequences.recurrent_workload",
+        {"batch_size": 8, "length": 16, "in_dim": 16, "mem_dim": 32},
+        {"batch_size": 512, "length": 256, "in_dim": 512, "mem_dim": 1700},
+    ),
+    "gru": _WorkloadEntry(
         "_sequences.recurrent_workload",
         {"batch_size": 8, "length": 16, "in_dim": 16, "mem_dim": 32},
         {"batch_size": 512, "length": 256, "in_dim": 512, "mem_dim": 1700},
@@ -205,6 +213,26 @@ _WORKLOADS: dict[str, _WorkloadEntry] = {
             "irregular": 0,
             "in_dim": 100,
             "mem_dim": 300,
+        },
+    ),
+    "treelstm_old": _WorkloadEntry(
+        "_sequences.similarity_workload",
+        {
+            "batch_size": 1,
+            "words": 9,
+            "tokens": 100,
+            "in_dim": 16,
+            "mem_dim": 32,
+            "hidden": 16,
+            "classes": 5,
+        },
+        {
+            "batch_size": 25,
+            "words": 10,
+            "tokens": 2412,
+            "in_dim": 300,
+            "mem_dim": 150,
+            "hidden": 50,
         },
     ),
     "transformer": _WorkloadEntry(

@@ -1,4 +1,4 @@
-"""Inception-v4: branches of convolutions side by side."""
+"""Inception-v3 and v4: branches of convolutions side by side."""
 
 from __future__ import annotations
 
@@ -29,8 +29,91 @@ class _Branches(nn.Module):
 def inception_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """The stem, three kinds of blocks with reductions between them, and a linear layer."""
-    model = nn.Sequential(
+    """The stem, three kinds of blocks with reductions between them, and a linear layer.
+
+    The third version comes without the head in its middle: the experiments throw away what it says.
+    """
+    model = _third_version(sizes) if name == "inceptionv3" else _fourth_version(sizes)
+    return model, classify(model, sizes)
+
+
+def _third_version(sizes: Mapping[str, int | float]) -> nn.Module:
+    return nn.Sequential(
+        convolution(3, 32, 3, stride=2, valid=True),
+        convolution(32, 32, 3, valid=True),
+        convolution(32, 64, 3),
+        nn.MaxPool2d(3, 2),
+        convolution(64, 80, 1, valid=True),
+        convolution(80, 192, 3, valid=True),
+        nn.MaxPool2d(3, 2),
+        *(_wide(inputs, pooled) for inputs, pooled in ((192, 32), (256, 64), (288, 64))),
+        _Branches(
+            convolution(288, 384, 3, stride=2, valid=True),
+            nn.Sequential(
+                convolution(288, 64, 1),
+                convolution(64, 96, 3),
+                convolution(96, 96, 3, stride=2, valid=True),
+            ),
+            nn.MaxPool2d(3, 2),
+        ),
+        *(_crossed(between) for between in (128, 160, 160, 192)),
+        _Branches(
+            nn.Sequential(convolution(768, 192, 1), convolution(192, 320, 3, stride=2, valid=True)),
+            nn.Sequential(
+                convolution(768, 192, 1),
+                convolution(192, 192, _ACROSS),
+                convolution(192, 192, _DOWN),
+                convolution(192, 192, 3, stride=2, valid=True),
+            ),
+            nn.MaxPool2d(3, 2),
+        ),
+        *(_forked(inputs) for inputs in (1280, 2048)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(2048, int(sizes["classes"])),
+    )
+
+
+def _wide(inputs: int, pooled: int) -> nn.Module:
+    return _Branches(
+        convolution(inputs, 64, 1),
+        nn.Sequential(convolution(inputs, 48, 1), convolution(48, 64, 5)),
+        nn.Sequential(convolution(inputs, 64, 1), convolution(64, 96, 3), convolution(96, 96, 3)),
+        _pooled(inputs, pooled),
+    )
+
+
+def _crossed(between: int) -> nn.Module:
+    return _Branches(
+        convolution(768, 192, 1),
+        nn.Sequential(
+            convolution(768, between, 1),
+            convolution(between, between, _ACROSS),
+            convolution(between, 192, _DOWN),
+        ),
+        nn.Sequential(
+            convolution(768, between, 1),
+            convolution(between, between, _DOWN),
+            convolution(between, between, _ACROSS),
+            convolution(between, between, _DOWN),
+            convolution(between, 192, _ACROSS),
+        ),
+        _pooled(768, 192),
+    )
+
+
+def _forked(inputs: int) -> nn.Module:
+    return _Branches(
+        convolution(inputs, 320, 1),
+        nn.Sequential(convolution(inputs, 384, 1), _fork(384, 384)),
+        nn.Sequential(convolution(inputs, 448, 1), convolution(448, 384, 3), _fork(384, 384)),
+        _pooled(inputs, 192),
+    )
+
+
+def _fourth_version(sizes: Mapping[str, int | float]) -> nn.Module:
+    return nn.Sequential(
         *_stem(),
         *(_first() for _ in range(4)),
         _Branches(
@@ -60,7 +143,6 @@ def inception_workload(
         nn.Flatten(),
         nn.Linear(1536, int(sizes["classes"])),
     )
-    return model, classify(model, sizes)
 
 
 def _stem() -> list[nn.Module]:
@@ -122,8 +204,8 @@ def _third() -> nn.Module:
     )
 
 
-def _fork(inputs: int) -> nn.Module:
-    return _Branches(convolution(inputs, 256, (1, 3)), convolution(inputs, 256, (3, 1)))
+def _fork(inputs: int, outputs: int = 256) -> nn.Module:
+    return _Branches(convolution(inputs, outputs, (1, 3)), convolution(inputs, outputs, (3, 1)))
 
 
 def _pooled(inputs: int, outputs: int) -> nn.Module:

@@ -36,6 +36,26 @@ class _UnrolledLstm(nn.Module):
         return state
 
 
+class _UnrolledGru(nn.Module):
+    """A GRU of which every operator of every step is its own."""
+
+    def __init__(self, inputs: int, memory: int) -> None:
+        super().__init__()
+        self.memory = memory
+        self.from_input = nn.Linear(inputs, 3 * memory)
+        self.from_state = nn.Linear(memory, 3 * memory)
+
+    def forward(self, steps: list[torch.Tensor]) -> torch.Tensor:
+        state = steps[0].new_zeros(len(steps[0]), self.memory)
+        for x in steps:
+            reset, update, new = self.from_input(x).chunk(3, 1)
+            old_reset, old_update, old = self.from_state(state).chunk(3, 1)
+            kept = (update + old_update).sigmoid()
+            content = (new + (reset + old_reset).sigmoid() * old).tanh()
+            state = content + kept * (state - content)
+        return state
+
+
 class _RecurrentWords(nn.Module):
     """Embedding, recurrent layers, and a score for every word that may come next."""
 
@@ -55,10 +75,11 @@ class _RecurrentWords(nn.Module):
 def recurrent_workload(
     name: str, sizes: Mapping[str, int | float]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """`lstm` is the unrolled cell, `lstm_encoder` and `gru_encoder` are torch's layers."""
+    """`lstm` and `gru` are unrolled cells, `lstm_encoder` and `gru_encoder` are torch's layers."""
     batch, length = int(sizes["batch_size"]), int(sizes["length"])
-    if name == "lstm":
-        model = _UnrolledLstm(int(sizes["in_dim"]), int(sizes["mem_dim"]))
+    if name in ("lstm", "gru"):
+        cell = _UnrolledLstm if name == "lstm" else _UnrolledGru
+        model = cell(int(sizes["in_dim"]), int(sizes["mem_dim"]))
         steps = [torch.randn(batch, int(sizes["in_dim"])) for _ in range(length)]
         return model, lambda: model(steps).square().mean()
     kind = nn.LSTM if name == "lstm_encoder" else nn.GRU
@@ -169,6 +190,49 @@ def tree_workload(
     shapes = random.Random(int(torch.randint(2**31, ()).item()))
     tree = _grown(sizes, int(sizes["depth"]), shapes)
     return model, lambda: model(tree).square().mean()
+
+
+class _Similarity(nn.Module):
+    """How alike two sentences are: a tree of words each, and scores from product and difference."""
+
+    def __init__(self, sizes: Mapping[str, int | float]) -> None:
+        super().__init__()
+        memory, hidden = int(sizes["mem_dim"]), int(sizes["hidden"])
+        self.embedding = nn.Embedding(int(sizes["tokens"]), int(sizes["in_dim"]))
+        self.tree = _ChildSum(int(sizes["in_dim"]), memory)
+        self.product, self.difference = nn.Linear(memory, hidden), nn.Linear(memory, hidden)
+        self.scores = nn.Linear(hidden, int(sizes["classes"]))
+
+    def forward(self, left: _Tree, right: _Tree) -> torch.Tensor:
+        one, two = self.tree(self._embedded(left)), self.tree(self._embedded(right))
+        both = self.product(one * two) + self.difference((one - two).abs())
+        return functional.log_softmax(self.scores(both.sigmoid()), 1)
+
+    def _embedded(self, tree: _Tree) -> _Tree:
+        return _Tree(self.embedding(tree.value), tuple(map(self._embedded, tree.children)))
+
+
+def similarity_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Pairs of sentences as trees of `words` words, each below any earlier one."""
+    model = _Similarity(sizes)
+    batch = int(sizes["batch_size"])
+    shapes = random.Random(int(torch.randint(2**31, ()).item()))
+    left, right = (_sentence(sizes, shapes) for _ in range(2))
+    wanted = torch.rand(batch, int(sizes["classes"])).softmax(1)
+    return model, lambda: functional.kl_div(model(left, right), wanted, reduction="batchmean")
+
+
+def _sentence(sizes: Mapping[str, int | float], shapes: random.Random) -> _Tree:
+    count = int(sizes["words"])
+    heads = [shapes.randrange(word) for word in range(1, count)]
+    words = torch.randint(int(sizes["tokens"]), (count, int(sizes["batch_size"])))
+    made: dict[int, _Tree] = {}
+    for word in reversed(range(count)):
+        below = tuple(made[one] for one in range(word + 1, count) if heads[one - 1] == word)
+        made[word] = _Tree(words[word], below)
+    return made[0]
 
 
 def _grown(sizes: Mapping[str, int | float], depth: int, shapes: random.Random) -> _Tree:

@@ -121,6 +121,8 @@ class LiveCore(EvictionCore):
     def __init__(self, heuristic: Heuristic, *, budget: float, limit: float) -> None:
         super().__init__(heuristic, budget=budget, policy="eager")
         self.limit = limit
+        # Here edges go too, once nothing needs them any more.
+        self._followed = False
         self._allowed = budget
         self._settled = False
         """Everything is back, and stays."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradkeep._budgets import format_bytes
 from gradkeep.remat.online._live_core import (
@@ -23,6 +24,7 @@ from gradkeep.remat.online._live_core import (
     mapped,
     tensors_in,
 )
+from gradkeep.remat.online._pace import Pace
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 from gradkeep.remat.tracing._rerun import (
     FirstResultRerun,
@@ -97,10 +99,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._signatures: dict[Any, OperatorSignature] = {}
         self._sizes: dict[Any, int] = {}
         """Bytes that an operator asks for, by what it is given; known once it has run."""
+        self.slow: str | None = None
+        """Why a plan is better here, if operators are so small that deciding takes most of the time."""
         self._quiet = False
         self._hooks: list[Any] = []
         self._parameters: set[int] = set()
         self._operators = self._pinned = 0
+        self._took = 0
+        self._pace: Pace | None = Pace()
 
     def _new(self) -> LiveCore:
         named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
@@ -161,9 +167,20 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         """Never evict a tensor."""
         self._quiet = True
         try:
-            self.live.keep(self.live.node_of(tensor))
+            # What it takes to bring it back is nobody else's: a recorder may lie upon this mode.
+            with _disable_current_modes():
+                self.live.keep(self.live.node_of(tensor))
         finally:
             self._quiet = False
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> int:
+        """The bytes of a storage, be it in memory or not."""
+        node = self.live.latest.get(id(storage))
+        return storage.nbytes() if node is None else self.live.bytes[node.storage].nbytes
+
+    def took(self) -> int:
+        """Nanoseconds that the last operator took by itself."""
+        return self._took
 
     def bring_back(self, tensor: Tensor) -> None:
         """Make sure that a tensor's bytes are in memory."""
@@ -172,9 +189,10 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._quiet = True
         try:
-            self.live.hold([node])
-            self.live.keep(node)
-            self.live.let_go([node])
+            with _disable_current_modes():
+                self.live.hold([node])
+                self.live.keep(node)
+                self.live.let_go([node])
         finally:
             self._quiet = False
 
@@ -186,7 +204,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             return run_operator(func, args, kwargs)
         self._quiet = True
         try:
-            return self._pass(func, args, kwargs)
+            if self._pace is None:
+                return self._pass(func, args, kwargs)
+            began = perf_counter_ns()
+            out = self._pass(func, args, kwargs)
+            if self._pace.known(perf_counter_ns() - began, self._took):
+                self.slow = self._pace.warning()
+                self._pace = None
+            return out
         finally:
             self._quiet = False
 
@@ -194,6 +219,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         live = self.live
         live.tidy()
         self._operators += 1
+        self._took = 0
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
@@ -234,7 +260,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         grad_mode = torch.is_grad_enabled()
         began = perf_counter_ns()
         out = run_operator(func, args, kwargs)
-        cost = perf_counter_ns() - began
+        self._took = cost = perf_counter_ns() - began
         results = tensors_in(out)
         if not all(map(has_storage, results)):
             return out

@@ -14,7 +14,9 @@ from gradkeep.remat.simulator._heuristics import (
     register,
 )
 from gradkeep.remat.simulator._log import read_log
+from gradkeep.remat.simulator._log_list import LogList, TitledLog, find_logs
 from gradkeep.remat.simulator._optimal import Optimum, OptimumPoint, optimal, optimum_point
+from gradkeep.remat.simulator._paper import DEAD_CURVES, PaperFigure, dead_style, paper_figures
 from gradkeep.remat.simulator._picture import MARKERS, PictureStyle, draw_sweep, sweep_sentences
 from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind, chain
 from gradkeep.remat.simulator._schedule import (
@@ -46,16 +48,19 @@ from gradkeep.remat.simulator._sweep import (
 )
 
 __all__ = [
+    "DEAD_CURVES",
     "MAIN_HEURISTICS",
     "MARKERS",
     "Action",
     "EvictionCore",
     "Graph",
     "Heuristic",
+    "LogList",
     "MemoryEvent",
     "Op",
     "Optimum",
     "OptimumPoint",
+    "PaperFigure",
     "PictureStyle",
     "Policy",
     "Program",
@@ -70,12 +75,15 @@ __all__ = [
     "SweepRow",
     "TensorNode",
     "Timeline",
+    "TitledLog",
     "chain",
     "checked",
     "chen",
     "collapse_aliases",
+    "dead_style",
     "draw_sweep",
     "eliminate_constants",
+    "find_logs",
     "heuristic",
     "heuristics",
     "keep_all",
@@ -85,6 +93,7 @@ __all__ = [
     "optimum_cases",
     "optimum_point",
     "own_heuristics",
+    "paper_figures",
     "read_log",
     "register",
     "revolve",

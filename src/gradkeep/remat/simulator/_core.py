@@ -49,6 +49,8 @@ class Storage:
         "below",
         "cached",
         "compute",
+        "edges_above",
+        "edges_below",
         "evicted_dependents",
         "group",
         "last_access",
@@ -76,6 +78,10 @@ class Storage:
         """Storages it was computed from, with the number of edges."""
         self.below: dict[Storage, int] = {}
         """Storages computed from it, with the number of edges."""
+        self.edges_above = 0
+        """Arguments of all its tensors together, other tensors of the same storage included."""
+        self.edges_below = 0
+        """Results of what its tensors are arguments of, likewise."""
         self.evicted_dependents: set[TensorNode] = set()
         """Only kept under the policy `banish`."""
         self.group: object = None
@@ -128,10 +134,14 @@ class EvictionCore:
         self._storages = 0
         self._timeline = timeline
         self._banishing = policy == "banish"
+        self._followed = not self._banishing
+        """The heuristic is told of every operator: edges only ever come."""
 
     def compute(self, op: Op, args: Sequence[TensorNode]) -> list[TensorNode]:
         """Run an operator of the program for the first time; each result has one reference."""
         tensors = self._declare(op, args)
+        if self._followed:
+            self.heuristic.declared(tensors)
         self._materialize(tensors[0], again=False)
         clock = self.clock
         for tensor in tensors:
@@ -189,8 +199,10 @@ class EvictionCore:
             origin = parent.storage
             if banishing:
                 parent.children.extend(tensors)  # only banishing walks from tensor to tensor
+            origin.edges_below += len(tensors)
             for tensor in tensors:
                 made = tensor.storage
+                made.edges_above += 1
                 if made is not origin:
                     origin.below[made] = made.above[origin] = origin.below.get(made, 0) + 1
                     if banishing:
@@ -276,6 +288,8 @@ class EvictionCore:
         for storage in arrived:
             self.pool[storage] = None
             self.heuristic.arrived(storage, again=again)
+        if arrived and self._followed:
+            self.heuristic.ran(arrived)
         if self._timeline is not None:
             self._timeline.ran(self, op, again=again)
 
@@ -356,10 +370,12 @@ class EvictionCore:
                 if parent.storage is not storage:
                     parent.storage.evicted_dependents.discard(tensor)
                     parent.children.remove(tensor)
+                    parent.storage.edges_below -= 1
                     _cut(parent.storage, storage)
             for child in tensor.children:
                 if child.storage is not storage:
                     child.parents.remove(tensor)
+                    child.storage.edges_above -= 1
                     _cut(storage, child.storage)
                     self._pin(child.storage)
 

@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING
 
 from gradkeep import _annotations
 from gradkeep.errors import RematError
+from gradkeep.remat.simulator._regions import EvictedRegions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from gradkeep.remat.simulator._core import Storage
+    from gradkeep.remat.simulator._core import Storage, TensorNode
 
+_LONG = 3_000_000
+"""So many storages passed in searches take longer than keeping sets of them does."""
 _SMALL = 0.01
 """Of the mean size: what is below may be passed over."""
 Pool = dict["Storage", None]
@@ -55,7 +58,12 @@ class Heuristic:
     evaluations = 0
     """How many scores were asked for."""
     accesses = 0
-    """How many storages were looked at to answer."""
+    """How many storages were looked at to answer, and to keep the books, as the original counts."""
+
+    trials = 1
+    """How many seeds a picture takes the mean and the range of."""
+    counting = True
+    """Count accesses even where that takes longer than choosing does."""
 
     def score(self, storage: Storage, clock: int) -> float:
         """What evicting the storage would cost."""
@@ -66,6 +74,12 @@ class Heuristic:
 
     def evicted(self, storage: Storage) -> None:
         """The storage left memory."""
+
+    def declared(self, results: Sequence[TensorNode]) -> None:
+        """An operator is about to run for the first time; simulations tell, except of `banish`."""
+
+    def ran(self, storages: Sequence[Storage]) -> None:
+        """One run brought these into memory, after `arrived` of each; told likewise."""
 
     def choose(self, pool: Pool, clock: int) -> Storage:
         """The storage of the pool to evict, in the pool's order."""
@@ -157,13 +171,16 @@ class _EvictedClass:
         """Storages whose numerator was worked out with this group's cost."""
 
 
-def _root(group: _EvictedClass) -> _EvictedClass:
-    top = group
+def _root(group: _EvictedClass) -> tuple[_EvictedClass, int]:
+    """The root of a class, and how many nodes were looked at to find it; all then point to it."""
+    top, seen = group, 1
     while top.parent is not None:
         top = top.parent
-    while group.parent is not None:
-        group.parent, group = top, group.parent
-    return top
+        seen += 1
+    if seen > 2:
+        while group is not top and group.parent is not None:
+            group.parent, group = top, group.parent
+    return top, seen
 
 
 class EquivalenceClasses(_CostRatio):
@@ -171,41 +188,86 @@ class EquivalenceClasses(_CostRatio):
 
     name = "dtr-eq"
 
+    def __init__(self) -> None:
+        self._looks: dict[Storage, int] = {}
+        """Nodes of classes that are looked at when a numerator that is known is asked for again."""
+
+    def choose(self, pool: Pool, clock: int) -> Storage:
+        # Of an evaluation the numerator is kept, but not its accesses: the original makes them anew.
+        best, chosen, looks = math.inf, None, self._looks
+        size, stale, scanned, looked = self.uses_size, self.uses_staleness, 0, 0
+        for storage in pool:
+            scanned += 1
+            under: float = storage.size if size else 1
+            if stale:
+                under *= clock - storage.last_access
+            top = storage.cached
+            if top is None:
+                top = self.numerator(storage)
+            else:
+                looked += storage.edges_above + storage.edges_below + looks[storage]
+            cost = top / under if under > 0 else math.inf
+            if cost <= best:
+                best, chosen = cost, storage
+                if cost == 0:
+                    break
+        self.evaluations += scanned
+        self.accesses += scanned + looked
+        assert chosen is not None
+        return chosen
+
     def numerator(self, storage: Storage) -> float:
-        total, seen = storage.compute, []
+        total, seen, later = storage.compute, [], 0
+        looked = storage.edges_above + storage.edges_below
         for neighbour in (*storage.above, *storage.below):
-            # A storage without a group was never in memory: its operator is waiting for this one.
-            if not neighbour.material and isinstance(neighbour.group, _EvictedClass):
-                root = _root(neighbour.group)
-                if root not in seen:
-                    seen.append(root)
-                    total += root.compute
-                    root.watchers.append(storage)
-        self.accesses += len(storage.above) + len(storage.below)
+            if neighbour.material:
+                continue
+            group = neighbour.group
+            if not isinstance(group, _EvictedClass):
+                # It was never in memory: its operator is waiting for this one.
+                looked += 1
+                continue
+            root, nodes = _root(group)
+            looked += nodes
+            later += 1 if nodes == 1 else 2
+            if root not in seen:
+                seen.append(root)
+                total += root.compute
+                root.watchers.append(storage)
+        self.accesses += looked
+        self._looks[storage] = later
         storage.cached = total
         return total
 
     def evicted(self, storage: Storage) -> None:
         group = _EvictedClass(storage.compute)
         storage.group = group
-        for neighbour in (*storage.above, *storage.below):
+        looked = storage.edges_above + storage.edges_below
+        for neighbour in (*storage.below, *storage.above):
             if neighbour.material:
                 neighbour.cached = None
             elif isinstance(neighbour.group, _EvictedClass):
-                root = _root(neighbour.group)
+                root, nodes = _root(neighbour.group)
+                looked += nodes + 1
                 if root is not group:
                     _changed(root)
                     root.parent = group
                     group.compute += root.compute
+            else:
+                looked += 2
+        self.accesses += looked
 
     def arrived(self, storage: Storage, *, again: bool) -> None:
         storage.cached = None
         group = storage.group
+        looked = 2
         if isinstance(group, _EvictedClass):
-            root = _root(group)
+            root, nodes = _root(group)
+            looked = nodes + (1 if nodes == 1 else 2)
             root.compute -= storage.compute
             _changed(root)
             storage.group = None
+        self.accesses += looked
         if again:
             for neighbour in (*storage.above, *storage.below):
                 neighbour.cached = None
@@ -227,15 +289,36 @@ class ExactNeighbourhood(_CostRatio):
     def __init__(self) -> None:
         self._changed: list[Storage] = []
         """Storages that came or went since the last choice."""
+        self._told: list[Storage] = []
+        """All storages by number, where every operator is told of."""
+        self._searched = 0
+        """Storages passed in searches."""
+        self._regions: EvictedRegions | None = None
+        """In place of searches, to count accesses or once these have become long."""
 
     def numerator(self, storage: Storage) -> float:
         total = storage.compute
-        if self.upwards:
-            total += sum(found.compute for found in self.reachable(storage, upwards=True))
-        if self.downwards:
-            total += sum(found.compute for found in self.reachable(storage, upwards=False))
+        for upwards in (True, False):
+            if not (self.upwards if upwards else self.downwards):
+                continue
+            if self._regions is not None:
+                total += self._regions.cost(storage, upwards=upwards)
+            else:
+                total += sum(found.compute for found in self.reachable(storage, upwards=upwards))
         storage.cached = total
         return total
+
+    def declared(self, results: Sequence[TensorNode]) -> None:
+        if self.counting and self._regions is None:
+            self._regions = EvictedRegions()
+        if self._regions is not None:
+            self._regions.declared(results)
+        else:
+            self._told += [tensor.storage for tensor in results if not tensor.is_alias]
+
+    def ran(self, storages: Sequence[Storage]) -> None:
+        if self._regions is not None:
+            self.accesses += self._regions.arrived(storages, counted=self.counting)
 
     def reachable(self, storage: Storage, *, upwards: bool) -> set[Storage]:
         """Evicted storages reached through evicted ones only."""
@@ -244,24 +327,31 @@ class ExactNeighbourhood(_CostRatio):
         while stack:
             place = stack.pop()
             beside = place.above if upwards else place.below
-            self.accesses += len(beside)
+            self.accesses += place.edges_above if upwards else place.edges_below
             for other in beside:
                 if not other.material and other not in found:
                     found.add(other)
                     stack.append(other)
+        self._searched += len(found)
         found.discard(storage)
         return found
 
     def evicted(self, storage: Storage) -> None:
-        self._changed.append(storage)
+        if self._regions is not None:
+            self.accesses += self._regions.left(storage, counted=self.counting)
+        else:
+            self._changed.append(storage)
 
     def arrived(self, storage: Storage, *, again: bool) -> None:
         storage.cached = None
-        if again:
+        if again and self._regions is None:
             self._changed.append(storage)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
-        self._forget()
+        if self._regions is None:
+            self._forget()
+            if self._searched > _LONG and self._told:
+                self._regions = EvictedRegions.of(self._told)
         return super().choose(pool, clock)
 
     def _forget(self) -> None:
@@ -297,6 +387,15 @@ class UnionNeighbourhood(ExactNeighbourhood):
 
     name = "dtr-union"
 
+    def declared(self, results: Sequence[TensorNode]) -> None:
+        """It looks anew each time, as the original does, and keeps no books."""
+
+    def evicted(self, storage: Storage) -> None:
+        """Likewise."""
+
+    def arrived(self, storage: Storage, *, again: bool) -> None:
+        """Likewise."""
+
     def choose(self, pool: Pool, clock: int) -> Storage:
         return Heuristic.choose(self, pool, clock)
 
@@ -330,9 +429,14 @@ class RandomChoice(Heuristic):
     """Any one; the same for the same seed."""
 
     name = "random"
+    trials = 10
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Choose as if made with this seed."""
+        self._random.seed(seed)
 
     def choose(self, pool: Pool, clock: int) -> Storage:
         self.evaluations += 1
@@ -357,22 +461,37 @@ class SampledHeuristic(Heuristic):
         self._sample = sample
         self._random = random.Random(seed)
 
+    def look(self, *, skip_small: bool, sample: bool) -> None:
+        """How it looks from the next choice on."""
+        self._skip_small, self._sample = skip_small, sample
+
     def arrived(self, storage: Storage, *, again: bool) -> None:
         self._inner.arrived(storage, again=again)
 
     def evicted(self, storage: Storage) -> None:
         self._inner.evicted(storage)
 
+    def declared(self, results: Sequence[TensorNode]) -> None:
+        self._inner.declared(results)
+
+    def ran(self, storages: Sequence[Storage]) -> None:
+        self._inner.ran(storages)
+
     def choose(self, pool: Pool, clock: int) -> Storage:
+        chosen = self._inner.choose(self._part(pool), clock)
+        self.evaluations, self.accesses = self._inner.evaluations, self._inner.accesses
+        return chosen
+
+    def _part(self, pool: Pool) -> Pool:
+        if not self._skip_small and not self._sample:
+            return pool
         some = list(pool)
         if self._skip_small:
             least = _SMALL * sum(storage.size for storage in some) / len(some)
             some = [storage for storage in some if storage.size >= least] or some
         if self._sample:
             some = self._strides(some)
-        chosen = self._inner.choose(dict.fromkeys(some), clock)
-        self.evaluations, self.accesses = self._inner.evaluations, self._inner.accesses
-        return chosen
+        return dict.fromkeys(some)
 
     def _strides(self, some: list[Storage]) -> list[Storage]:
         longest = math.isqrt(len(some))

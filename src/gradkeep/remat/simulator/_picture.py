@@ -73,6 +73,8 @@ class PictureStyle:
     logarithmic: bool = False
     by_policy: bool = False
     """Tell lines apart by heuristic and policy instead of by heuristic alone."""
+    titles: tuple[tuple[str, str], ...] = ()
+    """What to write over the panels of logs; others have the first part of their name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for axis, log in zip(axes, logs, strict=False):
         _panel(axis, [row for row in rows if row.log == log], lines, look)
-        axis.set_title(Path(log).name.split("-")[0], fontsize=11)
+        axis.set_title(dict(look.titles).get(log, Path(log).name.split("-")[0]), fontsize=11)
     for axis in axes[len(logs) :]:
         axis.set_visible(False)
     first = figure.axes[0]
@@ -141,7 +143,7 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
 def _panel(
     axis: Any, rows: Sequence[SweepRow], lines: Sequence[_PictureLine], look: PictureStyle
 ) -> None:
-    good = [getattr(row, look.measure) for row in rows if row.status == "ok"]
+    good = [value for row in rows if row.status == "ok" and (value := getattr(row, look.measure))]
     top = max(good, default=1.0)
     steep = look.logarithmic or (look.measure == "overhead" and top > _STEEP)
     failed_at = top * (1.6 if steep else 1.06)
@@ -152,8 +154,12 @@ def _panel(
             **_STYLES[line.source],
         }
         mine = sorted((r for r in rows if _line_of(r, look) == line), key=lambda row: row.ratio)
-        points = [(row.ratio, getattr(row, look.measure)) for row in mine if row.status == "ok"]
-        axis.plot([x for x, _ in points], [y for _, y in points], label=line.label, **style)
+        points = [_spread(at, mine, look.measure) for at in _ran(mine)]
+        at = [point.ratio for point in points]
+        axis.plot(at, [point.mean for point in points], label=line.label, **style)
+        if any(point.least < point.most for point in points):
+            low, high = [point.least for point in points], [point.most for point in points]
+            axis.fill_between(at, low, high, color=style["color"], alpha=0.2, linewidth=0)
         # Where it gives up: its own mark, in its own colour, just below where it still ran.
         for sign, statuses in _ENDED.items():
             ended = [row.ratio for row in mine if row.status in statuses]
@@ -170,6 +176,27 @@ def _panel(
     axis.grid(alpha=0.25)
 
 
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """What several seeds gave at one budget."""
+
+    ratio: float
+    mean: float
+    least: float
+    most: float
+
+
+def _ran(rows: Sequence[SweepRow]) -> list[float]:
+    """The budgets in which all seeds ran to their end; the original takes no others either."""
+    ratios = dict.fromkeys(row.ratio for row in rows)
+    return [at for at in ratios if all(row.status == "ok" for row in rows if row.ratio == at)]
+
+
+def _spread(ratio: float, rows: Sequence[SweepRow], measure: str) -> _Spread:
+    values = [getattr(row, measure) for row in rows if row.ratio == ratio]
+    return _Spread(ratio, sum(values) / len(values), min(values), max(values))
+
+
 def _lines(rows: Sequence[SweepRow], look: PictureStyle) -> list[_PictureLine]:
     """Each once; the simulated ones first, so that what was measured lies upon them."""
     found = dict.fromkeys(_line_of(row, look) for row in rows)
@@ -178,7 +205,8 @@ def _lines(rows: Sequence[SweepRow], look: PictureStyle) -> list[_PictureLine]:
 
 
 def _line_of(row: SweepRow, look: PictureStyle) -> _PictureLine:
-    name = f"{row.heuristic}, {row.policy}" if look.by_policy else row.heuristic
+    policy = row.policy if row.releases else "no releases"
+    name = f"{row.heuristic}, {policy}" if look.by_policy else row.heuristic
     return _PictureLine(_LABELS[row.source].format(name), row.source)
 
 
@@ -190,6 +218,9 @@ def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:
         # A budget above the peak says nothing.
         good = [row for row in mine if row.status == "ok" and row.ratio <= 1]
         name = Path(log).name.split("-")[0]
+        # Nobody can count on a lucky seed.
+        chosen = {row.heuristic for row in good if row.seed}
+        good = [row for row in good if row.heuristic not in chosen]
         at_half = [row for row in good if row.ratio == 0.5]
         if at_half:
             best = min(at_half, key=lambda row: row.overhead)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from gradkeep import _annotations
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
-from gradkeep.remat.simulator._heuristics import Heuristic, SampledHeuristic
+from gradkeep.remat.simulator._heuristics import Heuristic, RandomChoice, SampledHeuristic
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class SimulationResult:
     rematerializations: int
     ops_run: int
     heuristic_evaluations: int
-    accesses: int
+    accesses: int | None
+    """How many storages were looked at, as the original counts; None if that was not wanted."""
 
 
 @_annotations.checked(RematError)
@@ -60,11 +61,13 @@ def simulate(
     sample: bool = False,
     seed: int = 0,
     timeline: Timeline | None = None,
+    count_accesses: bool = True,
 ) -> SimulationResult:
     """Run the program in `budget` bytes; it counts as thrashing beyond `limit` times the base cost.
 
     `skip_small` and `sample` let the heuristic look at fewer storages; `timeline` collects what
-    happens.
+    happens; `seed` is that of random choices. Accesses are counted as the original counts them; for the exact neighbourhood (`dtr`,
+    `msps`, `ab-exact`) counting takes longer than choosing, and can be left out: they are None then.
 
     >>> from gradkeep.remat import chain
     >>> simulate(chain(10, size=1, cost=1), budget=5).status
@@ -78,8 +81,11 @@ def simulate(
     if limit < 1:
         raise RematError("the limit is a factor of at least 1", found=limit)
     chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
+    if isinstance(heuristic, str) and isinstance(chooser, RandomChoice):
+        chooser.reseed(seed)
     if skip_small or sample:
         chooser = SampledHeuristic(chooser, skip_small=skip_small, sample=sample, seed=seed)
+    chooser.counting = count_accesses
     core = EvictionCore(
         chooser,
         budget=budget - program.output_bytes,
@@ -108,7 +114,7 @@ def simulate(
         rematerializations=core.rematerializations,
         ops_run=core.ops_run,
         heuristic_evaluations=chooser.evaluations,
-        accesses=chooser.accesses,
+        accesses=chooser.accesses if count_accesses else None,
     )
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
@@ -45,6 +45,12 @@ class SweepCase:
     """Budget by the peak without one."""
     policy: Policy = "eager"
     limit: float = 2.0
+    releases: bool = True
+    """Without them nothing is ever told to be free."""
+    seed: int = 0
+    """Of random choices."""
+    counted: bool = True
+    """Count accesses, which takes long for the exact neighbourhood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +69,25 @@ class SweepRow:
     evictions: int
     rematerializations: int
     heuristic_evaluations: int
-    accesses: int
+    accesses: int | None
     source: RowSource = "simulated"
+    releases: bool = True
+    seed: int = 0
 
     @property
     def case(self) -> SweepCase:
         """What was simulated."""
         policy: Policy = self.policy  # type: ignore[assignment]
-        return SweepCase(self.log, self.heuristic, self.ratio, policy, self.limit)
+        return SweepCase(
+            self.log,
+            self.heuristic,
+            self.ratio,
+            policy,
+            self.limit,
+            releases=self.releases,
+            seed=self.seed,
+            counted=self.accesses is not None,
+        )
 
 
 def sweep_cases(
@@ -80,19 +97,24 @@ def sweep_cases(
     ratios: Sequence[float] = RATIOS,
     policies: Sequence[Policy] = ("eager",),
     limit: float = 2.0,
+    releases: bool = True,
+    counted: bool = True,
 ) -> list[SweepCase]:
-    """Every combination; unknown heuristics and ratios that make no sense are refused here."""
-    for name in heuristics:
-        heuristic(name)
+    """Every combination, random choices with ten seeds each.
+
+    Unknown heuristics and ratios that make no sense are refused here.
+    """
+    trials = {name: heuristic(name).trials for name in heuristics}
     for ratio in ratios:
         if not ratio > 0:
             raise RematError("a ratio is a share of the peak above 0", found=ratio)
     return [
-        SweepCase(os.fspath(log), name, float(ratio), policy, limit)
+        SweepCase(os.fspath(log), name, float(ratio), policy, limit, releases, seed, counted)
         for log in logs
         for policy in policies
         for name in heuristics
         for ratio in ratios
+        for seed in range(trials[name])
     ]
 
 
@@ -161,11 +183,13 @@ def run_case(case: SweepCase) -> SweepRow:
     if case.heuristic == OPTIMUM:
         return _optimum(case, program, budget)
     outcome = simulate(
-        program,
+        program if case.releases else program.without_releases(),
         heuristic=case.heuristic,
         budget=budget,
         policy=case.policy,
         limit=case.limit,
+        seed=case.seed,
+        count_accesses=case.counted,
     )
     return SweepRow(
         log=case.log,
@@ -181,6 +205,8 @@ def run_case(case: SweepCase) -> SweepRow:
         rematerializations=outcome.rematerializations,
         heuristic_evaluations=outcome.heuristic_evaluations,
         accesses=outcome.accesses,
+        releases=case.releases,
+        seed=case.seed,
     )
 
 
@@ -204,7 +230,7 @@ def _optimum(case: SweepCase, program: Program, budget: int) -> SweepRow:
     )
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _program(log: str) -> tuple[Program, int]:
     program = read_log(log)
     return program, unlimited_peak(program)
@@ -214,7 +240,14 @@ def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
     """The rows of a table; a last line that was cut off by a kill is left out."""
     rows = []
     fields = dataclasses.fields(SweepRow)
-    kinds = {"float": float, "int": int, "str": str, "RowSource": str}
+    kinds: dict[str, Callable[[str], Any]] = {
+        "float": float,
+        "int": int,
+        "int | None": lambda text: int(text) if text else None,
+        "bool": lambda text: {"True": True, "False": False}[text],
+        "str": str,
+        "RowSource": str,
+    }
     with Path(path).open(newline="") as file:
         for line in list(csv.reader(file))[1:]:
             if len(line) != len(fields):
@@ -223,7 +256,7 @@ def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
                 values = [
                     kinds[str(part.type)](text) for part, text in zip(fields, line, strict=True)
                 ]
-            except ValueError:
+            except (ValueError, KeyError):
                 continue
             rows.append(SweepRow(*values))
     return rows

@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -133,15 +133,30 @@ def _line(instruction: str, **values: Any) -> str:
     return json.dumps({"INSTRUCTION": instruction, **values})
 
 
+class BudgetBeneath(Protocol):
+    """A mode beneath the recorder that empties storages and runs operators again."""
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> int:
+        """The bytes of a storage, be it empty or full."""
+
+    def took(self) -> int:
+        """Nanoseconds that the last operator took by itself."""
+
+
 class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside `with`; the log is written when it ends.
 
     Entered again for the same step, it keeps for every operator the least time that was seen;
-    `repeats` says of how many runs. `live_peak` is the largest number of bytes alive at once.
+    `repeats` says of how many runs. `live_peak` is the largest number of bytes alive at once. What
+    runs in a budget is recorded as if there were none, if the recorder knows what is `beneath` it.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        in_place: Literal["alias", "mutate"] = "alias",
+        beneath: BudgetBeneath | None = None,
     ) -> None:
         if in_place not in ("alias", "mutate"):
             raise RematError(
@@ -152,6 +167,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.path = Path(path)
         self.in_place = in_place
+        self._beneath = beneath
         self.live_peak = 0
         self.repeats = 0
         self._signatures: dict[Any, OperatorSignature] = {}
@@ -192,7 +208,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         start = perf_counter_ns()
         out = run_operator(func, args, kwargs or {})
-        spent = perf_counter_ns() - start
+        spent = perf_counter_ns() - start if self._beneath is None else self._beneath.took()
         if isinstance(out, Tensor):
             made = [out]
         elif type(out) in SEQUENCES:
@@ -307,7 +323,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
             followed = self._alive[key]
             self._count = new = self._count + 1
             ended += [followed.root, *(followed.views or {}).values()]
-            size = storage.nbytes()
+            size = self._bytes_of(storage)
             if size == followed.size:
                 results.append((new, size, keys.index(key)))
             else:
@@ -343,7 +359,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, storage: torch.UntypedStorage, key: int) -> int:
         self._count = number = self._count + 1
-        size = storage.nbytes()
+        size = self._bytes_of(storage)
         ref = StorageRef(storage, self._gone)
         ref.key = key
         self._alive[key] = FollowedStorage(number, size, ref)
@@ -351,6 +367,9 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if self._live > self.live_peak:
             self.live_peak = self._live
         return number
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes() if self._beneath is None else self._beneath.bytes_of(storage)
 
     def _gone(self, ref: StorageRef) -> None:
         followed = self._alive.pop(ref.key, None)

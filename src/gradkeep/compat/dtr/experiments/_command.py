@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import itertools
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
@@ -28,10 +30,10 @@ from gradkeep.remat.simulator import heuristic
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_MODELS = {"unroll_gan": "unrolled_gan", "treelstm_old": "treelstm"}
+_MODELS = {"unroll_gan": "unrolled_gan"}
 # There, `batch_size` was the number of steps of an LSTM and the depth of a tree, and `input_size`
 # the number of rows: only a command with `input_size` speaks that way.
-_ROWS = {"lstm": "length", "treelstm": "depth"}
+_ROWS = {"lstm": "length", "gru": "length", "treelstm": "depth"}
 _SIZES = {
     "transformer": {
         "input_seq_length": "length",
@@ -64,7 +66,7 @@ def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
     return {words.get(key, key): value for key, value in sizes.items()}
 
 
-_KINDS = ("fixed", "ratio", "param_sweep")
+_KINDS = ("fixed", "ratio", "param_sweep", "use_log", "get_log")
 _POLICIES = ("eager", "banish", "ignore")
 _IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
 _BY_HEURISTIC = ("simrd", "dtr")
@@ -76,10 +78,10 @@ _RUNNING = {
 _KNOWN = {
     *("type", "kind", "memory_budget", "ratio", "batch_size", "heuristic", "policy", "limit"),
     *("timeout", "extra_params", "n_reps", "dry_run", "n_inputs", "seed", "threads", *_RUNNING),
-    *("placement", "time_limit"),
+    *("placement", "time_limit", "save_logs", "file_path", "config"),
     "use_profiling",  # what it would add is always told
 }
-_NO_EFFECT = {"save_logs", "attempt_timeout", "input_params", "sync_gpu"}
+_NO_EFFECT = {"attempt_timeout", "input_params", "sync_gpu"}
 # What the original does unless it is told otherwise.
 _ORIGINAL = {"use_sampling": True, "ignore_small_tensors": True}
 
@@ -106,7 +108,7 @@ class CommandDefaults:
             )
         shared: dict[str, Any] = {
             key: config[key]
-            for key in ("n_reps", "dry_run", "n_inputs", "seed", "threads")
+            for key in ("n_reps", "dry_run", "n_inputs", "seed", "threads", "save_logs")
             if key in config
         }
         if config.get("set_seed") is False:
@@ -171,6 +173,11 @@ class _CommandReader:
         ratio = self._number("ratio", None, least=0.0, open_end=True)
         kind = self._choice("kind", _KINDS, "fixed" if ratio is None else "ratio")
         budget = self._budget()
+        file, mark = self._log_file(kind_of, kind)
+        save = kind == "get_log" or (kind_of == "dtr" and self._flag("save_logs"))
+        if kind in ("use_log", "get_log"):
+            kind = "fixed" if ratio is None else "ratio"
+            budget = math.inf if budget is None and file is not None else budget
         if kind_of in _IN_BUDGET:
             wanted = "ratio" if kind == "ratio" else "memory_budget"
             if (ratio if kind == "ratio" else budget) is None:
@@ -202,11 +209,40 @@ class _CommandReader:
             trial = self._choosing(trial)
         if kind_of == "checkpoint":
             trial = dataclasses.replace(trial, placement=self._placement())
-        seed = self._whole("seed", 0, 0)
+        trial = dataclasses.replace(trial, log=file, log_mark=mark)
+        seed, inputs = self._whole("seed", 0, 0), self._whole("n_inputs", 1)
+        if file is not None:
+            return [trial]
         return [
-            dataclasses.replace(trial, work=dataclasses.replace(trial.work, seed=seed + number))
-            for number in range(self._whole("n_inputs", 1))
+            dataclasses.replace(
+                trial,
+                work=dataclasses.replace(trial.work, seed=seed + number),
+                # As there: of the last input.
+                save_log=save and number == inputs - 1,
+            )
+            for number in range(inputs)
         ]
+
+    def _log_file(self, kind_of: str, kind: str) -> tuple[str | None, str]:
+        """The log that a command brings along, and a hash of it."""
+        if kind not in ("use_log", "get_log"):
+            return None, ""
+        if kind_of != "simrd":
+            raise self._wrong("kind", "is for simulations", kind, "type simrd")
+        if kind == "get_log":
+            return None, ""
+        given = self.fields.get("file_path")
+        if not isinstance(given, str):
+            raise self._wrong("file_path", "missing; kind use_log needs it", given, "a log's path")
+        path = Path(given).expanduser()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            fix = "kind get_log records one"
+            raise self._wrong("file_path", "cannot be read", given, "a log", fix) from error
+        if self.fields.get("config") is not None:
+            self.notes.append(f"{self.where}: config has no effect here, nor had it there")
+        return str(path), hashlib.sha256(content).hexdigest()[:12]
 
     def _choosing(self, trial: Trial) -> Trial:
         """How it is chosen what to evict."""

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 _KNOWN = {
     *("models", "dtr_settings", "default", "sizes", "active", "report_errors"),
     *("seed", "set_seed", "n_reps", "n_inputs", "dry_run", "threads"),
+    *("save_logs", "log_dest", "simrd_config"),
 }
 # What the original's files say about machines and services that have no part in this.
-_NO_EFFECT = {"save_logs", "log_dest", "sync_gpu", "dtr_torch_cmd", "notify", "ignore_kind"}
+_NO_EFFECT = {"sync_gpu", "dtr_torch_cmd", "notify", "ignore_kind"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class DtrExperiment:
     """What was ignored, and why."""
     report_errors: bool = True
     """Go on after a trial that failed."""
+    log_dest: Path | None = None
+    """Where the logs of `save_logs` go; without one they stay among the results."""
+    simrd_config: str | None = None
+    """The name of a manifest beside them, which `gradkeep remat figures` reads."""
 
 
 def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
@@ -101,7 +106,29 @@ def parse_experiment(config: Any) -> DtrExperiment:
         tuple({(trial.model, trial.key): trial for trial in trials}.values()),
         tuple(dict.fromkeys(notes)),
         report_errors=config.get("report_errors") is not False,
+        log_dest=_folder(config.get("log_dest")),
+        simrd_config=_file_name(config.get("simrd_config")),
     )
+
+
+def _folder(value: object) -> Path | None:
+    if value is None or (isinstance(value, str) and value.strip() in ("", "/dev/null")):
+        return None
+    if not isinstance(value, str):
+        raise RematError("log_dest is no folder", found=repr(value)[:60], expected="a path")
+    return Path(value).expanduser()
+
+
+def _file_name(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or Path(value).name != value:
+        raise RematError(
+            "simrd_config is the name of a file in log_dest",
+            found=repr(value)[:60],
+            expected="such as sim_conf.json",
+        )
+    return value
 
 
 def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -123,6 +123,8 @@ def measure_online(
         status, message = "gave up", f"recomputation took more than {limit:g} times the plain time"
     elif over:
         status, message = "over budget", f"by {over} bytes: nothing was left to evict"
+    if online.slow is not None:
+        message = f"{message}; {online.slow}" if message else online.slow
     return {
         "status": status,
         "message": message,

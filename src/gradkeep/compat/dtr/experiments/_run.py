@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradkeep.store as stores
 from gradkeep import farm
+from gradkeep.compat.dtr.experiments._saved_logs import save_logs
 from gradkeep.compat.dtr.experiments._tables import points, write_graphs, write_summaries
 from gradkeep.compat.dtr.experiments._trial import (
     FAILED,
@@ -99,8 +100,9 @@ class _ExperimentRunner:
     ) -> None:
         self.out, self.retry_failed, self.progress = out, retry_failed, progress
         self.report_errors = experiment.report_errors
+        self.log_dest, self.simrd_config = experiment.log_dest, experiment.simrd_config
         trials = experiment.trials
-        implied = [trial.baseline for trial in trials if trial.ratio is not None]
+        implied = [t.baseline for t in trials if t.ratio is not None and t.log is None]
         asked = {(trial.model, trial.key) for trial in trials}
         extra = {(t.model, t.key): t for t in implied if (t.model, t.key) not in asked}
         self.trials = (*trials, *extra.values())
@@ -130,12 +132,14 @@ class _ExperimentRunner:
         simulated = [trial for trial in left if trial.type in SIMULATED]
         self._measure([self._job(trial, _training(trial)) for trial in measured])
         self._measure(self._possible(live, {}))
-        logs = self._record(simulated)
+        saved = [trial for trial in self.trials if trial.save_log]
+        logs = self._record([*(t for t in simulated if t.log is None), *saved])
         self._run(self._possible(simulated, logs), workers=workers)
+        kept = self._save_logs(saved, logs)
         rows = tuple(self._row(trial) for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
-        return ExperimentReport(rows, len(left), reused, (*files, *pictures), notes)
+        return ExperimentReport(rows, len(left), reused, (*files, *pictures, *kept), notes)
 
     def _measure(self, tasks: list[TrialTask]) -> None:
         """One after another, each in a process of its own: they must not disturb each other."""
@@ -185,12 +189,24 @@ class _ExperimentRunner:
             found[key] = self.results.pop(key)
         return found
 
+    def _save_logs(self, trials: Sequence[Trial], logs: dict[str, Result]) -> list[Path]:
+        """Copy the logs of these to where the configuration wants them, with a manifest of them."""
+        recorded = [trial for trial in trials if logs[trial.work.key]["status"] not in FAILED]
+        if self.log_dest is None:
+            return [self._log(trial.work) for trial in recorded]
+        return save_logs(
+            [(trial, self._log(trial.work)) for trial in recorded],
+            self.log_dest,
+            self.simrd_config,
+        )
+
     def _possible(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[TrialTask]:
         """The jobs of these trials; if what one builds on has failed, then that is its result."""
         jobs = []
         for trial in trials:
-            needed = [("recording", logs[trial.work.key])] if trial.type in SIMULATED else []
-            if trial.ratio is not None:
+            recorded = trial.type in SIMULATED and trial.log is None
+            needed = [("recording", logs[trial.work.key])] if recorded else []
+            if trial.ratio is not None and trial.log is None:
                 needed.append(("baseline", self.results[trial.baseline.key]))
             failed = next((one for one in needed if one[1]["status"] in FAILED), None)
             if failed is None:
@@ -207,6 +223,10 @@ class _ExperimentRunner:
 
     def _in_budget(self, trial: Trial) -> TrialTask:
         budget = trial.budget
+        if trial.log is not None:
+            fields = {"log": trial.log, "do": trial.type, "asked": trial.asked}
+            room = None if math.isinf(budget) else budget
+            return self._job(trial, {**fields, "budget": room, "ratio": trial.ratio})
         if trial.ratio is not None:
             budget = int(trial.ratio * self.results[trial.baseline.key]["peak"])
         on: dict[str, Any] = _training(trial)

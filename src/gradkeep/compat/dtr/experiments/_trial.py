@@ -86,6 +86,12 @@ class Trial:
     timeout: float = 600.0
     retries: int = 0
     """How often a trial that failed is tried again."""
+    log: str | None = None
+    """Simulate this log in place of one that is recorded; a ratio is one of its own peak."""
+    log_mark: str = ""
+    """What the log held when the configuration was read."""
+    save_log: bool = False
+    """Put the log of its step where the configuration says."""
 
     @property
     def key(self) -> str:
@@ -93,7 +99,8 @@ class Trial:
         if self.type == "baseline":
             return f"baseline-{self.work.key}"
         work = dataclasses.asdict(self.work)
-        question = digest([work, self.asked, self.ratio, str(self.budget)])
+        of = [work] if self.log is None else [self.log, self.log_mark]
+        question = digest([*of, self.asked, self.ratio, str(self.budget)])
         return f"{self.type}-{self.work.name}-{question}"
 
     @property

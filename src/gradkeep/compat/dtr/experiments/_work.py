@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep.compat.dtr.experiments._trial import SIMULATED, TrialWork, write_result
-from gradkeep.remat import heuristics, read_log, register, simulate, unlimited_peak
+from gradkeep.remat import heuristic, heuristics, read_log, register, simulate, unlimited_peak
 from gradkeep.remat.simulator import optimum_point
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def _result(fields: dict[str, Any]) -> dict[str, Any]:
     room = math.inf if budget is None else budget
     if do in SIMULATED:
         log = Path(fields["log"])
+        if fields.get("ratio") is not None:
+            room = int(fields["ratio"] * unlimited_peak(read_log(log)))
         return (
             optimal_trial(log, room, **asked)
             if do == "optimal"
@@ -91,9 +93,13 @@ def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str,
     """Run the recorded step in the budget."""
     program = read_log(log)
     start = time.perf_counter()
-    outcome = simulate(program, budget=budget, **asked)
+    trials = heuristic(asked["heuristic"]).trials
+    outcomes = [simulate(program, budget=budget, seed=seed, **asked) for seed in range(trials)]
     spent = time.perf_counter() - start
-    return {
+    # Of random choices the mean of their seeds is told, where all of them ran to their end.
+    outcome = next((one for one in outcomes if one.status != "ok"), outcomes[0])
+    overheads = [one.overhead for one in outcomes]
+    result = {
         "status": outcome.status,
         "time": outcome.compute / 1e9,
         "base_time": outcome.base_compute / 1e9,
@@ -110,6 +116,16 @@ def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str,
         "accesses": outcome.accesses,
         "simulation_seconds": spent,
     }
+    if trials > 1 and outcome.status == "ok":
+        mean = sum(overheads) / trials
+        result |= {
+            "overhead": mean,
+            "least_overhead": min(overheads),
+            "most_overhead": max(overheads),
+            "time": mean * outcome.base_compute / 1e9,
+            "remat_time": (mean - 1) * outcome.base_compute / 1e9,
+        }
+    return result
 
 
 def optimal_trial(log: Path, budget: float, *, time_limit: float) -> dict[str, Any]:
