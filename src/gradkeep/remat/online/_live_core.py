@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.remat.simulator._core import TensorNode as Node
-    from gradkeep.remat.simulator._heuristics import Heuristic
+    from gradkeep.remat.simulator._cost_ratio import Heuristic
     from gradkeep.remat.tracing._tensors import Geometry
 
 

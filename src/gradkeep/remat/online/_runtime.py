@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.simulator._core import Storage
     from gradkeep.remat.simulator._core import TensorNode as Node
-    from gradkeep.remat.simulator._heuristics import Heuristic
+    from gradkeep.remat.simulator._cost_ratio import Heuristic
     from gradkeep.remat.tracing._tensors import OperatorSignature
 
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))

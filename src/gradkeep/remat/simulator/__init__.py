@@ -5,8 +5,8 @@ Nothing here needs torch. The online runtime drives the same core with real byte
 
 from gradkeep.remat.simulator._baselines import chen, keep_all, keeping, revolve
 from gradkeep.remat.simulator._core import EvictionCore, Policy, Storage, TensorNode
+from gradkeep.remat.simulator._cost_ratio import Heuristic
 from gradkeep.remat.simulator._heuristics import (
-    Heuristic,
     SampledHeuristic,
     heuristic,
     heuristics,

@@ -21,7 +21,7 @@ from gradkeep.remat.simulator._program import StepKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.remat.simulator._heuristics import Heuristic
+    from gradkeep.remat.simulator._cost_ratio import Heuristic
     from gradkeep.remat.simulator._program import Op, Program
     from gradkeep.remat.simulator._simulate import Timeline
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from gradkeep import _annotations
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
-from gradkeep.remat.simulator._heuristics import Heuristic, RandomChoice, SampledHeuristic
+from gradkeep.remat.simulator._cost_ratio import Heuristic
+from gradkeep.remat.simulator._heuristics import RandomChoice, SampledHeuristic
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
