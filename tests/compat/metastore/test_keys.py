@@ -6,7 +6,7 @@ import pytest
 
 import gradkeep as gk
 from gradkeep.compat.metastore import _config, _run
-from gradkeep.compat.metastore._test_indices import parse_indices
+from gradkeep.compat.metastore._config import parse_indices
 from gradkeep.errors import CaptureError
 
 

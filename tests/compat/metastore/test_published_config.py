@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import gradkeep as gk
-from gradkeep.compat.metastore._working_folder import WorkingFolder
+from gradkeep.compat.metastore._config import WorkingFolder
 
 
 def test_vgg16_runs_from_data_and_models_below_the_working_folder(vgg_folder):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradkeep import _arguments
+from gradkeep._arguments import shown
 from gradkeep.compat.metastore._blocks import ConfigBlock, read_yaml
-from gradkeep.compat.metastore._test_indices import parse_indices
-from gradkeep.compat.metastore._working_folder import WorkingFolder
 from gradkeep.errors import CaptureError
 
 METHODS = ("naive", "ted", "half", "recon")
@@ -29,6 +29,41 @@ OWN_CHECKPOINTS = {
     "resnet50": "models/resnet50_models/imagenet_state_dict_finetune_{}.pth",
 }
 """Where MetaStore's program itself looks, whatever `checkpoint_path` says."""
+_PART = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
+_MOST = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingFolder:
+    """The folder that MetaStore is run in, and the one that its configuration lies in.
+
+    A leading slash in a configuration is no root: MetaStore joins paths as text.
+    """
+
+    current: Path
+    config: Path
+
+    @classmethod
+    def of(cls, config: Path) -> WorkingFolder:
+        """The current folder, if the configuration lies in it or below; else the configuration's own."""
+        home, here = config.resolve().parent, Path.cwd()
+        return cls(here if home.is_relative_to(here) else home, home)
+
+    def candidates(self, given: str) -> list[Path]:
+        """Where a path to read may be, the likeliest first.
+
+        >>> WorkingFolder(Path("run"), Path("run")).candidates("/data/cifar10/")
+        [PosixPath('run/data/cifar10'), PosixPath('/data/cifar10')]
+        """
+        relative = given.lstrip("/")
+        absolute = [Path(given)] if given.startswith("/") else []
+        places = [self.current / relative, self.config / relative, *absolute]
+        return list(dict.fromkeys(places))
+
+    def find(self, given: str) -> Path:
+        """The first candidate that exists; if none does, the first."""
+        places = self.candidates(given)
+        return next((place for place in places if place.exists()), places[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +289,30 @@ def _free_memory() -> int:
         return int(free.split()[1]) << 10
     except (OSError, StopIteration):
         return 8 << 30
+
+
+def parse_indices(given: str) -> tuple[int, ...]:
+    """The numbers in a list with commas; `a-b` means all from a to b.
+
+    >>> parse_indices("3,17,20-23")
+    (3, 17, 20, 21, 22, 23)
+    """
+    found: dict[int, None] = {}
+    for part in given.split(","):
+        match = _PART.fullmatch(part.strip())
+        first = int(match[1]) if match else 0
+        last = int(match[2] or match[1]) if match else -1
+        if not first <= last < first + _MOST:
+            raise CaptureError(
+                f"--test_indices cannot be {shown(given)}",
+                found=shown(part),
+                expected="numbers and ranges with commas",
+                fix="for example --test_indices 3,17,20-29",
+            )
+        for index in range(first, last + 1):
+            if index in found:
+                raise CaptureError(
+                    f"--test_indices names {index} twice", fix="name every test sample once"
+                )
+            found[index] = None
+    return tuple(found)

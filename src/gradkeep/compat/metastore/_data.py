@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.compat.metastore._working_folder import WorkingFolder
+    from gradkeep.compat.metastore._config import WorkingFolder
 
 CIFAR_SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 """The deviations are means of those of single pictures; over all pixels they are 0.247, 0.243, 0.262."""

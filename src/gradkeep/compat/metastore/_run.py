@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import xxhash
 
 import gradkeep as gk
 from gradkeep.capturing import fingerprint_weights
 from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._layers import target_layers
-from gradkeep.compat.metastore._mean_query import AVERAGED, mean_query
 from gradkeep.compat.metastore._models import build_model, choose_gradients
 from gradkeep.compat.metastore._results import LayerTime, MethodResult, write_results
 from gradkeep.errors import CaptureError, Conflict, GradkeepError, SchemaMismatch
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from gradkeep.compat.metastore._config import MetaStoreExperiment
     from gradkeep.query import Gradients
     from gradkeep.store import Encoding
+
+
+AVERAGED = ("half", "recon")
+"""The methods that MetaStore asks about the mean; it adds up the answers of the others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +123,29 @@ def _mean(
         )
     )
     return seconds, found.numpy()
+
+
+def mean_query(
+    method: str, queries: Gradients, rows: Gradients, *, memory_budget: int
+) -> torch.Tensor:
+    """Products `[N]` with the mean query: by `half` from factors, by `recon` from gradients made again.
+
+    Cost: one pass over the kept rows, whatever the number of queries.
+    """
+    directions = gk.query.mean(queries, memory_budget=memory_budget)
+    if method == "half":
+        return gk.query.along(rows, directions, memory_budget=memory_budget)[0]
+    at_once = max(1, memory_budget // (8 * rows.size))
+    found = []
+    for some in rows.stream(at_once):
+        total = torch.zeros(some.stop - some.start)
+        for name, form in rows.forms.items():
+            gradients = form.restore(some.factors[name].widened())
+            total += (gradients @ directions.layers[name][0].to(gradients.dtype)).float()
+        found.append(total)
+    answer = torch.cat(found)
+    slopes = rows.slopes()
+    return answer if slopes is None else answer * slopes
 
 
 def _train_side(experiment: MetaStoreExperiment, data: Any, layers: dict[str, str]) -> _Side:

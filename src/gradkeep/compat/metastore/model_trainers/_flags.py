@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.metastore._working_folder import WorkingFolder
+from gradkeep.compat.metastore._config import WorkingFolder
 from gradkeep.errors import CaptureError, GradkeepError
 
 if TYPE_CHECKING:
