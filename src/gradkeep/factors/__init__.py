@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.factors._arithmetic import CACHED, RESTORED, pairwise, squared_lengths, tiles
+from gradkeep.factors._arithmetic import (
+    CACHED,
+    RESTORED,
+    pairwise,
+    squared,
+    squared_lengths,
+    tiles,
+)
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._cost import VALUE, Cost, CostCounter, MachineSpeeds, ProductSize
 from gradkeep.factors._dense import WHOLE, Dense, DenseRows
@@ -85,6 +92,7 @@ __all__ = [
     "pairwise",
     "row_of",
     "spans",
+    "squared",
     "squared_lengths",
     "sum_rows",
     "tiles",

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.attribution._solve import squared
-from gradkeep.factors import CACHED, tiles
+from gradkeep.factors._arithmetic import CACHED, squared, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

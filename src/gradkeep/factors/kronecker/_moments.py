@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution.kronecker._patch_moments import (
+from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
+from gradkeep.factors.kronecker._patch_moments import (
     PatchMoments,
     PixelMoments,
     moment,
     whole,
     zeros,
 )
-from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor

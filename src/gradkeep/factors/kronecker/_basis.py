@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from gradkeep.attribution.kronecker._patch_moments import even
+from gradkeep.factors.kronecker._patch_moments import even
 
 if TYPE_CHECKING:
     from torch import Tensor
