@@ -159,6 +159,16 @@ class Form(Protocol[R]):
         return None
 
     @property
+    def basis(self) -> str | None:
+        """The fingerprint of the basis that rows are coordinates in; None: they are gradients."""
+        return None
+
+    @property
+    def repeated_error(self) -> float:
+        """How far a row may be off, relative to its length, when it is made a second time."""
+        return 0.0
+
+    @property
     def whitened(self) -> bool:
         """Whether products are those of whitened gradients: influence, not inner products."""
         return False

@@ -120,6 +120,17 @@ class Outer(Form[OuterRows]):
         return self.error == 0
 
     @property
+    def approximate(self) -> str | None:
+        """What was cut."""
+        cut = f"gradients of cut rank, relative error at most {self.error:g}"
+        return cut if self.error > 0 else None
+
+    @property
+    def repeated_error(self) -> float:
+        """Another cut may err as much the other way."""
+        return 3 * self.error
+
+    @property
     def factored(self) -> bool:
         """Whether prefixes and suffixes are kept as the layer had them."""
         return not self.ones

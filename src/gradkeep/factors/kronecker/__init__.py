@@ -1,6 +1,6 @@
 """Second moments of both sides of a weight's gradients, and the coordinates that they give."""
 
-from gradkeep.factors.kronecker._basis import Basis, MatrixBasis, VectorBasis, eigen
+from gradkeep.factors.kronecker._basis import Basis, MatrixBasis, VectorBasis, eigen, leading
 from gradkeep.factors.kronecker._moments import (
     MatrixMoments,
     VectorMoments,
@@ -15,6 +15,7 @@ __all__ = [
     "VectorBasis",
     "VectorMoments",
     "eigen",
+    "leading",
     "matrix_moments",
     "scaled_suffixes",
 ]

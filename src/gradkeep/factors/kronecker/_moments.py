@@ -37,18 +37,20 @@ class MatrixMoments(abc.ABC):
     that their Kronecker product has the size of the Fisher matrix.
     """
 
-    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
-        self.piece, self.form = piece, form
+    def __init__(
+        self, piece: WeightMatrix, form: Any, *, room: int, dtype: torch.dtype = torch.float64
+    ) -> None:
+        self.piece, self.form, self.dtype = piece, form, dtype
         self.left = self._empty_left()
         self.right = self._empty_right(room)
         self.rows = self.positions = 0
 
     def _empty_left(self) -> Tensor:
-        return zeros(self.piece.groups, self.piece.rows)
+        return zeros(self.piece.groups, self.piece.rows, self.dtype)
 
     def _empty_right(self, room: int) -> Tensor:
         del room
-        return zeros(self.piece.groups, self.piece.cols)
+        return zeros(self.piece.groups, self.piece.cols, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -174,10 +176,12 @@ _MOMENTS: dict[str, type[MatrixMoments]] = {
 """Which forms have the moments of K-FAC; others have those of their gradient matrices."""
 
 
-def matrix_moments(piece: WeightMatrix, form: AnyForm, *, room: int = 0) -> MatrixMoments:
+def matrix_moments(
+    piece: WeightMatrix, form: AnyForm, *, room: int = 0, dtype: torch.dtype = torch.float64
+) -> MatrixMoments:
     """Empty moments of a weight, of its factors if they are kept; `room` is in bytes."""
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
-    return kind(piece, form, room=room)
+    return kind(piece, form, room=room, dtype=dtype)
 
 
 class VectorMoments:
