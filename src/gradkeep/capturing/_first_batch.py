@@ -101,6 +101,11 @@ def choose_rules(
     found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
     left: list[LayerUnit] = []
     for unit, truth in truths.items():
+        if _is_shared(unit, by_module, rows):
+            shared = _spread(tracer, unit, truth, weights, batch, target)
+            if shared is not None:
+                found[unit] = shared
+                continue
         with torch.no_grad():
             settled = _first_that_fits(tracer.model, unit, by_module, truth, weights, rows=rows)
         if settled is None:
@@ -123,6 +128,39 @@ def choose_rules(
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
     )
+
+
+def _is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
+    """Whether an embedding is read once for all samples, as positions `[T]` or `[1, T]` are."""
+    if unit.rule != "embedding" or rows < 2:
+        return False
+    own = [call for module in unit.modules for call in calls.get(module, ())]
+    return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
+
+
+def _spread(
+    tracer: Tracer,
+    unit: LayerUnit,
+    truth: torch.Tensor,
+    weights: torch.Tensor,
+    batch: Any,
+    target: torch.Tensor,
+) -> tuple[LayerUnit, LayerGradients] | None:
+    """The unit with its output spread to all samples, if the model then says and learns the same."""
+    rows = batch_size(batch)
+    candidate = dataclasses.replace(unit, axis="shared")
+    alone = dataclasses.replace(tracer, units=[candidate])
+    try:
+        _, again, calls = alone.forward(list(unit.modules), batch)
+        if not torch.equal(again, target):
+            return None
+        fill(calls, again)
+        with torch.no_grad():
+            piece = unit_gradients(candidate, calls, rows=rows)
+            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
+    except _OTHER_WAYS:
+        return None
+    return (candidate, piece) if _fits(total, truth) else None
 
 
 def _first_that_fits(

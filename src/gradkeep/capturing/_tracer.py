@@ -93,7 +93,8 @@ class Tracer:
         self, modules: Sequence[nn.Module], batch: Any, *, light: Collection[nn.Module] = ()
     ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
-        with watching(modules, light=light) as calls:
+        spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
+        with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:
             measured, target = self._measure(batch)
         return measured, target, calls
 

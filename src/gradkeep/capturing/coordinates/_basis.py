@@ -63,8 +63,8 @@ class CaptureBasis:
         if self.agreement is None:
             return f"{kept}, not compared with whole gradients"
         return (
-            f"{kept}, whose ranks agree {self.agreement:.2f} with those of whole gradients on "
-            f"{self.compared} rows"
+            f"{kept}, whose ranks agree {self.agreement:.2f} with those of the same layers' whole "
+            f"gradients on {self.compared} rows"
         )
 
     def _digest(self) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.errors import CaptureError
 from gradkeep.factors import BlockProjection, LayerProjection
 from gradkeep.factors.kronecker import MatrixMoments, leading
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -70,13 +71,26 @@ class LeadingLayer:
 
 
 def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
-    """All layers, but where bytes are few those of attention, if they are the smaller part of the model.
+    """The layers that coordinates are chosen from, unless somebody chose layers.
 
-    Measured on language models: up to 8 KiB a row their coordinates cost more than they tell.
+    Where bytes are few, those of attention are left out if they are the smaller part of the model:
+    measured on language models, up to 8 KiB a row their coordinates cost more than they tell. So
+    are vectors, and what has to run once more for its gradients, where they are next to nothing.
     """
-    others = [unit for unit in units if not _ATTENTION.search(unit.name)]
-    large = sum(unit.size for unit in others) >= 0.5 * sum(unit.size for unit in units)
-    return others if large and keep.row_bytes < _ATTENTION_BYTES else list(units)
+    found = list(units)
+    if keep.row_bytes < _ATTENTION_BYTES:
+        found = _without(found, lambda unit: bool(_ATTENTION.search(unit.name)), 0.5)
+    found = _without(found, lambda unit: unit.rule in DENSE_RULES, 0.1)
+    return _without(found, lambda unit: all(len(p.shape) < 2 for p in unit.parameters), 0.1)
+
+
+def _without(
+    units: list[LayerUnit], odd: Callable[[LayerUnit], bool], most: float
+) -> list[LayerUnit]:
+    """The units that are not odd, if the odd ones hold at most this share of all values."""
+    rest = [unit for unit in units if not odd(unit)]
+    left = sum(unit.size for unit in units) - sum(unit.size for unit in rest)
+    return rest if rest and left <= most * sum(unit.size for unit in units) else units
 
 
 def leading_layers(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LeadingLayer]:

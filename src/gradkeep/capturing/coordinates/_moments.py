@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.errors import CaptureError
@@ -14,6 +12,8 @@ from gradkeep.factors.kronecker import VectorMoments, matrix_moments
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+
+    import torch
 
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._units import LayerUnit
@@ -40,7 +40,7 @@ class MomentsSoon:
             self.forms[unit] = form
             with rows.example.device:
                 self.moments[unit] = [
-                    matrix_moments(block, form, dtype=torch.float32)
+                    matrix_moments(block, form, lean=True)
                     if isinstance(block, WeightMatrix)
                     else VectorMoments(block, form)
                     for block in form.weight_blocks()
