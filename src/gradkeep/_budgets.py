@@ -77,7 +77,7 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(10061179152)
     '10.06 GB'
     """
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"

@@ -57,6 +57,16 @@ def test_plan_tells_bytes_operations_and_seconds_without_writing(config, call):
     assert not (config.parent / "kept").exists()
 
 
+def test_plan_answers_for_any_number_of_rows_and_names_what_would_fit(config, call):
+    large = ("--rows", 10**9, "--disk-budget", "200GB")
+    told = call("plan", config, *large)
+    assert "on disk are more than the 200.00 GB" in told
+    assert "fits:" in told
+    found = json.loads(call("plan", config, *large, "--keep", "192B", "--json"))
+    assert (found["rows"], found["fits"]) == (10**9, True)
+    assert found["row_bytes"] <= 192
+
+
 def test_capture_then_attribute_then_why(config, call):
     told = call("capture", config)
     assert "train at early: 40 rows" in told

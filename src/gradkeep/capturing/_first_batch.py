@@ -101,7 +101,7 @@ def choose_rules(
     found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
     left: list[LayerUnit] = []
     for unit, truth in truths.items():
-        if _is_shared(unit, by_module, rows):
+        if is_shared(unit, by_module, rows):
             shared = _spread(tracer, unit, truth, weights, batch, target)
             if shared is not None:
                 found[unit] = shared
@@ -130,7 +130,7 @@ def choose_rules(
     )
 
 
-def _is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
+def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
     """Whether an embedding is read once for all samples, as positions `[T]` or `[1, T]` are."""
     if unit.rule != "embedding" or rows < 2:
         return False
@@ -172,7 +172,7 @@ def _first_that_fits(
     *,
     rows: int,
 ) -> tuple[LayerUnit, LayerGradients] | None:
-    for candidate in _candidates(model, unit, calls, rows=rows):
+    for candidate in ways_to_capture(model, unit, calls, rows=rows):
         own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
         try:
             piece = unit_gradients(candidate, own, rows=rows)
@@ -186,7 +186,7 @@ def _first_that_fits(
     return None
 
 
-def _candidates(
+def ways_to_capture(
     model: nn.Module, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], *, rows: int
 ) -> Iterator[LayerUnit]:
     """Ways to capture a unit, the cheapest first."""
@@ -350,16 +350,17 @@ def prepare_capture(
     tracer = dataclasses.replace(
         tracer, units=settled.units, unused=settled.unused, aside=settled.aside
     )
-    wanted = _wanted(settled.units, settings.keep, as_before or {})
+    wanted = storages_wanted(settled.units, settings.keep, as_before or {})
     kept = choose_storage(
         settled.pieces, encoding=settings.encoding, wanted=wanted, tolerance=settings.tolerance
     )
     return PreparedCapture(tracer, tuple(kept), settled.skipped, settled.pieces)
 
 
-def _wanted(
+def storages_wanted(
     units: Sequence[LayerUnit], keep: KeepChoice, as_before: Mapping[str, Storage]
 ) -> dict[LayerUnit, Storage | None]:
+    """The storage that was asked for, or chosen before, for each unit; None: whichever is smallest."""
     if keep is None or isinstance(keep, int | Keep):
         return {unit: as_before.get(unit.name) for unit in units}
     if isinstance(keep, str):

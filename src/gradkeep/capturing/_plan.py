@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import dataclasses
+import os
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +12,25 @@ from gradkeep import _annotations
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
-from gradkeep.capturing._batches import batch_size, rows_of, to_device
+from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
+from gradkeep.capturing._estimate import (
+    CaptureCost,
+    Clock,
+    SeenRows,
+    coordinate_cost,
+    exact_cost,
+    keeps_exact,
+    seen_rows,
+)
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
+from gradkeep.capturing._footprint import rows_at_once
 from gradkeep.capturing._mode import device_of, in_mode
+from gradkeep.capturing._pace import measured_pace, predicted_seconds
 from gradkeep.capturing._report import KeptLayer, kept_layer
-from gradkeep.errors import CaptureError
+from gradkeep.capturing._row_making import GradientMaker
+from gradkeep.capturing._shapes import shaped_capture, shapes_of
+from gradkeep.capturing.coordinates._keep import Keep
+from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 from gradkeep.factors import ProductSize
 from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
 
@@ -23,13 +38,19 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._first_batch import KeepChoice
+    from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import Compute
-    from gradkeep.query import LayerChoice
+    from gradkeep.factors import Compute, MachineSpeeds
+    from gradkeep.query import LayerChoice, MemoryShares
     from gradkeep.store import Encoding
 
-_TRIED = 16
+_TRIED, _FEW = 16, 2
+_PROVED = 0.5
+"""Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
+_DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
+"""What is tried to keep of a row where all of its gradient is too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +74,25 @@ class CapturePlan:
     """What a capture and its questions will take; shows itself as a table."""
 
     layers: tuple[PlannedLayer, ...]
+    """Of coordinates, as if all layers had their share; the basis decides which have more."""
     rows: int
     queries: int
     budget: int
     disk_bytes: float
     capture_memory: int
-    """Bytes that capturing needs at once."""
+    """Bytes that capturing needs at once, beside the model."""
     capture_seconds: float
     query_memory: int
     """Bytes that asking needs at once."""
     query_seconds: float
+    row_bytes: float = 0.0
+    """Bytes on disk of one row, everything included."""
+    basis_bytes: float = 0.0
+    """Bytes on disk of the basis that coordinates are kept in."""
+    fits: bool = True
+    """Whether that is within the memory budget and the free bytes of the disk."""
+    advice: str = ""
+    """What is too much, and the `keep=` that would fit; empty: it fits."""
 
     def __str__(self) -> str:
         head = ("layer", "type", "T", "kept as", "on disk", "scored", "GFLOP", "seconds")
@@ -80,9 +110,11 @@ class CapturePlan:
             for p in self.layers
         ]
         lines = [text_table(head, rows, right={2, 4, 6, 7})]
+        basis = f", {format_bytes(self.basis_bytes)} of them its basis" if self.basis_bytes else ""
         lines += [
             (
-                f"capture {self.rows + self.queries} rows: {format_bytes(self.disk_bytes)} on disk, "
+                f"capture {self.rows + self.queries} rows of {format_bytes(self.row_bytes)}: "
+                f"{format_bytes(self.disk_bytes)} on disk{basis}, "
                 f"{format_bytes(self.capture_memory)} of memory, about {self.capture_seconds:.3g} s"
             ),
             (
@@ -90,7 +122,7 @@ class CapturePlan:
                 f"(budget {format_bytes(self.budget)}), about {self.query_seconds:.3g} s"
             ),
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
 @renamed_arguments(storage="keep", scoring="compute")
@@ -108,64 +140,219 @@ def plan(
     compute: str | None = None,
     tolerance: float = 0.0,
     memory_budget: float | str | None = None,
+    disk_budget: float | str | None = None,
     mode: Mode | None = "eval",
 ) -> CapturePlan:
     """Predict what capturing `rows` and asking `queries` of them will take, layer by layer.
 
-    Runs a few samples of the batch through the model, and measures this machine once. A budget
-    below the least possible is an error that says what the least is.
+    It always answers: what does not fit is said in `advice`, with the `keep=` that would. Without
+    budgets, the memory of this machine and the free bytes of this folder's disk are compared. A small
+    model runs a few samples and is measured; of a large one shapes tell the bytes, and one short
+    sample the speed. Model and batch may be on the meta device: then the operations of a pass and the
+    speeds of this machine, measured once, give the seconds.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 10))
+    ...     batch = torch.empty(8, 4096), torch.empty(8, dtype=torch.int64)
+    >>> import gradkeep as gk
+    >>> found = gk.plan(model, batch, task=gk.Classification(), rows=10**9, disk_budget="2TB")
+    >>> found.fits, found.advice
+    (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='16KiB' fits: 1.33 TB")
     """
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
+    limits = _Limits(
+        None if memory_budget is None else budget,
+        _free_bytes() if disk_budget is None else parse_bytes(disk_budget),
+    )
+    settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
     with in_mode(model, mode):
-        device = device_of(model)
-        count = min(batch_size(batch), _TRIED)
-        part = to_device(rows_of(batch, 0, count), device)
-        settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
-        prepared = prepare_capture(model, task, part, settings)
-        footprint = row_footprint(prepared, part, count)
-        started = time.perf_counter()
-        prepared.tracer.run(part)
-        per_row = (time.perf_counter() - started) / count
-    at_once = min(
-        batch_size(batch),
-        rows_at_once(prepared, count),
-        rows_within(budget, footprint),
+        sized = _sized(model, task, batch, settings)
+    asked = _Asked(rows, queries, batch_size(batch), layers is not None, compute)
+    wanted = settings.compressed
+    if wanted is None or keeps_exact(sized.shaped, wanted):
+        exact = exact_cost(sized.shaped, sized.clock, seen=sized.seen)
+        found = _planned(exact, asked, limits, budget, sized)
+    else:
+        found = _planned(_coordinates(sized, wanted, asked), asked, limits, budget, sized)
+    if found.fits:
+        return found
+    fitting = _first_that_fits(sized, asked, limits, budget, below=found.row_bytes)
+    return dataclasses.replace(found, advice=f"{found.advice}; {fitting}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What may be taken."""
+
+    memory: int | None
+    """None: nobody said; what this machine has."""
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the plan is for."""
+
+    rows: int
+    queries: int
+    batch: int
+    chosen: bool
+    """Whether the layers were chosen."""
+    compute: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sized:
+    """A model's capture with its shapes, and how fast it runs."""
+
+    shaped: ShapedCapture
+    clock: Clock
+    seen: SeenRows | None = None
+    """What some rows took, where they ran."""
+
+
+def _sized(model: nn.Module, task: Task, batch: Any, settings: CaptureSettings) -> _Sized:
+    """From a run of the first samples if that is quick, else from shapes and one short sample."""
+    if settings.compressed is not None:
+        settings = settings.exact
+    part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
+    device, speeds = device_of(model), machine_speeds()
+    hollow = device.type == "meta" or any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
+    shaped: ShapedCapture | None = None
+    try:
+        shaped = shaped_capture(model, task, part, settings)
+    except GradkeepError:
+        raise
+    except Exception as error:
+        # Models may do anything, also look at numbers that are not there.
+        if hollow:
+            raise CaptureError(
+                "this model does not run on shapes alone",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                fix="build model and batch with numbers, on the CPU",
+            ) from error
+    if shaped is not None and (hollow or not _is_quick(shaped, speeds)):
+        pace = measured_pace(model, task, part, settings.of, speeds, shaped.work)
+        return _Sized(shaped, Clock(speeds, pace))
+    own = to_device(part if shaped is not None else rows_of(part, 0, _FEW), device)
+    prepared = prepare_capture(model, task, own, settings)
+    if shaped is None:
+        shaped = shapes_of(prepared, own)
+    shaped = dataclasses.replace(shaped, prepared=prepared)
+    pace = measured_pace(model, task, own, settings.of, speeds, shaped.work)
+    return _Sized(
+        shaped, Clock(speeds, pace), seen_rows(GradientMaker(prepared, {}, None, device), own)
     )
-    row_bytes = prepared.row_bytes
-    segment = int(min(rows * row_bytes, segment_bytes(None)))
-    split = memory_shares(
-        memory_budget,
-        answer=4 * rows * queries,
-        mapped=segment,
-        query_row=row_bytes,
-        train_row=row_bytes,
-        queries=queries,
-        rows=rows,
-    )
-    speeds = machine_speeds()
-    planned = []
-    for keeping in prepared.kept:
-        load = ProductSize(rows, queries, keeping.positions, keeping.positions)
-        choice = choose_compute(keeping.form, load, speeds, force=compute, scratch=split.scratch)
-        planned.append(
-            PlannedLayer(
-                layer=kept_layer(keeping),
-                disk_bytes=keeping.row_bytes * (rows + queries),
-                compute=choice.compute,
-                flops=choice.cost.flops,
-                seconds=choice.cost.seconds,
-                alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
-            )
+
+
+def _is_quick(shaped: ShapedCapture, speeds: MachineSpeeds) -> bool:
+    held = sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
+    seconds = shaped.rows * predicted_seconds(shaped.work, speeds)
+    return seconds <= _PROVED and held + shaped.rows * shaped.work.saved <= DEFAULT_BUDGET // 4
+
+
+def _coordinates(sized: _Sized, keep: Keep, asked: _Asked) -> CaptureCost:
+    return coordinate_cost(sized.shaped, keep, sized.clock, rows=asked.rows, chosen=asked.chosen)
+
+
+def _planned(
+    cost: CaptureCost, asked: _Asked, limits: _Limits, budget: int, sized: _Sized
+) -> CapturePlan:
+    rows, queries = asked.rows, asked.queries
+    segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
+    answer = 4 * rows * queries
+    too_much: list[str] = []
+    sizes: dict[str, Any] = {
+        "answer": answer,
+        "mapped": segment,
+        "query_row": cost.query_bytes,
+        "train_row": cost.row_bytes,
+        "queries": queries,
+        "rows": rows,
+    }
+    try:
+        split = memory_shares(limits.memory, **sizes)
+    except BudgetError as error:
+        too_much.append(
+            f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
         )
-    held = 2 * row_bytes * (split.query_rows + split.train_rows)
+        split = memory_shares(None, **sizes)
+    planned = [_layer(keeping, asked, split, sized.clock.speeds) for keeping in cost.kept]
+    memory = _capture_memory(cost, asked, limits, sized)
+    there = _machine_bytes() if limits.memory is None else limits.memory
+    if memory > there:
+        too_much.append(
+            f"capturing takes {format_bytes(memory)} of memory beside the model, more than the "
+            f"{format_bytes(there)} there are"
+        )
+    disk = cost.disk_bytes(rows, queries)
+    if disk > limits.disk:
+        told = (
+            f"{format_bytes(disk)} on disk are more than the {format_bytes(limits.disk)} there are"
+        )
+        too_much.insert(0, told)
+    held = 2 * (cost.query_bytes * split.query_rows + cost.row_bytes * split.train_rows)
     return CapturePlan(
         layers=tuple(planned),
         rows=rows,
         queries=queries,
         budget=budget,
-        disk_bytes=row_bytes * (rows + queries),
-        capture_memory=int(footprint * at_once + 2 * segment),
-        capture_seconds=per_row * (rows + queries),
-        query_memory=int(min(split.total, 4 * rows * queries + segment + held + split.scratch)),
+        disk_bytes=disk,
+        capture_memory=int(memory),
+        capture_seconds=cost.fixed_seconds + cost.row_seconds * (rows + queries),
+        query_memory=int(min(split.total, answer + segment + held + split.scratch)),
         query_seconds=sum(layer.seconds for layer in planned),
+        row_bytes=cost.row_bytes,
+        basis_bytes=cost.basis_bytes,
+        fits=not too_much,
+        advice=", ".join(too_much),
     )
+
+
+def _layer(
+    keeping: LayerKeeping, asked: _Asked, split: MemoryShares, speeds: MachineSpeeds
+) -> PlannedLayer:
+    load = ProductSize(asked.rows, asked.queries, keeping.positions, keeping.positions)
+    choice = choose_compute(keeping.form, load, speeds, force=asked.compute, scratch=split.scratch)
+    return PlannedLayer(
+        layer=kept_layer(keeping),
+        disk_bytes=keeping.row_bytes * (asked.rows + asked.queries),
+        compute=choice.compute,
+        flops=choice.cost.flops,
+        seconds=choice.cost.seconds,
+        alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
+    )
+
+
+def _capture_memory(cost: CaptureCost, asked: _Asked, limits: _Limits, sized: _Sized) -> float:
+    """With as many samples at once as a capture takes; if a budget is given, no more than fit."""
+    at_once = asked.batch
+    if not cost.coordinates:
+        at_once = min(at_once, rows_at_once(sized.shaped.prepared, sized.shaped.rows))
+    if limits.memory is not None:
+        fitting = int((limits.memory - cost.fixed_memory) // max(1.0, cost.row_memory))
+        at_once = max(1, min(at_once, fitting))
+    return cost.fixed_memory + cost.row_memory * at_once
+
+
+def _first_that_fits(
+    sized: _Sized, asked: _Asked, limits: _Limits, budget: int, *, below: float
+) -> str:
+    """The most bytes a row that fit, in words."""
+    for dial in _DIALS:
+        keep = Keep(dial)
+        if keep.row_bytes >= below:
+            continue
+        found = _planned(_coordinates(sized, keep, asked), asked, limits, budget, sized)
+        if found.fits:
+            return f"keep='{dial}' fits: {format_bytes(found.disk_bytes)}"
+    return "no keep= fits: take fewer rows or layers, a smaller batch, or a larger budget"
+
+
+def _free_bytes() -> int:
+    return shutil.disk_usage(os.curdir).free
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -72,6 +72,16 @@ def plan(
     memory_budget: Annotated[
         str | None, typer.Option(metavar="BYTES", help="For example 512MiB.")
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Of a row, instead of the file's choice: 16KiB."),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="For so many rows, instead of those there are.")
+    ] = None,
+    disk_budget: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Instead of what is free on this disk.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Show what capturing and asking will take, per layer, before anything runs."""
@@ -88,12 +98,13 @@ def plan(
         given.make_model(),
         first_batch(loader),
         task=given.make_task(),
-        rows=len(loader.dataset),  # type: ignore[arg-type]
+        rows=len(loader.dataset) if rows is None else rows,  # type: ignore[arg-type]
         queries=len(given.loader(queries).dataset),  # type: ignore[arg-type]
         layers=given.layers,
         encoding=given.encoding,  # type: ignore[arg-type]
-        keep=given.keep,
+        keep=given.keep if keep is None else keep,
         tolerance=given.tolerance,
+        disk_budget=disk_budget,
         memory_budget=memory_budget if memory_budget is not None else given.memory_budget,
         mode=given.mode,  # type: ignore[arg-type]
     )

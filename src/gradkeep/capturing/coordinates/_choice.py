@@ -16,14 +16,17 @@ from gradkeep.factors import BlockProjection, LayerProjection
 from gradkeep.factors.kronecker import MatrixMoments, leading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.coordinates._moments import Moments, MomentsSoon
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import WeightBlock
+    from gradkeep.factors import AnyForm, WeightBlock
+
+    BlockSize = tuple[int, int, int]
+    """Groups, rows and columns of a weight."""
 
 _LEAST_SIDE = 32
 _ROOM = 1.5
@@ -96,12 +99,7 @@ def _without(
 
 def leading_layers(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LeadingLayer]:
     """As many eigenvectors of each side as leave room to choose `keep.fold * keep.size` pairs of them."""
-    blocks = [
-        (block.groups, block.rows, block.cols)
-        for form in found.forms.values()
-        for block in form.weight_blocks()
-    ]
-    side = _side(blocks, math.ceil(_ROOM * keep.fold * keep.size))
+    side = side_of(block_sizes(found.forms.values()), keep)
     layers = {
         unit: LeadingLayer(tuple(_leading(one, side) for one in found.moments[unit]))
         for unit in found.units
@@ -162,13 +160,9 @@ def random_coordinates(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LayerP
     `[R, C]` becomes `[s, s]`, with s as large as the bytes allow for all layers.
     """
     blocks = {unit: form.weight_blocks() for unit, form in found.forms.items()}
-    sizes = [(b.groups, b.rows, b.cols) for own in blocks.values() for b in own]
-    side = 1
-    while side < max(max(rows, cols) for _, rows, cols in sizes):
-        if _pairs(sizes, side + 1) > keep.size:
-            break
-        side += 1
-    if _pairs(sizes, side) > keep.size:
+    sizes = block_sizes(found.forms.values())
+    side = side_of(sizes, keep)
+    if pairs_of(sizes, side) > keep.size:
         raise CaptureError(
             "too few bytes for one coordinate of every layer",
             found=f"{keep.size} coordinates for {len(sizes)} weights",
@@ -208,16 +202,32 @@ def _signs(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
     return torch.zeros(shape).scatter_(2, places, signs)
 
 
-def _side(blocks: list[tuple[int, int, int]], wanted: int) -> int:
-    """A multiple of 32 so that so many pairs of vectors are there, or all there are."""
+def block_sizes(forms: Iterable[AnyForm]) -> list[BlockSize]:
+    """Groups, rows and columns of all weights."""
+    blocks = (block for form in forms for block in form.weight_blocks())
+    return [(block.groups, block.rows, block.cols) for block in blocks]
+
+
+def side_of(blocks: Sequence[BlockSize], keep: Keep) -> int:
+    """How many vectors of each side of a weight its coordinates are made of.
+
+    Of eigenvectors a multiple of 32, so that there are pairs enough to choose from; of random ones
+    as many as the bytes allow.
+    """
     most = max((max(rows, cols) for _, rows, cols in blocks), default=1)
-    side = _LEAST_SIDE
-    while side < most and _pairs(blocks, side) < wanted:
-        side += _LEAST_SIDE
+    if keep.whitened:
+        wanted, side = math.ceil(_ROOM * keep.fold * keep.size), _LEAST_SIDE
+        while side < most and pairs_of(blocks, side) < wanted:
+            side += _LEAST_SIDE
+        return side
+    side = 1
+    while side < most and pairs_of(blocks, side + 1) <= keep.size:
+        side += 1
     return side
 
 
-def _pairs(blocks: list[tuple[int, int, int]], side: int) -> int:
+def pairs_of(blocks: Sequence[BlockSize], side: int) -> int:
+    """Pairs of such vectors, of all weights together."""
     return sum(groups * min(side, rows) * min(side, cols) for groups, rows, cols in blocks)
 
 

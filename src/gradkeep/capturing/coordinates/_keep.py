@@ -45,7 +45,7 @@ class Keep:
     damping: float = 0.1
     """Added to eigenvalues, times the layer's mean one."""
     rows: int = 96
-    """Rows that the basis is found with."""
+    """Rows that the basis is found with; of fewer than 192 rows, one in two, but 32 at least."""
     seed: int = 0
     basis: str | None = None
     """The checkpoint whose basis is used; None: that of the captured checkpoint itself."""

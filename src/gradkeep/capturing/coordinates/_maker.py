@@ -43,13 +43,14 @@ if TYPE_CHECKING:
     from gradkeep.store import Encoding
 
 SCALE = "gradient.scale"
-_ENCODINGS: dict[BitWidth, Encoding] = {
+CODES: dict[BitWidth, Encoding] = {
     1: "plain",
     4: "plain",
     8: "int8-scaled",
     16: "float16-scaled",
     32: "plain",
 }
+"""How coordinates of so many bits are encoded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +173,7 @@ def coordinate_maker(
         )
         example = torch.zeros(1, size)
         rows = BitRows(packed_bits(example, torch.ones(1), bits), torch.ones(1)) if packed else None
-        arrays = arrays_of(unit.name, form, rows or BitRows(example), _ENCODINGS[bits])
+        arrays = arrays_of(unit.name, form, rows or BitRows(example), CODES[bits])
         own = tuple(array for array in arrays if array.name != SCALE or not kept)
         kept.append(
             LayerKeeping(

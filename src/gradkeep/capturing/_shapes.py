@@ -1,0 +1,355 @@
+"""What a capture is made of, from shapes alone: a pass over tensors that hold no numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradkeep.capturing._batches import batch_size, with_leaves
+from gradkeep.capturing._calls import LayerCall, fill
+from gradkeep.capturing._first_batch import (
+    PreparedCapture,
+    is_shared,
+    storages_wanted,
+    ways_to_capture,
+)
+from gradkeep.capturing._keeping import choose_storage
+from gradkeep.capturing._tracer import DENSE_RULES, Tracer
+from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.capturing.rules._linear import linear_gradients
+from gradkeep.capturing.rules._rules import unit_gradients
+from gradkeep.capturing.rules._units import HINT, LayerUnit, tensors, units_of, watched
+from gradkeep.errors import CaptureError
+from gradkeep.factors import Dense, DenseRows, Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
+from gradkeep.query import select_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from gradkeep.capturing._first_batch import CaptureSettings
+    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.factors import Storage
+
+    Numbers = Mapping[int, torch.Tensor]
+    """The real tensors of a batch, by the storages of those that stand for them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassWork:
+    """What one pass over one sample takes, forward and back to the layers' outputs."""
+
+    flops: float
+    written: float
+    """Values that its operators write."""
+    saved: float
+    """Bytes that autograd holds in between."""
+    largest: float
+    """Bytes of the largest tensor that is written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapedCapture:
+    """A capture whose tensors have shapes, but no numbers."""
+
+    prepared: PreparedCapture
+    rows: int
+    """Samples of the batch that it was found out with."""
+    work: PassWork
+    values: float
+    """Bytes a row of what any capture keeps beside gradients, such as losses."""
+    token_values: float
+    """Bytes a row of the losses of tokens, which captures of coordinates do not keep."""
+
+
+def shaped_capture(
+    model: nn.Module, task: Task, batch: Any, settings: CaptureSettings
+) -> ShapedCapture:
+    """Find out from shapes how each chosen layer is captured, and what one pass takes.
+
+    The weights may be on the meta device; real ones are not read. Nothing is proved against autograd.
+    Whatever needs numbers to know its shapes, such as a branch on a value, is an error of torch. Cost:
+    the calls of one forward and two backward passes, without their arithmetic.
+    """
+    rows = batch_size(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    hollow = _hollow_model(model, mode)
+    given, numbers = _hollow_batch(batch, mode)
+    units = select_layers(units_of(hollow), settings.layers, error=CaptureError, hint=HINT)
+    tracer = Tracer(hollow, task, settings.of)
+    count = PassCount(hollow)
+    with mode:
+        with count.operators(), torch.autograd.graph.saved_tensors_hooks(count.saving, _same):
+            modules = [*watched(units), *hollow.modules()]
+            measured, target, calls = tracer.forward(modules, given)
+        reached = torch.autograd.grad(
+            target.sum(), tensors(units), retain_graph=True, allow_unused=True
+        )
+        with count.operators():
+            fill(calls, target)
+    used, unused = _split(units, reached)
+    pieces = _Pieces(hollow, calls, rows, numbers).of(used)
+    kept = choose_storage(
+        pieces,
+        encoding=settings.encoding,
+        wanted=_of_known_rank(storages_wanted(list(pieces), settings.keep, {})),
+        tolerance=0.0,
+    )
+    tracer = dataclasses.replace(tracer, units=tuple(pieces), unused=tuple(unused))
+    prepared = PreparedCapture(tracer, tuple(kept), (), pieces)
+    return _shaped(prepared, measured, count.a_row(rows), rows)
+
+
+def shapes_of(prepared: PreparedCapture, batch: Any) -> ShapedCapture:
+    """The same of a capture that is prepared with numbers; one pass over the batch."""
+    rows, tracer = batch_size(batch), prepared.tracer
+    count = PassCount(tracer.model)
+    with count.operators():
+        with torch.autograd.graph.saved_tensors_hooks(count.saving, _same):
+            measured, target, calls = tracer.forward(watched(tracer.units), batch)
+        fill(calls, target)
+    return _shaped(prepared, measured, count.a_row(rows), rows)
+
+
+def _shaped(
+    prepared: PreparedCapture, measured: Measured, work: PassWork, rows: int
+) -> ShapedCapture:
+    tokens = measured.tokens
+    return ShapedCapture(
+        prepared=prepared,
+        rows=rows,
+        work=work,
+        values=_value_bytes(measured),
+        token_values=0.0 if tokens is None else 4.0 * tokens.numel() / rows + 8,
+    )
+
+
+def _of_known_rank(
+    wanted: Mapping[LayerUnit, Storage | None],
+) -> dict[LayerUnit, Storage | None]:
+    """What a tolerance leaves of a rank depends on numbers: factors are the most that it can be."""
+    return {unit: "factors" if way == "low rank" else way for unit, way in wanted.items()}
+
+
+def _hollow_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """The same model with weights that hold nothing; the given one's are neither copied nor read."""
+    stand_ins: dict[int, Any] = {}
+    with mode:
+        for parameter in model.parameters():
+            stand_ins[id(parameter)] = nn.Parameter(
+                _like(parameter), requires_grad=parameter.requires_grad
+            )
+        plain = [value for module in model.modules() for value in vars(module).values()]
+        for tensor in (*model.buffers(), *plain):
+            if isinstance(tensor, torch.Tensor):
+                stand_ins[id(tensor)] = _like(tensor)
+    return copy.deepcopy(model, stand_ins)
+
+
+def _hollow_batch(batch: Any, mode: FakeTensorMode) -> tuple[Any, Numbers]:
+    numbers: dict[int, torch.Tensor] = {}
+
+    def hollow(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.from_numpy(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with mode:
+            made = _like(leaf)
+        if not leaf.is_meta:
+            numbers[_storage(made)] = leaf
+        return made
+
+    return with_leaves(batch, hollow), numbers
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    # As if on the processor: there, what a model makes on its own meets its weights.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class PassCount:
+    """Counts the operators of a pass, and what autograd saves in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {_storage(parameter) for parameter in model.parameters()}
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._flops = 0.0
+        self._written = _Written()
+
+    @contextlib.contextmanager
+    def operators(self) -> Iterator[None]:
+        """Count those that run until the block ends."""
+        with FlopCounterMode(display=False) as flops, self._written:
+            yield
+        self._flops += flops.get_total_flops()
+
+    def saving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that autograd saves; storages are held, or another would get their place."""
+        if _storage(tensor) not in self._weights:
+            self._saved[_storage(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    def a_row(self, rows: int) -> PassWork:
+        """What was counted, for one of so many rows."""
+        saved = sum(storage.nbytes() for storage in self._saved.values())
+        made = self._written
+        return PassWork(self._flops / rows, made.values / rows, saved / rows, made.largest / rows)
+
+
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the values of all results that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values = self.largest = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for leaf in tree_leaves(found):
+                if isinstance(leaf, torch.Tensor):
+                    self.values += leaf.numel()
+                    self.largest = max(self.largest, leaf.numel() * leaf.element_size())
+        return found
+
+
+def _split(
+    units: Sequence[LayerUnit], reached: Sequence[torch.Tensor | None]
+) -> tuple[list[LayerUnit], list[LayerUnit]]:
+    """Units that the target depends on, and the others."""
+    found: tuple[list[LayerUnit], list[LayerUnit]] = [], []
+    gradients = iter(reached)
+    for unit in units:
+        own = [next(gradients) for _ in unit.weights]
+        found[all(gradient is None for gradient in own)].append(unit)
+    return found
+
+
+class _Pieces:
+    """The gradients of units on the meta device, as their rules make them."""
+
+    def __init__(
+        self, model: nn.Module, calls: Sequence[LayerCall], rows: int, numbers: Numbers
+    ) -> None:
+        self._model, self._rows, self._numbers = model, rows, numbers
+        self._by_module: dict[nn.Module, list[LayerCall]] = {}
+        self._tokens: dict[LayerCall, torch.Tensor | None] = {}
+        sources: dict[tuple[Any, ...], torch.Tensor] = {}
+        for call in calls:
+            own = _on_meta(call, sources)
+            self._by_module.setdefault(call.module, []).append(own)
+            self._tokens[own] = numbers.get(_storage(call.input)) if _has_tensor(call) else None
+
+    def of(self, units: Sequence[LayerUnit]) -> dict[LayerUnit, LayerGradients]:
+        """By the units as they would be captured, in order."""
+        return dict(self._one(unit) for unit in units)
+
+    def _one(self, unit: LayerUnit) -> tuple[LayerUnit, LayerGradients]:
+        if is_shared(unit, self._by_module, self._rows):
+            shared = dataclasses.replace(unit, axis="shared")
+            return shared, self._lookup(unit, self._by_module[unit.modules[0]], shared=True)
+        for way in ways_to_capture(self._model, unit, self._by_module, rows=self._rows):
+            if way.rule in DENSE_RULES:
+                break
+            own = [call for m in dict.fromkeys(way.modules) for call in self._by_module[m]]
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+                return way, self._made(way, own)
+        return dataclasses.replace(unit, rule="module"), self._dense(unit)
+
+    def _dense(self, unit: LayerUnit) -> LayerGradients:
+        form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
+        return LayerGradients(form, DenseRows(torch.empty(self._rows, unit.size, device="meta")))
+
+    def _made(self, unit: LayerUnit, calls: list[LayerCall]) -> LayerGradients:
+        if unit.rule == "embedding":
+            return self._lookup(unit, calls, shared=False)
+        if unit.rule == "norm":
+            return self._dense(unit)
+        if unit.rule != "tied":
+            return unit_gradients(unit, calls, rows=self._rows)
+        looked = [call for call in calls if isinstance(call.module, nn.Embedding)]
+        read = [call for call in calls if not isinstance(call.module, nn.Embedding)]
+        low = self._lookup(unit, looked, shared=False)
+        high = linear_gradients(
+            unit.name, read[0].module, unit.parameters, read, rows=self._rows, axis=unit.axis
+        )
+        assert isinstance(low.form, Lookup)
+        assert isinstance(low.rows, LookupRows)
+        assert isinstance(high.form, Outer)
+        assert isinstance(high.rows, OuterRows)
+        lookup = dataclasses.replace(
+            low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
+        )
+        form = Tied(unit.parameters, lookup, high.form)
+        return LayerGradients(form, TiedRows(low.rows, high.rows))
+
+    def _lookup(self, unit: LayerUnit, calls: list[LayerCall], *, shared: bool) -> LayerGradients:
+        """As many tokens as are different in the real batch, or all of them where it is not known."""
+        module = calls[0].module
+        assert isinstance(module, nn.Embedding)
+        form = Lookup(
+            unit.parameters[:1],
+            prefix=f"{unit.name}.prefix",
+            suffix=f"{unit.name}.suffix",
+            rows=module.num_embeddings,
+            width=module.embedding_dim,
+        )
+        each = sum(call.input.numel() for call in calls) // (1 if shared else self._rows)
+        counts = [min(each, module.num_embeddings)] * self._rows
+        known = self._tokens[calls[0]] if len(calls) == 1 and not shared else None
+        if known is not None and known.numel() == calls[0].input.numel():
+            tokens = known.reshape(self._rows, -1).cpu()
+            counts = [len(row[row != module.padding_idx].unique()) for row in tokens]
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        ids = torch.empty(sum(counts), dtype=torch.int64, device="meta")
+        g = torch.empty(sum(counts), module.embedding_dim, device="meta", dtype=module.weight.dtype)
+        return LayerGradients(form, LookupRows(ids, g, offsets))
+
+
+def _has_tensor(call: LayerCall) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in (*call.args, *call.kwargs.values()))
+
+
+def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> LayerCall:
+    """The call with shapes only; calls that read one tensor have the same source again."""
+    given: tuple[torch.Tensor, ...] = ()
+    if _has_tensor(call):
+        first = call.input
+        given = (torch.empty(first.shape, dtype=first.dtype, device="meta"),)
+    source = None
+    if call.original is not None and given:
+        from_ = call.original
+        key = (_storage(from_), from_.storage_offset(), from_.shape, from_.stride(), from_.dtype)
+        source = sources.setdefault(key, given[0])
+    count = len(call.shapes)
+    return LayerCall(call.module, given, {}, call.shapes, (), [None] * count, source)
+
+
+def _value_bytes(measured: Measured) -> float:
+    """Id, fingerprint and length, and what the task measures, of one row."""
+    size = 8.0 + 8.0 + 4.0
+    told: list[torch.Tensor | None] = [measured.losses, measured.outputs, measured.slopes]
+    told += [measured.labels, measured.predictions]
+    there = [tensor for tensor in told if tensor is not None]
+    return size + sum(tensor.numel() / len(tensor) * tensor.element_size() for tensor in there)
