@@ -192,7 +192,7 @@ def coordinate_cost(
         fixed_seconds=_PROOF_ROWS * (_PROOF_PASSES + 1) * a_pass
         + used * (a_pass + clock.products(summed))
         + clock.products(found),
-        row_memory=shaped.work.saved + 3 * shaped.work.largest,
+        row_memory=2 * (shaped.work.saved + shaped.work.largest),
         fixed_memory=max(proof, 4.0 * moments + 3 * restored, 2.0 * basis),
         coordinates=size,
     )

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 _MEASURED = 0.75
 """Seconds that a measured pass may be predicted to take."""
+_TOUCHED = 4
+"""Values that are read, computed or written for each that an operator writes."""
 _WARM, _LEAST_TOKENS = 8, 16
 _QUICK, _TIMES = 0.2, 5
 
 
 def predicted_seconds(work: PassWork, speeds: MachineSpeeds) -> float:
     """Seconds of a pass on a machine with these speeds."""
-    return work.flops / speeds.flops + work.written * speeds.write
+    return work.flops / speeds.flops + _TOUCHED * work.written * speeds.write
 
 
 def measured_pace(

@@ -24,6 +24,8 @@ BitWidth = Literal[1, 4, 8, 16, 32]
 """Bits of a kept coordinate."""
 PACKED: tuple[BitWidth, ...] = (1, 4)
 """Widths that are packed into bytes, with one scale a row for all layers."""
+_LEVELS: dict[BitWidth, tuple[float, float]] = {1: (2.0, -1.0), 4: (1.0, -7.5)}
+"""What codes stand for before they are scaled: a step times the code, and the first."""
 _STEP = 0.3352
 """The step of 16 even levels that errs least on normal numbers of length one."""
 
@@ -158,9 +160,9 @@ class Bits(Form[BitRows]):
         self.check_rows(rows)
         if rows.scales is None:
             return rows.codes
-        return self._levels(rows.codes, rows.scales.new_empty(len(rows), self.size)).mul_(
-            rows.scales.unsqueeze(1)
-        )
+        step, first = _LEVELS[self.bits]
+        codes = self._codes(rows.codes, rows.scales.new_empty(len(rows), self.size))
+        return codes.mul_(step).add_(first).mul_(rows.scales.unsqueeze(1))
 
     def squared_norms(self, rows: BitRows) -> Tensor:
         """Squared lengths `[B]` of the decoded coordinates."""
@@ -197,7 +199,8 @@ class Bits(Form[BitRows]):
     def half(self, rows: BitRows, directions: Tensor, *, scratch: int) -> Tensor:
         """Products `[K, B]` with directions `[K, size]`: rows are decoded while they are in the cache.
 
-        The levels of codes are multiplied, and each row's scale afterwards.
+        Codes c are multiplied as they are; of their levels `step c + first` the rest is a sum over the
+        direction, and each row's scale comes last.
         """
         if rows.scales is None:
             return pairwise(directions, rows.codes.to(directions.dtype))
@@ -205,8 +208,10 @@ class Bits(Form[BitRows]):
         parts = list(tiles(len(rows), self.size, 4, min(scratch, 2 * CACHED)))
         space = directions.new_empty(parts[0][1] if parts else 0, self.size)
         for start, stop in parts:
-            levels = self._levels(rows.codes[start:stop], space[: stop - start])
-            torch.mm(directions, levels.t(), out=out[:, start:stop])
+            codes = self._codes(rows.codes[start:stop], space[: stop - start])
+            torch.mm(directions, codes.t(), out=out[:, start:stop])
+        step, first = _LEVELS[self.bits]
+        out.mul_(step).add_(first * directions.double().sum(1, keepdim=True).to(out.dtype))
         return out.mul_(rows.scales.to(out.dtype))
 
     def temporaries(self, rows: BitRows) -> int:
@@ -243,16 +248,16 @@ class Bits(Form[BitRows]):
     def _decoded(self, rows: BitRows) -> Tensor:
         return rows.codes if rows.scales is None else self.restore(rows)
 
-    def _levels(self, codes: Tensor, into: Tensor) -> Tensor:
-        """What the codes stand for before they are scaled: -1 or 1, or -7.5 to 7.5."""
-        packed = codes.cpu().numpy()
+    def _codes(self, packed: Tensor, into: Tensor) -> Tensor:
+        """The codes 0 to 2^bits - 1 of packed bytes, as numbers."""
+        given = packed.cpu().numpy()
         if self.bits == 1:
-            found = np.unpackbits(packed, axis=1, count=self.size, bitorder="little")
-            return into.copy_(torch.from_numpy(found)).mul_(2).sub_(1)
-        found = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
-        np.bitwise_and(packed, 15, out=found[:, ::2])
-        np.right_shift(packed, 4, out=found[:, 1::2])
-        return into.copy_(torch.from_numpy(found[:, : self.size])).sub_(7.5)
+            found = np.unpackbits(given, axis=1, count=self.size, bitorder="little")
+            return into.copy_(torch.from_numpy(found))
+        found = np.empty((len(given), 2 * given.shape[1]), np.uint8)
+        np.bitwise_and(given, 15, out=found[:, ::2])
+        np.right_shift(given, 4, out=found[:, 1::2])
+        return into.copy_(torch.from_numpy(found[:, : self.size]))
 
 
 def bit_scales(coordinates: Tensor, bits: BitWidth) -> Tensor | None:

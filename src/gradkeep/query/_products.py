@@ -14,6 +14,7 @@ from gradkeep._public import renamed_arguments
 from gradkeep.errors import QueryError
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
+from gradkeep.query._largest import LargestRows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,21 +141,13 @@ def top(
         positions=positions,
     )
     sign = -1.0 if smallest else 1.0
-    best = torch.full((len(positions), k), -torch.inf)
-    rows = torch.zeros((len(positions), k), dtype=torch.int64)
+    best = LargestRows(len(positions), k)
     for tile in engine.tiles():
-        values = tile.values[0] * sign
-        here = slice(tile.query_start, tile.query_start + len(values))
-        numbers = torch.arange(tile.train_start, tile.train_start + values.shape[1])
-        both = torch.cat([best[here], values], 1)
-        both_rows = torch.cat([rows[here], numbers.expand_as(values)], 1)
-        # Earlier rows stand first, and a stable sort leaves equals in place.
-        order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        best[here], rows[here] = both.gather(1, order), both_rows.gather(1, order)
+        best.add(tile.values[0] * sign, tile.query_start, tile.train_start)
     train_ids = torch.from_numpy(pairs[0].train.ids.copy())
     return TopRows(
-        values=best * sign,
-        ids=train_ids[rows],
+        values=best.values * sign,
+        ids=train_ids[best.rows],
         query_ids=pairs[0].queries.ids[positions],
         plan=engine.plan,
     )

@@ -1,0 +1,167 @@
+"""The top rows of many queries over compressed rows on disk, against numpy on the same bytes.
+
+Rows are 16,384 coordinates of one bit (2 KiB), in segments as `gk.capture(keep="2KiB")` writes them;
+queries are not rounded. numpy maps one file of all codes, unpacks the bits of a block of rows, multiplies
+in float32 and keeps the largest by argpartition, with the block that is fastest here. Both run in turn, in
+processes of their own: CPU time, peak memory, and the same ids. `./x bench search [--rows N]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+SIZE, QUERIES, TOP = 16_384, 50, 10
+SEGMENT = 1024  # rows, as a capture of coordinates has them
+BLOCKS = (256, 512, 1024, 2048, 4096)
+BAR, MEMORY = 1.5, 1 << 30
+
+
+def make(folder: Path, rows: int) -> None:
+    """A store of `rows` random rows and some queries, and the same as plain files."""
+    import torch
+
+    import gradkeep as gk
+    import gradkeep.store as gs
+    from gradkeep.factors import Bits, Parameter, form_to_fields
+
+    def schema(bits: int, count: int) -> gs.Schema:
+        form = Bits((Parameter("w", (SIZE,)),), "layer.bits", "scale" if bits == 1 else "", SIZE, bits, "b")
+        codes = {"dtype": "uint8", "shape": (SIZE // 8,)} if bits == 1 else {"shape": (SIZE,)}
+        arrays = [gs.Array("layer.bits", kind="projection", layer="layer", **codes)]
+        if bits == 1:
+            arrays.append(gs.Array("scale", kind="projection", layer="layer"))
+        layer = gs.Layer("layer", "Linear", SIZE, form_to_fields(form))
+        prints = {"weights": "w", "task": "t", "of": "loss", "basis": "b"}
+        return gs.Schema(
+            tuple(arrays),
+            num_rows=count,
+            rows_per_segment=SEGMENT,
+            layers=(layer,),
+            fingerprints=prints,
+        )
+
+    rng = np.random.default_rng(0)
+    store = gk.open(folder / "store", durability="process")
+    scales = rng.uniform(0.5, 2, rows).astype(np.float32)
+    with (
+        store.write(gs.CaptureKey("final", "train"), schema(1, rows)) as writer,
+        open(folder / "codes", "wb") as file,
+    ):
+        for start in range(0, rows, 16 * SEGMENT):
+            stop = min(rows, start + 16 * SEGMENT)
+            codes = rng.integers(0, 256, (stop - start, SIZE // 8), np.uint8)
+            file.write(codes)
+            values = {"layer.bits": codes, "scale": scales[start:stop]}
+            writer.append(np.arange(start, stop), values)
+    np.save(folder / "scales.npy", scales)
+    queries = torch.randn(QUERIES, SIZE, generator=torch.Generator().manual_seed(1)).numpy()
+    with store.write(gs.CaptureKey("final", "test"), schema(32, QUERIES)) as writer:
+        writer.append(np.arange(QUERIES), {"layer.bits": queries})
+    np.save(folder / "queries.npy", queries)
+
+
+def ours(folder: Path, budget: int) -> np.ndarray:
+    import gradkeep as gk
+
+    train, test = (gk.gradients(folder / "store", split=split) for split in ("train", "test"))
+    return gk.query.top(test, train, TOP, memory_budget=budget).ids.numpy()
+
+
+def by_numpy(folder: Path, block: int, rows: int | None = None) -> np.ndarray:
+    """Ids `[Q, k]` of the largest, falling; equal ones in the order of rows."""
+    queries, scales = np.load(folder / "queries.npy"), np.load(folder / "scales.npy")
+    codes = np.memmap(folder / "codes", np.uint8, "r").reshape(-1, SIZE // 8)[:rows]
+    best = np.full((QUERIES, TOP), -np.inf, np.float32)
+    ids = np.zeros((QUERIES, TOP), np.int64)
+    offset = queries.sum(1, keepdims=True)
+    signs = np.empty((block, SIZE), np.float32)
+    for start in range(0, len(codes), block):
+        part = codes[start : start + block]
+        bits = np.unpackbits(part, axis=1, bitorder="little")
+        here = signs[: len(part)]
+        np.copyto(here, bits)
+        scores = (2 * (queries @ here.T) - offset) * scales[start : start + len(part)]
+        both = np.concatenate([best, scores], 1)
+        numbers = np.concatenate(
+            [ids, np.broadcast_to(np.arange(start, start + len(part)), scores.shape)], 1
+        )
+        chosen = np.sort(np.argpartition(both, -TOP, 1)[:, -TOP:], 1)
+        best, ids = np.take_along_axis(both, chosen, 1), np.take_along_axis(numbers, chosen, 1)
+    order = np.argsort(-best, 1, kind="stable")
+    return np.take_along_axis(ids, order, 1)
+
+
+def one(what: str, folder: Path, block: int) -> None:
+    """Run in a process of its own, and print what it took."""
+    if what == "ours":
+        import gradkeep.query  # what takes as long for any question is not the question's
+
+        assert gradkeep.query.machine_speeds()
+    start = time.process_time()
+    found = ours(folder, MEMORY // 2) if what == "ours" else by_numpy(folder, block)
+    cpu = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"cpu": cpu, "peak": peak, "ids": found.tolist()}))
+
+
+def apart(what: str, folder: Path, block: int) -> dict:
+    command = [sys.executable, __file__, "--one", what, "--folder", str(folder), "--block", str(block)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def fastest_block(folder: Path, rows: int) -> int:
+    taken = {}
+    for block in BLOCKS:
+        by_numpy(folder, block, block)
+        start = time.process_time()
+        by_numpy(folder, block, min(rows, 16_384))
+        taken[block] = time.process_time() - start
+    return min(taken, key=taken.__getitem__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--one")
+    parser.add_argument("--block", type=int, default=BLOCKS[0])
+    given = parser.parse_args()
+    if given.one:
+        one(given.one, given.folder, given.block)
+        return 0
+    folder = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=given.folder))
+    try:
+        make(folder, given.rows)
+        block = fastest_block(folder, given.rows)
+        pairs = [
+            (apart("ours", folder, block), apart("numpy", folder, block))
+            for _ in range(given.rounds)
+        ]
+        same = all(mine["ids"] == theirs["ids"] for mine, theirs in pairs)
+        mine, theirs = (statistics.median(pair[at]["cpu"] for pair in pairs) for at in (0, 1))
+        peak = max(pair[0]["peak"] for pair in pairs)
+        print(f"{given.rows} rows of {SIZE // 8} B, {QUERIES} queries, top {TOP}; numpy by {block} rows")
+        met = "met" if mine / theirs <= BAR else "MISSED"
+        print(f"CPU time by numpy's: {mine / theirs:.2f} (at most {BAR}: {met}); {mine:.1f} s, {theirs:.1f} s")
+        met = "met" if peak <= MEMORY else "MISSED"
+        print(f"peak memory: {peak / 2**20:.0f} MiB (at most {MEMORY >> 20}: {met})")
+        print(f"the same ids in the same order: {'yes' if same else 'NO'}")
+        return 0 if same and mine / theirs <= BAR and peak <= MEMORY else 1
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
