@@ -176,6 +176,7 @@ def capture(
     try:
         for key, given in zip(keys, checkpoints.values(), strict=True):
             weights = given if isinstance(given, Weights) else Weights(given)
+            model.load_state_dict(original)  # an adapter goes on the base that the model came with
             put_weights(model, load_weights(weights.source), name=key.checkpoint)
             done.append(replay.one(key, step=weights.step, lr=weights.lr))
     finally:

@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from gradkeep.capturing._adapters import (
+    AdapterWeights,
+    adapter_file,
+    adapter_settings,
+    is_adapter,
+    is_adapter_file,
+    whole_state,
+)
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -52,15 +60,22 @@ def fingerprint_weights(model: nn.Module) -> str:
 def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
     """The state dict in a file (.pt, .bin, .safetensors) or a folder as Hugging Face writes it.
 
-    Files are read without running code from them.
+    A folder may hold a model, in one file or in several, or a PEFT adapter. Files are read without
+    running code from them.
     """
     if isinstance(source, Mapping):
         return _unwrapped(source)
     path = Path(source)
+    if is_adapter_file(path) and path.exists():
+        return AdapterWeights(_from_file(path), adapter_settings(path))
     if path.is_dir():
         return _from_folder(path)
     if not path.exists():
         raise CaptureError("there is no such checkpoint", path=path, fix="check the path")
+    return _from_file(path)
+
+
+def _from_file(path: Path) -> Mapping[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -83,6 +98,9 @@ def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
 
 
 def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
+    adapter = adapter_file(path)
+    if adapter is not None:
+        return load_weights(adapter)
     for name in _IN_FOLDERS:
         file = path / name
         if not file.exists():
@@ -95,7 +113,10 @@ def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
             merged.update(load_weights(path / part))
         return merged
     raise CaptureError(
-        "no weights in this folder", path=path, expected=f"one of {', '.join(_IN_FOLDERS)}"
+        "no weights in this folder",
+        path=path,
+        found=", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing",
+        expected=f"one of {', '.join(_IN_FOLDERS)}, or adapter_model.safetensors",
     )
 
 
@@ -136,8 +157,14 @@ def _of_tied(
 
 
 def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
-    """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix."""
+    """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix.
+
+    Weights of an adapter alone replace those of the model's adapter; all others stay.
+    """
     own = model.state_dict()
+    if is_adapter(state, own):
+        model.load_state_dict(whole_state(model, state, checkpoint=name))
+        return
     known = [name for name in own if not name.endswith(_COUNTER)]
     for prefix in ("", *_PREFIXES):
         stripped = {key.removeprefix(prefix): value for key, value in state.items()}
