@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from gradkeep._arguments import file_path, instance, texts
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
 _FILE = "optimizer.pt"

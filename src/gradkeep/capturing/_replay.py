@@ -20,7 +20,6 @@ from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
-from gradkeep.capturing._packed import check_not_packed
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
 from gradkeep.capturing._row_making import GradientMaker, JoinedRows, LossMaker, layers_of
@@ -88,8 +87,6 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            if not self.task.packed:
-                check_not_packed(first)
             maker, at_once = self._maker(first, earlier)
             made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
             schema = self._schema(maker, made, weights, earlier)
@@ -176,8 +173,6 @@ class Replay:
         parts: list[tuple[Any, Any]] = []
         done, total = 0, self.batches.num_rows
         for ids, batch in self.batches:
-            if not self.task.packed:
-                check_not_packed(batch)
             found = digests(batch)
             if self.contents is None:
                 parts.append((ids, found))
