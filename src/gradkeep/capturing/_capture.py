@@ -16,6 +16,7 @@ from gradkeep._public import renamed_arguments
 from gradkeep.capturing._first_batch import CaptureSettings
 from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._replay import Replay
+from gradkeep.capturing._sequence_checks import sequence_checks
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._task import Task
@@ -158,7 +159,12 @@ def capture(
     replay = Replay(
         store=gs.open(store),
         model=model,
-        batches=batches_of(loader, ids, unpacking=unpacking_for(model, task, mode)),
+        batches=batches_of(
+            loader,
+            ids,
+            unpacking=unpacking_for(model, task, mode),
+            checks=sequence_checks(model, task),
+        ),
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=texts("embeddings", embeddings, error=CaptureError),

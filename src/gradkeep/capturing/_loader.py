@@ -23,6 +23,7 @@ from gradkeep.capturing._packed import documents_of, may_pack
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
+    from gradkeep.capturing._sequence_checks import SequenceChecks
     from gradkeep.capturing._unpacking import Unpacking
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
@@ -46,6 +47,8 @@ class Batches:
     """What every pass is held against; None where ids come with the batches."""
     unpacking: Unpacking | None = None
     """How packed batches are taken apart; None: a pack is one sample."""
+    checks: SequenceChecks | None = None
+    """What is refused by row before a model sees it."""
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
         """Ids and batches; the first ones are compared with earlier looks before any is given."""
@@ -75,6 +78,8 @@ class Batches:
                 )
             start = 0
             for part, size in zip(parts, sizes, strict=True):
+                if self.checks is not None:
+                    self.checks.check(own[start : start + size], part)
                 yield own[start : start + size], part
                 start += size
             at += count
@@ -89,7 +94,11 @@ def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def batches_of(
-    loader: Iterable[Any], ids: Ids | None, *, unpacking: Unpacking | None = None
+    loader: Iterable[Any],
+    ids: Ids | None,
+    *,
+    unpacking: Unpacking | None = None,
+    checks: SequenceChecks | None = None,
 ) -> Batches:
     """The batches of a loader, once it is clear that ids and contents belong together.
 
@@ -130,11 +139,16 @@ def batches_of(
         raise CaptureError(
             "the loader gave no batch with a sample", fix="check that the data set is not empty"
         )
-    first = _taken_apart(first, inside)[0]
+    whole, own = _taken_apart(first, inside)
+    first = whole if unpacking is None else unpacking.parts(whole)[0]
+    if checks is not None:
+        size = batch_size(first)
+        given = listed if own is None else checked_ids(own)
+        checks.check(np.arange(size) if given is None else given[:size], first)
     if unpacking is not None:
-        unpacking = unpacking.settled(first)
-        first = unpacking.parts(first)[0]
-    return Batches(loader, inside, listed, rows, first, order, unpacking)
+        unpacking = unpacking.settled(whole)
+        first = unpacking.parts(whole)[0]
+    return Batches(loader, inside, listed, rows, first, order, unpacking, checks)
 
 
 def _documents(loader: Iterable[Any]) -> int | None:

@@ -147,8 +147,8 @@ class RowAlarms:
         self, ids: np.ndarray[Any, Any], values: dict[str, Any], kept: Sequence[LayerKeeping]
     ) -> None:
         """Stop at NaN and infinity, which would spoil every answer; count vanished gradients."""
+        _check_losses(ids, values["loss"])
         if not kept:
-            _check_losses(ids, values["loss"])
             return
         lengths = torch.from_numpy(values["norms"])
         finite = lengths.isfinite()

@@ -47,6 +47,7 @@ class LanguageModelling(Task):
         targets = targets.to(logits.device, torch.int64)
         if shift:
             logits, targets = logits[:, :-1], targets[:, 1:]
+        self._check_targets(targets, logits.shape[-1])
         flat = F.cross_entropy(
             logits.transpose(1, 2), targets, reduction="none", ignore_index=self.ignore_index
         )
@@ -55,6 +56,22 @@ class LanguageModelling(Task):
         if self.reduction == "mean":
             losses = losses / valid.sum(1).clamp(min=1)
         return Measured(losses, tokens=flat.detach().masked_fill(~valid, torch.nan))
+
+    def _check_targets(self, targets: torch.Tensor, tokens: int) -> None:
+        wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= tokens))
+        if bool(wrong.any()):
+            row, place = wrong.nonzero()[0].tolist()
+            raise CaptureError(
+                f"row {row} of this batch has a label that is no token of the model",
+                found=f"label {int(targets[row, place])}",
+                expected=f"0 to {tokens - 1}, or {self.ignore_index} for what is ignored",
+                fix="use the tokenizer that belongs to the model",
+            )
+
+    def targets(self, batch: Any) -> torch.Tensor:
+        """The tokens `[B, T]` that are predicted, `ignore_index` where none is."""
+        _, targets, shift = self._split(batch)
+        return targets[:, 1:] if shift and targets.dim() == 2 else targets
 
     def _split(self, batch: Any) -> tuple[Any, torch.Tensor, bool]:
         if isinstance(batch, Mapping):
