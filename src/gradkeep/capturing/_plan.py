@@ -10,6 +10,7 @@ from gradkeep import _annotations
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
+from gradkeep.capturing._at_hand import weights_at_hand
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
@@ -119,7 +120,7 @@ def plan(
     unpacking = unpacking_for(model, task, mode)
     batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    with in_mode(model, mode):
+    with weights_at_hand(model), in_mode(model, mode):
         device = device_of(model)
         count = min(batch_size(batch), _TRIED)
         part = to_device(rows_of(batch, 0, count), device)

@@ -15,6 +15,7 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
+from gradkeep.capturing._at_hand import check_recomputable, weights_at_hand
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
@@ -77,7 +78,13 @@ class Replay:
     def one(self, key: CaptureKey, *, step: int | None, lr: float | None) -> Captured:
         """Capture the weights that the model has now."""
         started, cpu = time.perf_counter(), time.process_time()
-        with in_mode(self.model, self.mode), _no_gradients_left(self.model):
+        with (
+            weights_at_hand(self.model) as told,
+            in_mode(self.model, self.mode),
+            _no_gradients_left(self.model),
+        ):
+            if self.recompute is not None:
+                check_recomputable(self.model)
             weights = fingerprint_weights(self.model)
             earlier = earlier_run(self.store, key)
             if earlier is not None and not self.resume:
@@ -105,7 +112,7 @@ class Replay:
                 passing = itertools.chain([begin], delivered)
                 reused, notes = self._write(key, schema, maker, at_once, earlier, again, passing)
         block = self.store.read(key)
-        notes = [*maker.notes(), *notes]
+        notes = [*told, *maker.notes(), *notes]
         for note in notes:
             warnings.warn(note, CaptureWarning, stacklevel=3)
         return Captured(

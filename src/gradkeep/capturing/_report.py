@@ -10,6 +10,7 @@ from gradkeep import _annotations
 from gradkeep._budgets import format_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
+from gradkeep.capturing._at_hand import weights_at_hand
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._mode import device_of, in_mode
@@ -181,7 +182,7 @@ def layers(
     if batch is None:
         units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
         return LayerTable(tuple(ListedLayer(unit.name, unit.type, unit.size) for unit in units))
-    with in_mode(model, mode):
+    with weights_at_hand(model), in_mode(model, mode):
         device = device_of(model)
         part = to_device(rows_of(batch, 0, min(batch_size(batch), _TRIED)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from gradkeep.capturing._at_hand import weights_at_hand
 from gradkeep.capturing._batches import rows_of, to_device
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._packed import (
@@ -140,7 +141,7 @@ def unpacking_for(model: nn.Module, task: Task, mode: Mode | None) -> Unpacking 
         return None
 
     def measure(batch: Any) -> torch.Tensor:
-        with in_mode(model, mode):
+        with weights_at_hand(model), in_mode(model, mode):
             if draws_at_random(model):
                 return torch.zeros(1)  # two passes differ anyway
             return task.measure_losses(model, to_device(batch, device_of(model))).losses

@@ -21,6 +21,7 @@ from gradkeep.capturing._adapters import (
     is_adapter_file,
     whole_state,
 )
+from gradkeep.capturing._stand_ins import kept_value
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ class Weights:
 def fingerprint_weights(model: nn.Module) -> str:
     """A digest of all parameters and buffers with their names, shapes and types."""
     digest = xxhash.xxh3_128()
-    for name, value in sorted(model.state_dict().items()):
-        if not isinstance(value, torch.Tensor):
+    for name, given in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(given, torch.Tensor):
             continue
+        value = kept_value(given)
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         plain = value.detach().cpu().contiguous().reshape(-1)
         digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
@@ -162,6 +164,7 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
     Weights of an adapter alone replace those of the model's adapter; all others stay.
     """
     own = model.state_dict()
+    _check_at_hand(own, checkpoint=name)
     if is_adapter(state, own):
         model.load_state_dict(whole_state(model, state, checkpoint=name))
         return
@@ -189,3 +192,15 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
             fix=f"{near[0]} may be {missing[0]}: rename the keys" if near else None,
         )
     model.load_state_dict(dict(state))
+
+
+def _check_at_hand(own: Mapping[str, torch.Tensor], *, checkpoint: str) -> None:
+    away = [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if away:
+        raise CaptureError(
+            f"checkpoint {checkpoint} cannot be loaded into a model whose weights are offloaded",
+            found=f"{len(away)} weights that are elsewhere, such as {away[0]}",
+            expected="a model that holds its weights",
+            fix="load the checkpoint into the model before it is offloaded, and capture one "
+            "checkpoint at a time: checkpoints='name'",
+        )
