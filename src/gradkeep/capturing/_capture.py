@@ -15,6 +15,7 @@ from gradkeep._budgets import parse_budget
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._first_batch import CaptureSettings
 from gradkeep.capturing._loader import batches_of
+from gradkeep.capturing._readiness import uncompiled
 from gradkeep.capturing._replay import Replay
 from gradkeep.capturing._sequence_checks import sequence_checks
 from gradkeep.capturing._unpacking import unpacking_for
@@ -148,6 +149,7 @@ def capture(
             fix="pass gk.Classification(), or a subclass of gk.Task with losses(model, batch)",
         )
     instance("model", model, torch.nn.Module, error=CaptureError, expected="a torch.nn.Module")
+    model = uncompiled(model)
     flag("resume", resume, error=CaptureError)
     flag("progress", progress, error=CaptureError)
     optional(count, "step", step, error=CaptureError)

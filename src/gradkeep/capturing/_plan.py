@@ -10,11 +10,11 @@ from gradkeep import _annotations
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
-from gradkeep.capturing._at_hand import weights_at_hand
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import device_of, in_mode
+from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.errors import CaptureError
@@ -117,10 +117,11 @@ def plan(
     Runs a few samples of the batch through the model, and measures this machine once. A budget
     below the least possible is an error that says what the least is.
     """
+    model = uncompiled(model)
     unpacking = unpacking_for(model, task, mode)
     batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    with weights_at_hand(model), in_mode(model, mode):
+    with ready(model), in_mode(model, mode):
         device = device_of(model)
         count = min(batch_size(batch), _TRIED)
         part = to_device(rows_of(batch, 0, count), device)

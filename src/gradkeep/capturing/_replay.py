@@ -15,12 +15,13 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
-from gradkeep.capturing._at_hand import check_recomputable, weights_at_hand
+from gradkeep.capturing._at_hand import check_recomputable
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
+from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
 from gradkeep.capturing._row_making import GradientMaker, JoinedRows, LossMaker, layers_of
@@ -79,7 +80,7 @@ class Replay:
         """Capture the weights that the model has now."""
         started, cpu = time.perf_counter(), time.process_time()
         with (
-            weights_at_hand(self.model) as told,
+            ready(self.model) as told,
             in_mode(self.model, self.mode),
             _no_gradients_left(self.model),
         ):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_any, tree_map_only
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ class StandIn(nn.Parameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = (args, dict(kwargs or {}))
+        if func is torch.autograd.grad:
+            # By edges, since no stand-in may be without its weight while a backward pass runs:
+            # checkpointed parts of the model run again in it.
+            with torch._C.DisableTorchFunctionSubclass():
+                given = tree_map_only(StandIn, get_gradient_edge, given)
+            return torch.autograd.grad(*given[0], **given[1])
         if func in _SAID_BY_ITSELF or getattr(func, "__self__", None) in _PROPERTIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*given[0], **given[1])
@@ -75,7 +82,6 @@ _PROPERTIES = {
 }
 """Of which the stand-in itself can tell: its shape, type, place, gradient."""
 _SAID_BY_ITSELF = {
-    torch.autograd.grad,
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from gradkeep.capturing._at_hand import weights_at_hand
 from gradkeep.capturing._batches import rows_of, to_device
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._packed import (
@@ -22,6 +21,7 @@ from gradkeep.capturing._packed import (
     batch_shape,
     documents_of,
 )
+from gradkeep.capturing._readiness import ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -141,7 +141,7 @@ def unpacking_for(model: nn.Module, task: Task, mode: Mode | None) -> Unpacking 
         return None
 
     def measure(batch: Any) -> torch.Tensor:
-        with weights_at_hand(model), in_mode(model, mode):
+        with ready(model), in_mode(model, mode):
             if draws_at_random(model):
                 return torch.zeros(1)  # two passes differ anyway
             return task.measure_losses(model, to_device(batch, device_of(model))).losses
