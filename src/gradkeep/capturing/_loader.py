@@ -23,6 +23,7 @@ from gradkeep.capturing._packed import documents_of, may_pack
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
+    from gradkeep.capturing._columns import ColumnChoice
     from gradkeep.capturing._sequence_checks import SequenceChecks
     from gradkeep.capturing._unpacking import Unpacking
 
@@ -49,6 +50,8 @@ class Batches:
     """How packed batches are taken apart; None: a pack is one sample."""
     checks: SequenceChecks | None = None
     """What is refused by row before a model sees it."""
+    columns: ColumnChoice | None = None
+    """What is kept of every row beside what the model is given."""
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
         """Ids and batches; the first ones are compared with earlier looks before any is given."""
@@ -80,9 +83,13 @@ class Batches:
             for part, size in zip(parts, sizes, strict=True):
                 if self.checks is not None:
                     self.checks.check(own[start : start + size], part)
+                if self.columns is not None:
+                    part = self.columns.taken(part, at=at + start, rows=size)
                 yield own[start : start + size], part
                 start += size
             at += count
+        if self.columns is not None:
+            self.columns.check_all_used(at)
 
 
 def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -99,6 +106,7 @@ def batches_of(
     *,
     unpacking: Unpacking | None = None,
     checks: SequenceChecks | None = None,
+    columns: ColumnChoice | None = None,
 ) -> Batches:
     """The batches of a loader, once it is clear that ids and contents belong together.
 
@@ -148,7 +156,16 @@ def batches_of(
     if unpacking is not None:
         unpacking = unpacking.settled(whole)
         first = unpacking.parts(whole)[0]
-    return Batches(loader, inside, listed, rows, first, order, unpacking, checks)
+    if columns is not None:
+        if columns.whole and inside is not None:
+            raise CaptureError(
+                "columns by order, but rows by the ids that batches bring",
+                found=", ".join(columns.whole),
+                expected="columns in the batch, as the ids are",
+                fix="have the collate function pass them on, and name them: columns=['text']",
+            )
+        first = columns.taken(first, at=0, rows=batch_size(first))
+    return Batches(loader, inside, listed, rows, first, order, unpacking, checks, columns)
 
 
 def _documents(loader: Iterable[Any]) -> int | None:

@@ -17,6 +17,7 @@ import gradkeep.store as gs
 from gradkeep._progress import progress as shown
 from gradkeep.capturing._at_hand import check_recomputable
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
+from gradkeep.capturing._columns import ColumnMaker, without_columns
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
@@ -95,7 +96,8 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            maker, at_once = self._maker(first, earlier)
+            maker, at_once = self._maker(without_columns(first), earlier)
+            maker = ColumnMaker(maker)
             made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
             schema = self._schema(maker, made, weights, earlier)
             proof = None if draws_at_random(self.model) else maker

@@ -121,7 +121,8 @@ def _called(model: nn.Module, inputs: Any) -> Any:
             found=f"{', '.join(map(str, inputs))} for {type(model).__name__}"
             f"{inspect.signature(model.forward)}",
             expected="the names of its arguments, or a single input",
-            fix="rename or remove entries in the collate function, or subclass gk.Task",
+            fix="rename or remove entries in the collate function, keep them aside with columns=, or "
+            "subclass gk.Task",
         )
     if isinstance(inputs, tuple | list):
         return model(*inputs)
