@@ -126,6 +126,39 @@ def test_the_adapter_of_another_base_model_is_refused(tmp_path):
     put_weights(model, load_weights(tmp_path / "other"), name="final")
 
 
+def test_of_several_adapters_the_active_one_is_replaced(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    source = with_adapter("gpt2", 1)
+    source.save_pretrained(tmp_path)
+    model = with_adapter("gpt2", 2)
+    model.add_adapter("second", peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"]))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.set_adapter("second")
+    put_weights(model, load_weights(tmp_path), name="final")
+    for key, value in model.state_dict().items():
+        wanted = (
+            source.state_dict()[key.replace("second", "default")]
+            if "second" in key
+            else before[key]
+        )
+        assert torch.equal(value, wanted), key
+
+
+def test_adapters_that_transformers_itself_attached_are_replaced(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    source, model = gpt2(1), gpt2(1)
+    for one in (source, model):
+        one.add_adapter(config)
+    for name, parameter in source.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    source.save_pretrained(tmp_path)
+    put_weights(model, load_weights(tmp_path), name="final")
+    for key, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
 def test_an_adapter_folder_is_captured_as_the_model_is(tmp_path, kind):
     source = with_adapter("llama", 1, **KINDS[kind])

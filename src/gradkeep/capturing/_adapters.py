@@ -24,7 +24,7 @@ _PARTS = r"(?:lora_[A-Za-z_]+|ia3_l|vera_lambda_[bd]|modules_to_save)"
 _NAMED = re.compile(rf"(?:^|\.)({_PARTS})\.([^.]+)(?:\.|$)")
 _BARE = re.compile(rf"(?:^|\.){_PARTS}(?:\.(?:weight|bias))?$")
 _SETTINGS = (
-    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out"),
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"),
     *("rank_pattern", "alpha_pattern"),
 )
 """What changes the function of a model whose adapter has the same weights."""
@@ -129,10 +129,11 @@ def _adapter_of(model: Any, own: Mapping[str, Any], *, checkpoint: str) -> str:
         )
     if len(names) == 1:
         return next(iter(names))
-    active = getattr(model, "active_adapter", None)
+    active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None)
     active = active() if callable(active) else active
-    if isinstance(active, str) and active in names:
-        return active
+    active = [active] if isinstance(active, str) else active
+    if isinstance(active, list) and len(active) == 1 and active[0] in names:
+        return str(active[0])
     raise CaptureError(
         f"checkpoint {checkpoint}: the model has several adapters; nothing was loaded",
         found=", ".join(names),

@@ -118,6 +118,11 @@ def without_columns(batch: Any) -> Any:
     return batch.batch if isinstance(batch, WithColumns) else batch
 
 
+def keeping_columns(maker: RowMaker, batch: Any) -> RowMaker:
+    """What makes rows of batches like this one, with their columns if they have any."""
+    return ColumnMaker(maker) if isinstance(batch, WithColumns) else maker
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnMaker:
     """Makes the rows of a capture as another maker does, and adds their columns."""

@@ -17,7 +17,7 @@ import gradkeep.store as gs
 from gradkeep._progress import progress as shown
 from gradkeep.capturing._at_hand import check_recomputable
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._columns import ColumnMaker, without_columns
+from gradkeep.capturing._columns import keeping_columns, without_columns
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
@@ -97,7 +97,7 @@ class Replay:
                 )
             first = self.batches.first
             maker, at_once = self._maker(without_columns(first), earlier)
-            maker = ColumnMaker(maker)
+            maker = keeping_columns(maker, first)
             made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
             schema = self._schema(maker, made, weights, earlier)
             proof = None if draws_at_random(self.model) else maker
