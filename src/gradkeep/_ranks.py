@@ -21,3 +21,15 @@ def ranks(values: AnyArray) -> AnyArray:
         ends = np.concatenate([starts[1:], [len(ordered)]])
         out[order[:, column], column] = ((starts + ends - 1) / 2)[np.cumsum(first) - 1]
     return out
+
+
+def rank_correlation(one: AnyArray, other: AnyArray) -> float:
+    """Spearman's correlation of two lists of numbers `[m]`; 0 where one of them is constant.
+
+    >>> rank_correlation(np.array([1.0, 2.0, 9.0]), np.array([2.0, 4.0, 5.0]))
+    1.0
+    """
+    left, right = (ranks(values.reshape(-1, 1))[:, 0] for values in (one, other))
+    left, right = left - left.mean(), right - right.mean()
+    size = float(np.sqrt((left * left).sum() * (right * right).sum()))
+    return float((left * right).sum()) / size if size else 0.0

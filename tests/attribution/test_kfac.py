@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.attribution.kronecker import Damping, _fit, _patch_moments, fisher
+from gradkeep.attribution.kronecker import Damping, _fit, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
+from gradkeep.factors.kronecker import _patch_moments
 
 
 class Words(nn.Module):

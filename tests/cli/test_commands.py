@@ -45,7 +45,17 @@ def test_info_shows_a_tree_with_sizes_ratios_and_row_states(gradkeep, folder):
 def test_info_json_has_these_keys(gradkeep, folder):
     fields = answer(gradkeep("info", folder, "--json"))
     assert set(fields) == {
-        *("location", "uuid", "bytes", "dense_bytes", "ratio", "runs", "scores", "row_sets")
+        *(
+            "location",
+            "uuid",
+            "bytes",
+            "dense_bytes",
+            "ratio",
+            "runs",
+            "scores",
+            "row_sets",
+            "bases",
+        )
     }
     (run,) = fields["runs"]
     assert set(run) == {"name", "record", "checkpoints"}

@@ -217,6 +217,19 @@ def test_norms_sums_and_directions_agree_with_restored_gradients(data, form, kin
     assert form.weighted_sum(single(rows), weights.float()).dtype == torch.float32
 
 
+@given(st.data(), forms, small, small)
+def test_coordinates_between_two_sides_are_those_of_restored_gradients(data, form, high, wide):
+    rows = data.draw(rows_of(form))
+    dense = form.restore(rows)
+    for block in form.weight_blocks():
+        left, right = random(block.groups, block.rows, high), random(block.groups, block.cols, wide)
+        found = form.between(rows, block, left, right)
+        close(found, left.mT @ block.matrices(dense) @ right)
+        alone = form.between(single(rows), block, left.float(), right.float())
+        assert alone.dtype == torch.float32
+        close(alone, found, 1e-4)
+
+
 @given(st.data(), forms)
 def test_slices_are_the_rows(data, form):
     rows = data.draw(rows_of(form))

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from gradkeep import factors
-from gradkeep.attribution.kronecker._basis import VectorBasis
 from gradkeep.attribution.kronecker._coordinates import coordinate_squares, coordinates
-from gradkeep.attribution.kronecker._moments import matrix_moments
 from gradkeep.attribution.projections import (
     Projection,
     TwoSided,
@@ -19,6 +17,7 @@ from gradkeep.attribution.projections import (
 )
 from gradkeep.errors import QueryError
 from gradkeep.factors import Form, Parameter, WeightMatrix, form_from_fields, form_to_fields
+from gradkeep.factors.kronecker import VectorBasis, matrix_moments
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,7 +123,17 @@ def test_damage_is_shown_and_does_not_hide_the_rest(store):
 def test_json_fields_can_be_written_and_name_everything(store):
     fields = json.loads(json.dumps(store.info().to_fields()))
     assert list(fields) == [
-        *("location", "uuid", "bytes", "dense_bytes", "ratio", "runs", "scores", "row_sets")
+        *(
+            "location",
+            "uuid",
+            "bytes",
+            "dense_bytes",
+            "ratio",
+            "runs",
+            "scores",
+            "row_sets",
+            "bases",
+        )
     ]
     capture = fields["runs"][0]["checkpoints"][0]["captures"][0]
     assert {"run", "checkpoint", "split", "name", "rows", "layers", "ratio"} <= set(capture)

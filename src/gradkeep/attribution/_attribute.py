@@ -15,11 +15,12 @@ from gradkeep._public import renamed_arguments
 from gradkeep.attribution._accumulator import ScoreAccumulator
 from gradkeep.attribution._method import Method, options_for
 from gradkeep.attribution._question import AttributionQuestion, checkpoints_asked, make_question
-from gradkeep.attribution._registry import method_named
+from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.errors import AttributionError
+from gradkeep.factors import form_from_fields
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _TILE = 256 << 20
 def attribute(
     store: Store | str | os.PathLike[str],
     *,
-    method: str = "kernel",
+    method: str | None = None,
     queries: str = "test",
     train: str = "train",
     checkpoints: str | Sequence[str] | None = None,
@@ -57,6 +58,8 @@ def attribute(
 ) -> Scores:
     """Score every training row for every query, from what was captured; nothing is run again.
 
+    Without a `method` it is the one that won for the task: `kernel`, of sequences and of whitened
+    coordinates `ekfac`.
     `checkpoints` defaults to all at which both splits were captured, in each `run`; methods about
     one checkpoint take the only one. `ids` picks queries, `layers` layers. `save` keeps the scores
     in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
@@ -73,7 +76,8 @@ def attribute(
     (2, 6)
     """
     store = open_store(store)
-    chosen = method_named(method)
+    asked = method or default_method(store, run=run, train=train, name=name)
+    chosen = method_named(asked)
     told = options_for(chosen, options)
     splits = (queries, train) if chosen.about_queries else (train,)
     at = checkpoints_asked(store, run=run, checkpoints=checkpoints, splits=splits, name=name)
@@ -130,6 +134,7 @@ def _computed(
     )
     step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
     scorer: Scorer | None = None
+    kept = _kept_as(chosen, question)
     pooled = None if chosen.pool is None else chosen.pool(question, told)
     for number, at in enumerate(question.at(pooled)):
         # The last checkpoint's factorisation goes before the next one's is made.
@@ -154,8 +159,8 @@ def _computed(
         checkpoints=tuple(str(place) for place in question.checkpoints),
         layers=layers,
         scale=chosen.summary,
-        exact=chosen.exact and scorer.approximate is None,
-        approximate=scorer.approximate,
+        exact=chosen.exact and scorer.approximate is None and kept is None,
+        approximate="; ".join(filter(None, (scorer.approximate, kept))) or None,
         options=_written(told),
         query_labels=_labels(block, question.positions) if chosen.about_queries else None,
         train_labels=_labels(train, None),
@@ -164,6 +169,27 @@ def _computed(
         plan=scorer.plan(),
         store=question.store,
     )
+
+
+def _kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
+    """What the captures hold in place of gradients; an error if the method needs those."""
+    told: dict[str, None] = {}
+    for at in question.at():
+        for block in (at.train_block, at.query_block):
+            forms = [form_from_fields(layer.form) for layer in block.schema.layers if layer.form]
+            if any(form.whitened for form in forms) and not chosen.whitened:
+                raise AttributionError(
+                    f"{chosen.name} needs gradients, and these captures hold whitened coordinates",
+                    found=block.schema.fingerprints.get("kept"),
+                    fix="method='ekfac' is what their products are; or capture with keep='exact', or "
+                    "with gk.Keep(bytes, coordinates='random') under another name=",
+                )
+            words = dict.fromkeys(form.approximate for form in forms if not form.exact)
+            if words:
+                told[str(block.schema.fingerprints.get("kept") or ", ".join(map(str, words)))] = (
+                    None
+                )
+    return "; ".join(told) or None
 
 
 def _check(chosen: Method, at: list[str], *, per_layer: bool) -> None:

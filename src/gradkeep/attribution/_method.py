@@ -66,6 +66,8 @@ class Method:
     """False: the score of a training row is the same for every query."""
     layered: bool = field(default=False, repr=False)
     """Whether its scores are sums over layers, which can be told apart."""
+    whitened: bool = field(default=False, repr=False)
+    """Whether it can be asked of whitened coordinates, whose products are influence already."""
 
 
 def options_for(method: Method, given: Mapping[str, Any]) -> Any:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
+from typing import TYPE_CHECKING
 
 from gradkeep._annotations import checked
 from gradkeep.attribution._method import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
+from gradkeep.factors import form_from_fields
+from gradkeep.query import open_capture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.store import Store
+
+_SEQUENCES = "gradkeep.LanguageModelling"
 
 _METHODS: dict[str, Method] = {method.name: method for method in ALL}
 
@@ -58,3 +68,18 @@ def method_named(name: str) -> Method:
         expected=", ".join(_METHODS),
         fix=f"did you mean {' or '.join(near)}?" if near else "gk.methods() lists them",
     )
+
+
+def default_method(store: Store, *, run: str | Sequence[str], train: str, name: str) -> str:
+    """The method that won for what was captured: `ekfac` for sequences, else `kernel`."""
+    runs = [run] if isinstance(run, str) else list(run)
+    for key in store.captures():
+        if key.run in runs and (key.split, key.capture) == (train, name):
+            schema = open_capture(store, key).schema
+            forms = [form_from_fields(layer.form) for layer in schema.layers if layer.form]
+            tokens = any(array.name == "token_loss" for array in schema.arrays)
+            sequences = tokens or str(schema.fingerprints.get("task")).startswith(_SEQUENCES)
+            if sequences or (forms and all(form.whitened for form in forms)):
+                return "ekfac"
+            return "kernel"
+    return "kernel"

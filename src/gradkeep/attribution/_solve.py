@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution.projections import require_room
 from gradkeep.errors import AttributionError
-from gradkeep.factors import squared_lengths
+from gradkeep.factors import squared, squared_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,31 +116,6 @@ def _cholesky(matrix: Tensor, damping: float) -> Tensor:
         found=f"an absolute damping of {damping:.3g}",
         fix="use a larger damping",
     )
-
-
-_BANDS, _LEAST, _MOST = 4, 64, 192
-"""How many bands a product is cut into, and rows of a band: many bands leave more of the mirrored
-half out, but a product of few rows is slow."""
-
-
-def squared(values: Tensor) -> Tensor:
-    """V^T V `[d, d]` of V `[S, d]`.
-
-    It is symmetric: a band of rows is multiplied from the diagonal on, and mirrored, which is
-    little more than half of the 2 S d^2 operations.
-    """
-    size = values.shape[1]
-    # Products whose sides are multiples of 16 are up to twice as fast.
-    step = min(_MOST, max(_LEAST, math.ceil(size / _BANDS / 16) * 16))
-    if size <= step:
-        return values.t() @ values
-    out = values.new_empty(size, size)
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        band = values[:, start:stop].t() @ values[:, start:]
-        out[start:stop, start:] = band
-        out[stop:, start:stop] = band[:, stop - start :].t()
-    return out
 
 
 class StreamedRows(Protocol):

@@ -18,6 +18,7 @@ from gradkeep.capturing._report import (
     layers,
 )
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
+from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis, by_sample
 from gradkeep.capturing.rules._rules import (
     LayerRule,
@@ -38,6 +39,7 @@ __all__ = [
     "Captured",
     "Classification",
     "GradientRecording",
+    "Keep",
     "KeptLayer",
     "LanguageModelling",
     "LayerCall",

@@ -67,22 +67,31 @@ class LayerCall:
 
 @contextlib.contextmanager
 def watching(
-    modules: Sequence[nn.Module], *, by_hooks: bool = False, light: Collection[nn.Module] = ()
+    modules: Sequence[nn.Module],
+    *,
+    by_hooks: bool = False,
+    light: Collection[nn.Module] = (),
+    spread: Collection[nn.Module] = (),
+    rows: int = 0,
 ) -> Iterator[list[LayerCall]]:
     """The calls of these modules, in order, until the block ends; hooks are removed on any exit.
 
     Inputs are kept by reference: torch itself refuses models that overwrite what a weight's
     gradient needs. The single input of `light` modules is stashed, so that a memory budget can drop
-    it and make it again when the module's turn comes in the backward pass. With `by_hooks` the suffixes are filled by whatever backward pass the caller
+    it and make it again when the module's turn comes in the backward pass. The outputs of `spread`
+    modules, which all `rows` samples share, are spread to all of them, so that each has a gradient
+    of its own. With `by_hooks` the suffixes are filled by whatever backward pass the caller
     runs; else by `fill`.
     """
     calls: list[LayerCall] = []
 
-    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if module in spread:
+            args, output = (spread_to(args[0], rows), *args[1:]), spread_to(output, rows)
         outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
         outputs = [t for t in outputs if t.requires_grad]
         if not outputs:
-            return  # under no_grad, or cut off from the loss: the check of the first batch tells
+            return None  # under no_grad, or cut off from the loss: the first batch's check tells
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         call = LayerCall(
@@ -101,6 +110,7 @@ def watching(
             call.stashed = stash(inputs[0])
             call.args, call.original = (), None
         calls.append(call)
+        return output if module in spread else None
 
     with contextlib.ExitStack() as stack:
         for module in dict.fromkeys(modules):
@@ -111,6 +121,12 @@ def watching(
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
         yield calls
+
+
+def spread_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A view `[B, ...]` of what all samples share, `[...]` or `[1, ...]`."""
+    one = tensor if tensor.shape[0] == 1 else tensor.unsqueeze(0)
+    return one.expand(rows, *one.shape[1:])
 
 
 def fill(

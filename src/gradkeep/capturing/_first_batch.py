@@ -20,6 +20,7 @@ from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._keeping import choose_storage, storage_named
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
+from gradkeep.capturing.coordinates._keep import Keep, parse_keep
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import unit_gradients
@@ -100,6 +101,11 @@ def choose_rules(
     found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
     left: list[LayerUnit] = []
     for unit, truth in truths.items():
+        if _is_shared(unit, by_module, rows):
+            shared = _spread(tracer, unit, truth, weights, batch, target)
+            if shared is not None:
+                found[unit] = shared
+                continue
         with torch.no_grad():
             settled = _first_that_fits(tracer.model, unit, by_module, truth, weights, rows=rows)
         if settled is None:
@@ -122,6 +128,39 @@ def choose_rules(
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
     )
+
+
+def _is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
+    """Whether an embedding is read once for all samples, as positions `[T]` or `[1, T]` are."""
+    if unit.rule != "embedding" or rows < 2:
+        return False
+    own = [call for module in unit.modules for call in calls.get(module, ())]
+    return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
+
+
+def _spread(
+    tracer: Tracer,
+    unit: LayerUnit,
+    truth: torch.Tensor,
+    weights: torch.Tensor,
+    batch: Any,
+    target: torch.Tensor,
+) -> tuple[LayerUnit, LayerGradients] | None:
+    """The unit with its output spread to all samples, if the model then says and learns the same."""
+    rows = batch_size(batch)
+    candidate = dataclasses.replace(unit, axis="shared")
+    alone = dataclasses.replace(tracer, units=[candidate])
+    try:
+        _, again, calls = alone.forward(list(unit.modules), batch)
+        if not torch.equal(again, target):
+            return None
+        fill(calls, again)
+        with torch.no_grad():
+            piece = unit_gradients(candidate, calls, rows=rows)
+            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
+    except _OTHER_WAYS:
+        return None
+    return (candidate, piece) if _fits(total, truth) else None
 
 
 def _first_that_fits(
@@ -217,8 +256,8 @@ def _uncovered(units: Sequence[LayerUnit]) -> CaptureError:
     )
 
 
-KeepChoice = str | Mapping[str, str] | None
-"""A way to keep all layers, or a way for each glob of layers; None: the smallest."""
+KeepChoice = str | int | Keep | Mapping[str, str] | None
+"""A way to keep all layers, a way for each glob of layers, or bytes a row; None: the smallest exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +278,29 @@ class CaptureSettings:
         one_of("encoding", self.encoding, (*get_args(Encoding), "float32", "float64"), error=error)
         number("tolerance", self.tolerance, error=error, least=0, most=1)
         keeps = self.keep.values() if isinstance(self.keep, Mapping) else (self.keep,)
-        for keep in keeps:
-            optional(text, "keep", keep, error=error)
+        if self.compressed is None:
+            for keep in keeps:
+                optional(text, "keep", keep, error=error)
+        elif self.encoding != "plain" or self.tolerance:
+            raise CaptureError(
+                "so many bytes a row leave no choice of an encoding or a tolerance",
+                found=f"encoding={self.encoding!r}, tolerance={self.tolerance}",
+                fix="leave them out; gk.Keep('4KiB', bits=8) keeps fewer coordinates of more bits",
+            )
         choice = self.layers
         several = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else ()
         for layer in several or (choice,):
             instance("layers", layer, (str, type, type(None)), error=error)
+
+    @property
+    def compressed(self) -> Keep | None:
+        """The bytes a row that are asked for; None: all of the gradient, or what a name says."""
+        return parse_keep(self.keep)
+
+    @property
+    def exact(self) -> CaptureSettings:
+        """The same without a number of bytes."""
+        return dataclasses.replace(self, keep=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,7 +360,7 @@ def prepare_capture(
 def _wanted(
     units: Sequence[LayerUnit], keep: KeepChoice, as_before: Mapping[str, Storage]
 ) -> dict[LayerUnit, Storage | None]:
-    if keep is None:
+    if keep is None or isinstance(keep, int | Keep):
         return {unit: as_before.get(unit.name) for unit in units}
     if isinstance(keep, str):
         return dict.fromkeys(units, storage_named(keep))

@@ -275,7 +275,11 @@ def arrays_of(
         made.append(
             Array(
                 array,
-                dtype="int64" if whole else "float64" if double else "float32",
+                dtype=str(values.dtype).removeprefix("torch.")
+                if whole
+                else "float64"
+                if double
+                else "float32",
                 shape=tuple(values.shape[1:]),
                 kind=form.role(array),
                 encoding="plain" if whole or double else encoding,

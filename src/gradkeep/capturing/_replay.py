@@ -28,6 +28,9 @@ from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
 from gradkeep.capturing._row_making import GradientMaker, JoinedRows, LossMaker, layers_of
 from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
 from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
+from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
+from gradkeep.capturing.coordinates._maker import coordinate_maker
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -35,15 +38,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing._row_making import MadeRows, RowMaker
+    from gradkeep.capturing.coordinates._maker import CoordinateMaker
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Schema, Store
 
-_TRIED = 32
-"""Samples with which it is found out how each layer is captured."""
+_TRIED, _FEW_TRIED = 32, 2
+"""Samples with which it is found out how each layer is captured: few where memory may be short."""
 LOSSES = "losses"
 """What `keep` is for a capture without gradients."""
 Report = Callable[[int, int], None]
@@ -96,7 +101,7 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            maker, at_once = self._maker(without_columns(first), earlier)
+            maker, at_once = self._maker(without_columns(first), earlier, key, weights)
             maker = keeping_columns(maker, first)
             made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
             schema = self._schema(maker, made, weights, earlier)
@@ -129,26 +134,55 @@ class Replay:
             notes=tuple(notes),
         )
 
-    def _maker(self, first: Any, earlier: EarlierRun | None) -> tuple[RowMaker, int]:
+    def _maker(
+        self, first: Any, earlier: EarlierRun | None, key: CaptureKey, weights: str
+    ) -> tuple[RowMaker, int]:
         """What makes rows of batches, and how many samples at once."""
         if self.settings.keep == LOSSES:
             at_once = batch_size(first)
             return LossMaker(self.model, self.task, self.watched, self.device), at_once
-        rows = min(batch_size(first), _TRIED if self.budget is None else 2)
+        small = self.settings.compressed is not None or self.settings.keep == QUERIES
+        tried = _FEW_TRIED if small or self.budget is not None else _TRIED
+        rows = min(batch_size(first), tried)
         batch = to_device(rows_of(first, 0, rows), self.device)
-        as_before = None if earlier is None else earlier.storages
-        prepared = prepare_capture(self.model, self.task, batch, self.settings, as_before=as_before)
+        as_before = None if earlier is None or small else earlier.storages
+        settings = self.settings.exact if small else self.settings
+        prepared = prepare_capture(self.model, self.task, batch, settings, as_before=as_before)
         if not prepared.kept:
             raise CaptureError(
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
-        maker = GradientMaker(prepared, self.watched, self.recompute, self.device)
+        maker: RowMaker = GradientMaker(prepared, self.watched, self.recompute, self.device)
         at_once = rows_at_once(prepared, rows)
+        if small:
+            compressed = self._compressed(prepared, key, weights)
+            if compressed is not None:
+                maker, at_once = compressed, batch_size(first)
         if self.budget is None:
             return maker, at_once
         footprint = row_footprint(prepared, batch, rows)
         return maker, min(at_once, rows_within(self.budget, footprint))
+
+    def _compressed(
+        self, prepared: PreparedCapture, key: CaptureKey, weights: str
+    ) -> CoordinateMaker | None:
+        """What makes coordinates; None where the exact gradients take no more bytes."""
+        keep = self.settings.compressed
+        if keep is not None and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
+            return None
+        request = BasisRequest(
+            store=self.store,
+            key=gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
+            keep=keep,
+            weights=weights,
+            task=self.task.describe(),
+            chosen=self.settings.layers is not None,
+        )
+        basis = find_basis(request, prepared, self.batches, self.device)
+        return coordinate_maker(
+            prepared, basis, keep, self.watched, recompute=self.recompute, device=self.device
+        )
 
     def _schema(
         self, maker: RowMaker, made: MadeRows, weights: str, earlier: EarlierRun | None

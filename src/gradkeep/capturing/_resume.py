@@ -161,7 +161,7 @@ class RowsMadeAgain:
             encoded = any(array.encoding != "plain" for array in arrays)
             was, now = _gradient(form, before[name]), _gradient(form, made.layers[name])
             near = 10 * _WITHIN.get(arrays[0].dtype, 1e-3)
-            near = max(near, _ENCODED if encoded else 0.0, 3 * getattr(form, "error", 0.0))
+            near = max(near, _ENCODED if encoded else 0.0, form.repeated_error)
             error, scale = float((now - was).norm()), float(was.norm())
             if not error <= near * scale:
                 found.append(f"gradient of {name} off by {error / max(scale, 1e-300):.1%}")

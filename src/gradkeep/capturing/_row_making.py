@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._keeping import rows_to_store
 from gradkeep.capturing._row_values import measured_values, norms, plain, seeing_outputs, vectors
-from gradkeep.capturing._tracer import check_measured
+from gradkeep.capturing._tracer import DenseSoon, check_measured
 from gradkeep.factors import form_to_fields
 from gradkeep.store import Layer, Ragged
 
@@ -101,7 +101,8 @@ class GradientMaker:
             own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
             within, light = self.recompute.step(own), self.prepared.light
         with within, seeing_outputs(self.watched) as seen:
-            traced = self.prepared.tracer.run(own, dense=self.prepared.dense, light=light)
+            soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
+            traced = self.prepared.tracer.run(own, soon=soon, light=light)
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
             lengths = norms(self.kept, factors).cpu()

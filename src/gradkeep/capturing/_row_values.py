@@ -158,13 +158,15 @@ class RowAlarms:
         _check_losses(ids, values["loss"])
         if not kept:
             return
-        lengths = torch.from_numpy(values["norms"])
+        apart = "norms" in values
+        lengths = torch.from_numpy(values["norms"] if apart else values["norm"][:, None])
         finite = lengths.isfinite()
         if not finite.all():
             row, layer = (~finite).nonzero()[0].tolist()
             raise CaptureError(
-                f"the gradient of sample {ids[row]} is not a number in layer "
-                f"{kept[layer].unit.name}; nothing of this batch was kept",
+                f"the gradient of sample {ids[row]} is not a number"
+                + (f" in layer {kept[layer].unit.name}" if apart else "")
+                + "; nothing of this batch was kept",
                 found=f"loss {values['loss'][row]}",
                 fix="look at that sample, or capture an earlier checkpoint: training diverged",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -48,12 +48,12 @@ class Tracer:
     """Those of them whose modules take part, such as the whole model that holds a spare scale."""
 
     def run(
-        self, batch: Any, *, dense: Collection[LayerUnit] = (), light: Collection[nn.Module] = ()
+        self, batch: Any, *, soon: MadeSoon | None = None, light: Collection[nn.Module] = ()
     ) -> Traced:
         """The gradients of every unit for every sample of the batch.
 
-        Those of `dense` units are made as soon as the backward pass comes by, and their factors
-        are given back; the inputs of `light` modules are left to autograd meanwhile.
+        What `soon` makes of its units is made as soon as the backward pass comes by, and their
+        factors are given back; the inputs of `light` modules are left to autograd meanwhile.
         """
         rows = batch_size(batch)
         modules = watched([*self.units, *self.unused])
@@ -61,10 +61,15 @@ class Tracer:
         by_module: dict[nn.Module, list[LayerCall]] = {}
         for call in calls:
             by_module.setdefault(call.module, []).append(call)
-        soon = DenseDuringBackward(dense, by_module, rows)
-        fill(calls, target, arrived=soon.arrived if dense else None)
+        pieces: dict[LayerUnit, LayerGradients] = {}
+        if soon is None:
+            fill(calls, target)
+        else:
+            passing = DuringBackward(soon, by_module, measured, rows)
+            fill(calls, target, arrived=passing.arrived)
+            with torch.no_grad():
+                pieces |= passing.finished()
         self._check_unused(by_module)
-        pieces: dict[LayerUnit, LayerGradients] = dict(soon.pieces)
         again: dict[tuple[Any, ...], list[LayerUnit]] = {}
         with torch.no_grad():
             for unit in self.units:
@@ -78,13 +83,18 @@ class Tracer:
                 pieces |= module_gradients(units, self._calls(units[0], by_module), rows=rows)
         if whole := [unit for unit in self.units if unit.rule == "whole"]:
             pieces |= whole_model_gradients(whole, self.target, self.model, batch, rows=rows)
+        if soon is not None:
+            for unit in soon.units:
+                if unit.rule in DENSE_RULES:
+                    pieces[unit] = soon.make(unit, pieces[unit], measured)
         return Traced(measured, {unit: pieces[unit] for unit in self.units})
 
     def forward(
         self, modules: Sequence[nn.Module], batch: Any, *, light: Collection[nn.Module] = ()
     ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
-        with watching(modules, light=light) as calls:
+        spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
+        with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:
             measured, target = self._measure(batch)
         return measured, target, calls
 
@@ -168,22 +178,53 @@ DENSE_RULES = ("module", "one by one", "whole")
 """Ways that run the layer once more, some layers at a time."""
 
 
-class DenseDuringBackward:
-    """Dense gradients of the units whose calls all have their suffixes.
+class MadeSoon(Protocol):
+    """What is made of some units' gradients while the backward pass goes on."""
+
+    @property
+    def units(self) -> Collection[LayerUnit]:
+        """Of which units."""
+
+    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+        """What is kept of a unit's gradients, which are let go of afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSoon:
+    """Makes whole gradients of factors."""
+
+    units: frozenset[LayerUnit]
+
+    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+        """The same gradients, dense."""
+        del measured
+        if piece.form.storage == "dense":
+            return piece
+        values = piece.form.restore(piece.rows)
+        form = Dense(piece.form.parameters, f"{unit.name}.gradient", values.shape[1])
+        return LayerGradients(form, DenseRows(values))
+
+
+class DuringBackward:
+    """Makes gradients of the units whose calls all have their suffixes.
 
     A unit waits until all calls of its modules were passed; modules that belong to several units
     are let go when the last of those is done.
     """
 
     def __init__(
-        self, units: Collection[LayerUnit], calls: Mapping[nn.Module, list[LayerCall]], rows: int
+        self,
+        soon: MadeSoon,
+        calls: Mapping[nn.Module, list[LayerCall]],
+        measured: Measured,
+        rows: int,
     ) -> None:
-        self.pieces: dict[LayerUnit, LayerGradients] = {}
-        self._rows = rows
+        self._soon, self._measured, self._rows = soon, measured, rows
+        self._pieces: dict[LayerUnit, LayerGradients] = {}
         self._calls = calls
         self._waiting: dict[nn.Module, set[LayerUnit]] = {}
         self._missing: dict[LayerUnit, int] = {}
-        for unit in units:
+        for unit in soon.units:
             if unit.rule in DENSE_RULES:
                 continue
             modules = list(dict.fromkeys(unit.modules))
@@ -201,15 +242,18 @@ class DenseDuringBackward:
         if self._waiting.get(call.module):
             call.keep_input()
 
+    def finished(self) -> dict[LayerUnit, LayerGradients]:
+        """All that was made, when the pass is over: units that it ended at come last."""
+        for unit in self._missing:
+            if unit not in self._pieces and any(self._calls.get(m) for m in unit.modules):
+                self._make(unit)
+        return self._pieces
+
     def _make(self, unit: LayerUnit) -> None:
         modules = list(dict.fromkeys(unit.modules))
         own = [call for module in modules for call in self._calls[module]]
         made = unit_gradients(unit, own, rows=self._rows)
-        if made.form.storage != "dense":
-            values = made.form.restore(made.rows)
-            form = Dense(made.form.parameters, f"{unit.name}.gradient", values.shape[1])
-            made = LayerGradients(form, DenseRows(values))
-        self.pieces[unit] = made
+        self._pieces[unit] = self._soon.make(unit, made, self._measured)
         for module in modules:
             self._waiting[module].discard(unit)
             if not self._waiting[module]:

@@ -152,18 +152,21 @@ def delete(
 
 
 def _key(name: str) -> BlockKey:
-    from gradkeep.store import CaptureKey, ScoresKey
+    from gradkeep.store import BasisKey, CaptureKey, ScoresKey
 
     parts = name.strip("/").split("/")
     if len(parts) == 2 and parts[0] == "scores":
         return ScoresKey(parts[1])
+    if len(parts) == 4 and parts[0] == "bases":
+        return BasisKey(parts[2], run=parts[1], capture=parts[3])
     if len(parts) == 4:
         run, checkpoint, split, capture = parts
         return CaptureKey(checkpoint, split, run=run, capture=capture)
     raise StoreError(
         "this names no capture",
         found=name,
-        expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, or scores/NAME",
+        expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, scores/NAME, or "
+        "bases/RUN/CHECKPOINT/CAPTURE",
     )
 
 

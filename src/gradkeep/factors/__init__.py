@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.factors._arithmetic import CACHED, RESTORED, pairwise, squared_lengths, tiles
+from gradkeep.factors._arithmetic import (
+    CACHED,
+    RESTORED,
+    pairwise,
+    squared,
+    squared_lengths,
+    tiles,
+)
+from gradkeep.factors._bits import PACKED, BitRows, Bits, BitWidth, bit_scales, packed_bits
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._cost import VALUE, Cost, CostCounter, MachineSpeeds, ProductSize
 from gradkeep.factors._dense import WHOLE, Dense, DenseRows
@@ -29,6 +37,7 @@ from gradkeep.factors._form import (
 )
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._projection import BlockProjection, LayerProjection
 from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_rows
 from gradkeep.factors._tied import Tied, TiedRows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
@@ -38,7 +47,7 @@ if TYPE_CHECKING:
 
 AnyForm = Form[Any]
 """A form, whatever its rows are."""
-_FORMS: tuple[type[Any], ...] = (Outer, Convolution, Lookup, Dense, Tied)
+_FORMS: tuple[type[Any], ...] = (Outer, Convolution, Lookup, Dense, Tied, Bits)
 _KINDS = {form.kind: form for form in _FORMS}
 
 
@@ -50,11 +59,16 @@ def form_from_fields(fields: Mapping[str, Any]) -> AnyForm:
 
 __all__ = [
     "CACHED",
+    "PACKED",
     "RESTORED",
     "VALUE",
     "WHOLE",
     "AnyForm",
     "ArraySource",
+    "BitRows",
+    "BitWidth",
+    "Bits",
+    "BlockProjection",
     "Compute",
     "Convolution",
     "ConvolutionRows",
@@ -64,6 +78,7 @@ __all__ = [
     "DenseRows",
     "Form",
     "GradientRows",
+    "LayerProjection",
     "Lookup",
     "LookupRows",
     "MachineSpeeds",
@@ -79,12 +94,15 @@ __all__ = [
     "WeightBlock",
     "WeightMatrix",
     "WeightVector",
+    "bit_scales",
     "form_from_fields",
     "form_to_fields",
+    "packed_bits",
     "pad",
     "pairwise",
     "row_of",
     "spans",
+    "squared",
     "squared_lengths",
     "sum_rows",
     "tiles",

@@ -226,6 +226,36 @@ class Convolution(Form[ConvolutionRows]):
             out[:, weights:] = self._sums(rows)
         return out
 
+    def between(
+        self, rows: ConvolutionRows, block: WeightBlock, left: Tensor, right: Tensor
+    ) -> Tensor:
+        """`left^T W right` `[B, G, r, c]`: to move patches is to convolve, so they are never laid out."""
+        if isinstance(block, WeightVector):
+            sums = self._sums(rows)
+            return (sums @ left[0].to(sums.dtype))[:, None, :, None] * right[0].to(sums.dtype)
+        groups, dtype = self.groups, rows.wide.dtype
+        inner, high = self.channels // groups, self.filters // groups
+        kept, wide = left.shape[2], right.shape[2]
+        sides = right.mT.to(dtype)
+        filters = sides[:, :, : inner * self.taps].reshape(groups * wide, inner, *self.kernel)
+        ones = sides[:, :, -1].reshape(-1) if self.bias == "narrow" else None
+        out = rows.wide.new_empty(len(rows), groups, kept, wide)
+        values = groups * wide * self.positions + self.padded_values
+        for start, stop in tiles(len(rows), values, rows.wide.element_size(), 2 * CACHED):
+            count = stop - start
+            moved = _CONVOLVE[len(self.size)](
+                self.padded(rows.wide[start:stop]),
+                filters,
+                ones,
+                stride=self.stride,
+                dilation=self.dilation,
+                groups=groups,
+            )
+            g = rows.narrow[start:stop].reshape(count, groups, high, self.positions)
+            turned = left.mT.to(dtype) @ g
+            out[start:stop] = turned @ moved.reshape(count, groups, wide, -1).mT
+        return out
+
     def squared_norms(self, rows: ConvolutionRows) -> Tensor:
         """Squared lengths `[B]`, of the patches as of a linear layer, or restored where T is large."""
         out = rows.wide.new_zeros(len(rows))

@@ -89,6 +89,11 @@ class Dense(Form[DenseRows]):
         return not self.sketch
 
     @property
+    def approximate(self) -> str | None:
+        """What is kept of a sketch."""
+        return f"random projections of {self.size} numbers" if self.sketch else None
+
+    @property
     def storage(self) -> Storage:
         """The gradient itself."""
         return "dense"

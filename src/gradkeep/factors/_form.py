@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 Compute = Literal["factored", "gram", "half", "restored", "dense"]
 """How products of gradients are computed from what is kept."""
-Storage = Literal["factors", "dense", "low rank"]
-"""In which way a layer is kept: its factors, the gradient itself, or fewer positions than it had."""
+Storage = Literal["factors", "dense", "low rank", "coordinates"]
+"""In which way a layer is kept: its factors, the gradient itself, fewer positions than it had, or a
+few coordinates in a basis."""
 ArrayRole = Literal["prefix", "suffix", "gradient", "projection"]
 _VALUES_MOVED = 50
 """Operations that take as long as to write and read one value of a restored gradient."""
@@ -153,6 +154,26 @@ class Form(Protocol[R]):
         return True
 
     @property
+    def approximate(self) -> str | None:
+        """What is kept in place of the gradient, in words; None: the gradient itself."""
+        return None
+
+    @property
+    def basis(self) -> str | None:
+        """The fingerprint of the basis that rows are coordinates in; None: they are gradients."""
+        return None
+
+    @property
+    def repeated_error(self) -> float:
+        """How far a row may be off, relative to its length, when it is made a second time."""
+        return 0.0
+
+    @property
+    def whitened(self) -> bool:
+        """Whether products are those of whitened gradients: influence, not inner products."""
+        return False
+
+    @property
     def factored(self) -> bool:
         """Whether prefixes and suffixes are kept as the layer had them."""
         return False
@@ -231,6 +252,21 @@ class Form(Protocol[R]):
 
     def temporaries(self, rows: R) -> int:
         """Values of the temporaries of a row while it is restored."""
+
+    def between(self, rows: R, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
+        """`left^T W right` `[B, G, r, c]` of a block's gradients W `[G, R, C]`.
+
+        `left` is `[G, R, r]` and `right` `[G, C, c]`; a block without columns, a vector `[R]`, is
+        taken as `[1, R, 1]`. Here rows are restored; forms with factors move those instead.
+        """
+        out = rows.example.new_empty(
+            len(rows), left.shape[0], left.shape[2], right.shape[2], dtype=left.dtype
+        )
+        for start, stop, dense in self.restored_tiles(rows, RESTORED):
+            taken = block.matrices(dense).to(left.dtype)
+            torch.matmul(left.mT @ taken, right, out=out[start:stop])
+            del dense, taken  # before the next is made
+        return out
 
     def outer_products(self, rows: R, *, scratch: int) -> Iterator[OuterProducts] | None:
         """The gradients of the first parameter as sums of outer products; None: there are none."""

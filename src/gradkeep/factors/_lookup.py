@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, inner, squared_lengths
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
+from gradkeep.factors._outer import summed_products
 from gradkeep.factors._ragged import Spans, row_of, spans, sum_columns, sum_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
@@ -156,6 +157,12 @@ class Lookup(Form[LookupRows]):
         out = rows.g.new_zeros(len(rows) * self.rows, self.width)
         where = row_of(rows.spans, rows.ids.device) * self.rows + rows.ids
         return out.index_add_(0, where, rows.g).view(len(rows), self.rows * self.width)
+
+    def between(self, rows: LookupRows, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
+        """`left^T W right` `[B, 1, r, c]`: tokens read rows of `left`; T c (width + r) products a row."""
+        del block
+        moved = rows.g @ right[0].to(rows.g.dtype)
+        return summed_products(left[0].to(moved.dtype)[rows.ids], moved, rows.spans)
 
     def squared_norms(self, rows: LookupRows) -> Tensor:
         """Squared lengths `[B]`: of each row's sums over equal ids; 4 T width operations a row."""

@@ -120,6 +120,17 @@ class Outer(Form[OuterRows]):
         return self.error == 0
 
     @property
+    def approximate(self) -> str | None:
+        """What was cut."""
+        cut = f"gradients of cut rank, relative error at most {self.error:g}"
+        return cut if self.error > 0 else None
+
+    @property
+    def repeated_error(self) -> float:
+        """Another cut may err as much the other way."""
+        return 3 * self.error
+
+    @property
     def factored(self) -> bool:
         """Whether prefixes and suffixes are kept as the layer had them."""
         return not self.ones
@@ -205,6 +216,14 @@ class Outer(Form[OuterRows]):
         if bias is not None:
             bias.copy_(sum_rows(self._bias_terms(rows), parts))
         return out
+
+    def between(self, rows: OuterRows, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
+        """`left^T W right` `[B, 1, r, c]` from moved factors; T (d_out r + d_in c + r c) products a row."""
+        del block
+        x = rows.x @ right[0, : rows.x.shape[1]].to(rows.x.dtype)
+        if self.bias and not self.ones:
+            x += right[0, -1].to(x.dtype)
+        return summed_products(rows.g @ left[0].to(rows.g.dtype), x, rows.spans)
 
     def squared_norms(self, rows: OuterRows) -> Tensor:
         """Squared lengths `[B]` from each row's Gram matrices, or restored where T is large."""
@@ -415,3 +434,10 @@ def count_pair_sums(counter: CostCounter, load: ProductSize) -> None:
         counter.copy(load.n_query * theirs, run=max(1.0, load.t_train))
     counter.touch(load.n_query * load.n_train, passes=2)
     counter.call(count * _STEPS)
+
+
+def summed_products(left: Tensor, right: Tensor, spans: Spans) -> Tensor:
+    """Sums over each row's positions of `left_t right_t^T`: `[S, r]`, `[S, c]` -> `[B, 1, r, c]`."""
+    if spans.uniform == 1:
+        return (left.unsqueeze(2) * right.unsqueeze(1)).unsqueeze(1)
+    return torch.bmm(pad(left, spans).mT, pad(right, spans)).unsqueeze(1)

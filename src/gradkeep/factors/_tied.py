@@ -127,6 +127,13 @@ class Tied(Form[TiedRows]):
         out[:, : self.lookup.rows * self.lookup.width] += self.lookup.restore(rows.lookup)
         return out
 
+    def between(self, rows: TiedRows, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
+        """`left^T W right` `[B, 1, r, c]` of both uses."""
+        out = self.outer.between(rows.outer, block, left, right)
+        return out.add_(
+            self.lookup.between(rows.lookup, block, left, right[:, : self.lookup.width])
+        )
+
     def squared_norms(self, rows: TiedRows) -> Tensor:
         """Squared lengths `[B]`: of each use, and twice the product of both."""
         out = self.lookup.squared_norms(rows.lookup)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -43,6 +43,10 @@ class WeightMatrix:
         bias = dense[:, self.bias : self.bias + self.groups * self.rows]
         return torch.cat([weight, bias.reshape(-1, self.groups, self.rows, 1)], 3)
 
+    def matrices(self, dense: Tensor) -> Tensor:
+        """The matrices `[B, G, R, C]` in dense gradients `[B, P]`."""
+        return self.taken(dense)
+
     def put(self, values: Tensor, into: Tensor) -> None:
         """Writes matrices `[B, G, R, C]` into dense gradients `[B, P]`."""
         inner = self.cols - (self.bias is not None)
@@ -62,6 +66,18 @@ class WeightVector:
 
     size: int
     start: int = 0
+
+    groups: ClassVar[int] = 1
+    cols: ClassVar[int] = 1
+
+    @property
+    def rows(self) -> int:
+        """The number of values: as a matrix it has one column."""
+        return self.size
+
+    def matrices(self, dense: Tensor) -> Tensor:
+        """The values as matrices `[B, 1, size, 1]`."""
+        return self.taken(dense)[:, None, :, None]
 
     def taken(self, dense: Tensor) -> Tensor:
         """The values `[B, size]` in dense gradients `[B, P]`."""

@@ -289,6 +289,8 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
                 fix="pass layers= with those that both have, or capture both alike",
             )
         for name, form in train.forms.items():
+            if form.basis != queries.forms[name].basis:
+                raise _other_basis(name, queries, train)
             if form.parameters != queries.forms[name].parameters:
                 raise QueryError(
                     f"layer {name} has other parameters in the queries",
@@ -304,6 +306,20 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
                     f"than at {other.key.checkpoint}",
                     fix="capture the same data in the same order at every checkpoint",
                 )
+
+
+def _other_basis(layer: str, queries: Gradients, train: Gradients) -> QueryError:
+    found = [
+        "gradients" if side.forms[layer].basis is None else "coordinates"
+        for side in (queries, train)
+    ]
+    return QueryError(
+        f"layer {layer} is kept in another basis in the queries than in the training rows",
+        found=f"{found[0]} of {queries.key.split}, {found[1]} of {train.key.split}",
+        expected="both in one basis, or both as gradients",
+        fix=f"capture {queries.key.split} with keep='queries', after {train.key.split} and under the "
+        "same name=",
+    )
 
 
 def _forced(layer: str, compute: ComputeWish) -> str | None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 GradientOf = Literal["loss", "output"]
 """Whose gradient is asked for."""
+_DECODED = 4096
+"""Rows whose coordinates are decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,14 +90,25 @@ class Gradients:
 
     @checked(QueryError)
     def norms(self, *, per_layer: bool = False) -> torch.Tensor:
-        """The lengths of the gradients `[N]`, or `[N, L]` per layer; read, not computed."""
-        all_layers = [layer.name for layer in self.block.schema.layers]
-        chosen = [all_layers.index(name) for name in self.forms]
-        parts = torch.from_numpy(np.array(self.block.column("norms"), np.float32))[:, chosen]
+        """The lengths of the gradients `[N]`, or `[N, L]` per layer; read, or of coordinates computed."""
+        parts = self._kept_norms() if "norms" in self.block.names else self._decoded_norms()
         slopes = self.slopes()
         if slopes is not None:
             parts = parts * slopes.abs().unsqueeze(1)
         return parts if per_layer else parts.double().square().sum(1).sqrt().float()
+
+    def _decoded_norms(self) -> torch.Tensor:
+        found = torch.empty(len(self), len(self.forms))
+        for some in self.stream(_DECODED):
+            for at, (name, form) in enumerate(self.forms.items()):
+                squared = form.squared_norms(some.factors[name].widened())
+                found[some.start : some.stop, at] = squared.clamp(min=0).sqrt()
+        return found
+
+    def _kept_norms(self) -> torch.Tensor:
+        all_layers = [layer.name for layer in self.block.schema.layers]
+        chosen = [all_layers.index(name) for name in self.forms]
+        return torch.from_numpy(np.array(self.block.column("norms"), np.float32))[:, chosen]
 
     @checked(QueryError)
     def rows(self, positions: Any) -> FactorBatch:

@@ -2,7 +2,7 @@
 
 from gradkeep._public import lazy_names
 from gradkeep.store._gc import GcReport, gc
-from gradkeep.store._keys import BlockKey, CaptureKey, Checkpoint, Run, ScoresKey
+from gradkeep.store._keys import BasisKey, BlockKey, CaptureKey, Checkpoint, Run, ScoresKey
 from gradkeep.store._store import Store, open
 from gradkeep.store._verify import Damage, Verdict, verify
 from gradkeep.store.backends import (
@@ -34,6 +34,7 @@ from gradkeep.store.rows import Lease, RowCounts, Rows, RowState
 __all__ = [
     "Array",
     "Backend",
+    "BasisKey",
     "Batch",
     "Block",
     "BlockKey",

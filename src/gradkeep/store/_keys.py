@@ -15,6 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
 
 BLOCKS = "blocks"
 SCORES = "scores"
+BASES = "bases"
 ROWS = "datamodels"
 RUNS = "runs"
 HEADS = "heads"
@@ -93,8 +94,36 @@ class ScoresKey:
         return {"scores": self.name}
 
 
-BlockKey = CaptureKey | ScoresKey
-"""What names a block: a capture, or saved scores."""
+@dataclass(frozen=True, slots=True, order=True)
+class BasisKey:
+    """Which basis: what the coordinates of compressed captures of one checkpoint are.
+
+    >>> BasisKey("final").folder
+    'bases/main/final/main'
+    """
+
+    checkpoint: str
+    run: str = "main"
+    capture: str = "main"
+    """The name of the captures that are kept in it."""
+
+    def __post_init__(self) -> None:
+        for what in ("run", "checkpoint", "capture"):
+            checked_name(what, getattr(self, what))
+
+    @property
+    def folder(self) -> str:
+        """Where the basis lies in the store."""
+        return f"{BASES}/{self.run}/{self.checkpoint}/{self.capture}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell this basis from others."""
+        return {"run": self.run, "checkpoint": self.checkpoint, "capture": self.capture}
+
+
+BlockKey = CaptureKey | ScoresKey | BasisKey
+"""What names a block: a capture, saved scores, or a basis."""
 
 
 @dataclass(frozen=True, slots=True)

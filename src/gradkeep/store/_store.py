@@ -16,11 +16,13 @@ from gradkeep.store import _document
 from gradkeep.store._fields import read_document
 from gradkeep.store._heads import head_keys, record_head
 from gradkeep.store._keys import (
+    BASES,
     BLOCKS,
     HEADS,
     ROWS,
     RUNS,
     SCORES,
+    BasisKey,
     CaptureKey,
     Checkpoint,
     Run,
@@ -90,7 +92,7 @@ class Store:
     def require_some(backend: Backend) -> None:
         """Raise unless there is a store, damaged or not, that this version understands."""
         names = {entry.name for entry in backend.list("")}
-        if not names & {STORE_FILE, BLOCKS, SCORES, ROWS, RUNS, HEADS}:
+        if not names & {STORE_FILE, BASES, BLOCKS, SCORES, ROWS, RUNS, HEADS}:
             _check_free(backend, create=False)
         if STORE_FILE in names:
             # What a later version wrote is not damage, and must not be repaired as if it were.
@@ -262,8 +264,8 @@ class Store:
         return rows
 
     def blocks(self) -> list[BlockKey]:
-        """The keys of all captures and scores, sealed or not."""
-        return [*self.captures(), *self.scores()]
+        """The keys of all captures, scores and bases, sealed or not."""
+        return [*self.captures(), *self.scores(), *self.bases()]
 
     def captures(self) -> list[CaptureKey]:
         """The keys of all captures, sealed or not."""
@@ -272,6 +274,10 @@ class Store:
     def scores(self) -> list[ScoresKey]:
         """The keys of all saved scores."""
         return [ScoresKey(address.name) for address in self._addresses("scores")]
+
+    def bases(self) -> list[BasisKey]:
+        """The keys of all bases that compressed captures are kept in."""
+        return [address.basis for address in self._addresses("basis")]
 
     def row_sets(self) -> list[str]:
         """The names of all sets of rows."""
@@ -283,7 +289,7 @@ class Store:
                 yield address
 
     def _derive(self, key: BlockKey, manifest: Manifest) -> None:
-        if samples_available():
+        if samples_available() and not isinstance(key, BasisKey):
             block = self.read(key, version=manifest.version)
             ensure_samples(self.backend, block, key.labels, durability=self.durability)
 

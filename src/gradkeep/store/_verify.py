@@ -14,7 +14,7 @@ from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._fields import read_document
 from gradkeep.store._gc import YOUNG_SECONDS
 from gradkeep.store._heads import check_head
-from gradkeep.store._keys import CATALOG, ROWS, CaptureKey, ScoresKey
+from gradkeep.store._keys import BASES, CATALOG, ROWS, BasisKey, CaptureKey, ScoresKey
 from gradkeep.store._layout import (
     KnownFile,
     is_folder_name,
@@ -400,6 +400,9 @@ def _labels(folder: str) -> dict[str, str]:
     parts = folder.split("/")
     if len(parts) == 2:
         return ScoresKey(parts[1]).labels
+    if parts[0] == BASES:
+        _, run, checkpoint, capture = parts
+        return BasisKey(checkpoint, run=run, capture=capture).labels
     _, run, checkpoint, split, capture = parts
     return CaptureKey(checkpoint, split, run=run, capture=capture).labels
 

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.attribution.kronecker._basis import MatrixBasis
-from gradkeep.attribution.kronecker._moments import scaled_suffixes
 from gradkeep.factors import (
     CACHED,
     Convolution,
@@ -19,15 +17,16 @@ from gradkeep.factors import (
     Parameter,
     tiles,
 )
+from gradkeep.factors.kronecker import MatrixBasis, scaled_suffixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from gradkeep.attribution.kronecker._basis import Basis
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
     from gradkeep.factors import AnyForm, GradientRows
+    from gradkeep.factors.kronecker import Basis
 
     Tile = tuple[int, int, Tensor]
 

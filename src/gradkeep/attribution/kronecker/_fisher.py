@@ -14,7 +14,7 @@ from gradkeep.factors import OuterRows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.attribution.kronecker._basis import Basis
+    from gradkeep.factors.kronecker import Basis
 
 
 CoordinateRows = Tensor | OuterRows

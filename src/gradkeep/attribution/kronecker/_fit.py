@@ -9,20 +9,26 @@ import torch
 from torch import Tensor
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution.kronecker._basis import MatrixBasis, VectorBasis, eigen
 from gradkeep.attribution.kronecker._coordinates import coordinate_squares
 from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher, bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
-from gradkeep.attribution.kronecker._moments import MatrixMoments, VectorMoments, matrix_moments
 from gradkeep.attribution.kronecker._row_parts import row_parts
 from gradkeep.errors import AttributionError
 from gradkeep.factors import WeightMatrix
+from gradkeep.factors.kronecker import (
+    MatrixBasis,
+    MatrixMoments,
+    VectorBasis,
+    VectorMoments,
+    eigen,
+    matrix_moments,
+)
 from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
-    from gradkeep.attribution.kronecker._basis import Basis
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
     from gradkeep.factors import AnyForm, WeightBlock
+    from gradkeep.factors.kronecker import Basis
     from gradkeep.query import Gradients
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradkeep.attribution.kronecker._basis import MatrixBasis
 from gradkeep.attribution.kronecker._coordinates import turned_factors
 from gradkeep.attribution.kronecker._row_parts import only_layer, row_parts
+from gradkeep.factors.kronecker import MatrixBasis
 from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:

@@ -59,6 +59,7 @@ RANDOM = Method(
     reference="the baseline that says what chance looks like",
     prepare=_prepare_random,
     options=RandomOptions,
+    whitened=True,
 )
 
 
@@ -81,6 +82,7 @@ LOSS = Method(
     reference="the baseline for wrong labels, strongest in the middle of training",
     prepare=_prepare_loss,
     about_queries=False,
+    whitened=True,
 )
 
 
@@ -102,6 +104,7 @@ LABEL_MATCH = Method(
     exact=True,
     reference="the baseline that knows nothing but labels",
     prepare=_prepare_label_match,
+    whitened=True,
 )
 
 
@@ -134,4 +137,5 @@ SIMILARITY = Method(
     reference="Hanawa et al., Evaluation of Similarity-based Explanations, 2021",
     prepare=_prepare_similarity,
     options=SimilarityOptions,
+    whitened=True,
 )

@@ -36,6 +36,11 @@ DOT = Method(
 
 
 def _prepare_cos(at: CheckpointView, options: NoOptions) -> Scorer:
+    return cosines(at)
+
+
+def cosines(at: CheckpointView) -> Scorer:
+    """Cosines `[b, N]` of the gradients of losses, or of their coordinates."""
     question = at.question
     asked, train = at.queries(), at.train()
 

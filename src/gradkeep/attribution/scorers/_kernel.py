@@ -101,4 +101,5 @@ KERNEL = Method(
     tuned="damping",
     candidates=(0.3, 1.0, 3.0, 10.0),
     layered=True,
+    whitened=True,
 )

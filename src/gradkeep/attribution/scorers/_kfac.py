@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -9,10 +10,13 @@ from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution.kronecker import DECADES, Damping, fisher
 from gradkeep.attribution.kronecker._influence import influence
 from gradkeep.attribution.kronecker._row_parts import fisher_gradients
+from gradkeep.attribution.scorers._gradient_products import cosines, products
+from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from gradkeep.attribution._question import CheckpointView
 
+_DAMPING = 0.3
 _APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronecker product"
 
 
@@ -20,15 +24,17 @@ _APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronec
 class KfacOptions:
     """What `kfac` and `ekfac` can be told."""
 
-    damping: float | Literal["auto"] = 0.3
-    """Added to all eigenvalues, times the mean one of the layer; "auto": chosen by subset
-    outcomes."""
+    damping: float | Literal["auto"] | None = None
+    """Added to all eigenvalues, times the mean one of the layer: 0.3, or of coordinates what they
+    were whitened with; "auto": chosen by subset outcomes."""
     absolute_damping: float | None = None
     """Added to all eigenvalues as it is, in place of the relative damping."""
     fisher: Literal["empirical", "sampled"] = "empirical"
     """Of the gradients of the given labels, or of labels that were drawn from the model."""
     fisher_capture: str = "sampled"
     """The name of the capture with drawn labels."""
+    unit_norm: bool = False
+    """Of coordinates: whether every row counts alike, whatever the length of its gradient."""
 
 
 def _kfac(at: CheckpointView, options: KfacOptions) -> Scorer:
@@ -40,7 +46,15 @@ def _ekfac(at: CheckpointView, options: KfacOptions) -> Scorer:
 
 
 def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) -> Scorer:
-    damping = Damping.told(options.damping, options.absolute_damping)
+    if all(form.whitened for form in at.train().forms.values()):
+        return _of_coordinates(at, options)
+    if options.unit_norm:
+        raise AttributionError(
+            "rows of one length are known of whitened coordinates only",
+            fix="capture with keep='16KiB', or leave unit_norm out",
+        )
+    relative = _DAMPING if options.damping is None else options.damping
+    damping = Damping.told(relative, options.absolute_damping)
     rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
     found = fisher(
         rows,
@@ -49,6 +63,19 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
         keep_rows=options.fisher == "empirical",
     )
     return influence(at, found, damping, approximate=_APPROXIMATE)
+
+
+def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
+    """Products of whitened coordinates: the inverse of the Fisher matrix is in them already."""
+    told = (options.damping, options.absolute_damping, options.fisher)
+    if told != (None, None, "empirical"):
+        raise AttributionError(
+            "these rows were whitened when they were captured",
+            found=f"damping={options.damping!r}, fisher={options.fisher!r}",
+            fix="capture with gk.Keep('4KiB', damping=...) under another name=",
+        )
+    found = cosines(at) if options.unit_norm else products(at, "loss")
+    return dataclasses.replace(found, approximate=_APPROXIMATE)
 
 
 KFAC = Method(
@@ -64,6 +91,7 @@ KFAC = Method(
     layered=True,
     tuned="damping",
     candidates=DECADES,
+    whitened=True,
 )
 EKFAC = Method(
     "ekfac",
@@ -78,4 +106,5 @@ EKFAC = Method(
     layered=True,
     tuned="damping",
     candidates=DECADES,
+    whitened=True,
 )

@@ -73,4 +73,5 @@ KNN_SHAPLEY = Method(
     reference="Jia et al., Efficient Task-Specific Data Valuation for Nearest Neighbor, 2019",
     prepare=_prepare_knn_shapley,
     options=KnnShapleyOptions,
+    whitened=True,
 )

@@ -75,4 +75,5 @@ TRAK = Method(
     options=TrakOptions,
     tuned="ridge",
     candidates=(0.1, 0.3, 1.0, 3.0, 10.0),
+    whitened=True,
 )

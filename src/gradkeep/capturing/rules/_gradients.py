@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,10 @@ class LayerGradients:
     """The tensor that the prefix was read from, untouched: layers that read one share it."""
 
 
-SampleAxis = Literal["first", "second", "flat"]
-"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, or `[B * T, ...]`."""
-SAMPLE_AXES: tuple[SampleAxis, ...] = get_args(SampleAxis)
+SampleAxis = Literal["first", "second", "flat", "shared"]
+"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, or `[B * T, ...]`; of a call that all
+samples share, such as positions `[T]`, none does until its output is spread to all of them."""
+SAMPLE_AXES: tuple[SampleAxis, ...] = ("first", "second", "flat")
 
 
 def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
@@ -42,7 +43,7 @@ def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor
     >>> by_sample(torch.zeros(5, 2, 3), 2, "second").shape
     torch.Size([2, 5, 3])
     """
-    if axis == "first":
+    if axis in ("first", "shared"):
         return tensor
     if axis == "second":
         return tensor.transpose(0, 1)

@@ -46,11 +46,15 @@ class LanguageModelling(Task):
             )
         targets = targets.to(logits.device, torch.int64)
         if shift:
-            logits, targets = logits[:, :-1], targets[:, 1:]
+            # The last token predicts nothing. Logits are not cut: a cut would be copied twice.
+            targets = F.pad(targets[:, 1:], (0, 1), value=self.ignore_index)
         self._check_targets(targets, logits.shape[-1])
         flat = F.cross_entropy(
-            logits.transpose(1, 2), targets, reduction="none", ignore_index=self.ignore_index
-        )
+            logits.flatten(0, 1),
+            targets.flatten(),
+            reduction="none",
+            ignore_index=self.ignore_index,
+        ).view_as(targets)
         valid = targets != self.ignore_index
         losses = flat.sum(1)
         if self.reduction == "mean":

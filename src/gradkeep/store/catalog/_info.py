@@ -69,6 +69,7 @@ class StoreInfo:
     runs: tuple[RunInfo, ...]
     scores: tuple[BlockFacts, ...]
     row_sets: tuple[RowSetInfo, ...]
+    bases: tuple[BlockFacts, ...] = ()
 
     @property
     def captures(self) -> tuple[BlockFacts, ...]:
@@ -83,7 +84,7 @@ class StoreInfo:
     @property
     def blocks(self) -> tuple[BlockFacts, ...]:
         """Everything that holds rows."""
-        return (*self.captures, *self.scores, *(item.facts for item in self.row_sets))
+        return (*self.captures, *self.bases, *self.scores, *(item.facts for item in self.row_sets))
 
     @property
     def bytes(self) -> int:
@@ -110,6 +111,8 @@ class StoreInfo:
             _count(len(self.scores), "scores", "scores"),
             _count(len(self.row_sets), "row set"),
         ]
+        if self.bases:
+            counts.append(_count(len(self.bases), "basis", "bases"))
         return f"Store {self.location!r}: {', '.join(counts)}, {format_size(self.bytes)}"
 
     def __repr__(self) -> str:
@@ -147,6 +150,7 @@ class StoreInfo:
             "runs": [_run_fields(run) for run in self.runs],
             "scores": [_block_fields(block) for block in self.scores],
             "row_sets": [_row_set_fields(item) for item in self.row_sets],
+            "bases": [_block_fields(block) for block in self.bases],
         }
 
 
@@ -154,7 +158,7 @@ def store_info(store: Store) -> StoreInfo:
     """Look at a store: what the catalog knows, and where the workers on sets of rows are now."""
     with current_catalog(store) as catalog:
         captures, scores = catalog.blocks("capture"), catalog.blocks("scores")
-        row_sets = catalog.blocks("rows")
+        row_sets, bases = catalog.blocks("rows"), catalog.blocks("basis")
         runs = {run.name: run for run in catalog.runs()}
         checkpoints = catalog.checkpoints()
     names = dict.fromkeys([*runs, *(str(capture.address.run) for capture in captures)])
@@ -174,6 +178,7 @@ def store_info(store: Store) -> StoreInfo:
         ),
         scores=tuple(scores),
         row_sets=tuple(_row_set(store, facts) for facts in row_sets),
+        bases=tuple(bases),
     )
 
 

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gradkeep._public import renamed_attribute
 from gradkeep.errors import Damaged, GradkeepError
-from gradkeep.store._keys import BLOCKS, HEADS, ROWS, RUNS, SCORES, CaptureKey, is_name
+from gradkeep.store._keys import (
+    BASES,
+    BLOCKS,
+    HEADS,
+    ROWS,
+    RUNS,
+    SCORES,
+    BasisKey,
+    CaptureKey,
+    is_name,
+)
 from gradkeep.store._records import read_checkpoint, read_run
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
@@ -38,7 +48,7 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._manifest import Manifest
     from gradkeep.store.blocks._schema import Array, Schema
 
-BlockKind = Literal["capture", "scores", "rows"]
+BlockKind = Literal["capture", "scores", "rows", "basis"]
 BlockState = Literal["sealed", "open", "unreadable"]
 LATEST = 253402214400.0
 """The last day that a calendar of four digits can show; a file can claim to be younger."""
@@ -46,7 +56,7 @@ LATEST = 253402214400.0
 
 @dataclass(frozen=True, slots=True)
 class BlockAddress:
-    """Which block: a capture, saved scores, or a set of rows."""
+    """Which block: a capture, saved scores, a set of rows, or a basis."""
 
     kind: BlockKind
     name: str
@@ -63,6 +73,8 @@ class BlockAddress:
         """
         if self.kind == "capture":
             return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
+        if self.kind == "basis":
+            return self.basis.folder
         return f"{SCORES if self.kind == 'scores' else ROWS}/{self.name}"
 
     @property
@@ -70,6 +82,11 @@ class BlockAddress:
         """The key of a capture."""
         checkpoint, split = str(self.checkpoint), str(self.split)
         return CaptureKey(checkpoint, split, run=str(self.run), capture=self.name)
+
+    @property
+    def basis(self) -> BasisKey:
+        """The key of a basis."""
+        return BasisKey(str(self.checkpoint), run=str(self.run), capture=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +152,7 @@ class BlockFacts:
 
     @property
     def kind(self) -> BlockKind:
-        """A capture, saved scores, or a set of rows."""
+        """A capture, saved scores, a set of rows, or a basis."""
         return self.address.kind
 
     @property
@@ -200,6 +217,11 @@ def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddres
     if not kinds or "rows" in kinds:
         for name in folders(backend, ROWS):
             yield BlockAddress("rows", name)
+    if not kinds or "basis" in kinds:
+        for run in folders(backend, BASES):
+            for checkpoint in folders(backend, f"{BASES}/{run}"):
+                for name in folders(backend, f"{BASES}/{run}/{checkpoint}"):
+                    yield BlockAddress("basis", name, run, checkpoint)
 
 
 def folders(backend: Backend, prefix: str) -> list[str]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.attribution._solve import squared
-from gradkeep.factors import CACHED, tiles
+from gradkeep.factors._arithmetic import CACHED, squared, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,10 +26,10 @@ def whole(size: int) -> bool:
     return size <= WIDE
 
 
-def zeros(groups: int, size: int) -> Tensor:
-    """An empty sum for each group, `[groups, d, d]` or a diagonal `[groups, d]`; float64."""
+def zeros(groups: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An empty sum for each group, `[groups, d, d]` or a diagonal `[groups, d]`."""
     shape = (groups, size, size) if whole(size) else (groups, size)
-    return torch.zeros(shape, dtype=torch.float64)
+    return torch.zeros(shape, dtype=dtype)
 
 
 def moment(values: Tensor, like: Tensor) -> Tensor:

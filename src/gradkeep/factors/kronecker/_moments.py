@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution.kronecker._patch_moments import (
+from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
+from gradkeep.factors.kronecker._patch_moments import (
     PatchMoments,
     PixelMoments,
     moment,
     whole,
     zeros,
 )
-from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     )
 
 
+_TOKENS = 1024
+"""A tied table of more rows has lean moments without products of two tokens."""
+
+
 class MatrixMoments(abc.ABC):
     """Sums over rows of both sides' second moments, of one weight.
 
@@ -37,18 +41,19 @@ class MatrixMoments(abc.ABC):
     that their Kronecker product has the size of the Fisher matrix.
     """
 
-    def __init__(self, piece: WeightMatrix, form: Any, *, room: int) -> None:
-        self.piece, self.form = piece, form
+    def __init__(self, piece: WeightMatrix, form: Any, *, room: int, lean: bool = False) -> None:
+        self.piece, self.form, self.lean = piece, form, lean
+        self.dtype = torch.float32 if lean else torch.float64
         self.left = self._empty_left()
         self.right = self._empty_right(room)
         self.rows = self.positions = 0
 
     def _empty_left(self) -> Tensor:
-        return zeros(self.piece.groups, self.piece.rows)
+        return zeros(self.piece.groups, self.piece.rows, self.dtype)
 
     def _empty_right(self, room: int) -> Tensor:
         del room
-        return zeros(self.piece.groups, self.piece.cols)
+        return zeros(self.piece.groups, self.piece.cols, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +149,12 @@ class GradientMoments(MatrixMoments):
     The right ones are divided by their trace.
     """
 
+    def _empty_left(self) -> Tensor:
+        if self.lean and self.form.kind == "tied" and self.piece.rows > _TOKENS:
+            # Tokens are nearly coordinates of their own: most of them meet in few rows.
+            return torch.zeros(1, self.piece.rows, dtype=self.dtype)
+        return super()._empty_left()
+
     def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
         self.rows += len(rows)
@@ -174,10 +185,15 @@ _MOMENTS: dict[str, type[MatrixMoments]] = {
 """Which forms have the moments of K-FAC; others have those of their gradient matrices."""
 
 
-def matrix_moments(piece: WeightMatrix, form: AnyForm, *, room: int = 0) -> MatrixMoments:
-    """Empty moments of a weight, of its factors if they are kept; `room` is in bytes."""
+def matrix_moments(
+    piece: WeightMatrix, form: AnyForm, *, room: int = 0, lean: bool = False
+) -> MatrixMoments:
+    """Empty moments of a weight, of its factors if they are kept; `room` is in bytes.
+
+    `lean` ones are in float32, and of the tokens of a long tied table they are a diagonal.
+    """
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
-    return kind(piece, form, room=room)
+    return kind(piece, form, room=room, lean=lean)
 
 
 class VectorMoments:

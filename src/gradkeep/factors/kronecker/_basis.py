@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from gradkeep.attribution.kronecker._patch_moments import even
+from gradkeep.factors.kronecker._patch_moments import even
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.factors import WeightMatrix, WeightVector
 
+_MORE, _PASSES = 16, 4
+"""More vectors than are wanted, and how often they are multiplied: enough for what is damped anyway."""
 _DOUBLE = 512
 """Matrices up to this size are decomposed in float64, larger ones in float32: twice as fast, and
 its rounding is far below any damping."""
@@ -89,6 +91,37 @@ def eigen(moment: Tensor) -> tuple[Tensor, Tensor]:
     small = moment if moment.shape[-1] <= _DOUBLE else moment.float()
     values, vectors = torch.linalg.eigh(small)
     return values.double().clamp(min=0), vectors.float()
+
+
+def leading(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest eigenvalues `[G, count]`, falling, and their vectors `[G, d, count]`.
+
+    Of a diagonal `[G, d]` the vectors are unit vectors. Large moments are not decomposed: a random
+    subspace is multiplied with them until it holds the leading one; 2 d^2 count operations each time.
+    """
+    if moment.dim() == 2:
+        values, places = moment.sort(dim=1, descending=True, stable=True)
+        vectors = functional.one_hot(places[:, :count], moment.shape[1]).mT
+        return values[:, :count].double().clamp(min=0), vectors.float()
+    size = moment.shape[-1]
+    count = min(count, size)
+    if size <= _DOUBLE or count > size // 4:
+        values, vectors = eigen(moment)
+    else:
+        values, vectors = _by_subspace(moment.float(), min(size, count + _MORE))
+    return values.flip(-1)[..., :count], vectors.flip(-1)[..., :count]
+
+
+def _by_subspace(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Approximate eigenpairs, rising: those of the moment inside of a subspace that it stretches."""
+    draws = torch.Generator().manual_seed(0)
+    start = torch.randn(*moment.shape[:-1], count, generator=draws).to(moment)
+    space = torch.linalg.qr(moment @ start).Q
+    for _ in range(_PASSES):
+        space = torch.linalg.qr(moment @ space).Q
+    inside = space.mT @ (moment @ space)
+    values, turned = torch.linalg.eigh((inside + inside.mT).double() / 2)
+    return values.clamp(min=0), space @ turned.float()
 
 
 def _times(values: Tensor, right: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradkeep.attribution.kronecker._patch_moments import PatchMoments, PixelMoments
 from gradkeep.factors import Convolution
+from gradkeep.factors.kronecker._patch_moments import PatchMoments, PixelMoments
 
 GEOMETRIES = {
     "line": {"size": (9,), "out": (9,), "kernel": (3,), "padding": (1,)},

@@ -1,0 +1,1 @@
+"""Keeping few bytes of every row: coordinates of its gradient in a basis that the store keeps."""

@@ -1,0 +1,126 @@
+"""How well kept coordinates rank rows, beside scores from whole gradients, on a few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep._ranks import rank_correlation
+from gradkeep.capturing._batches import to_device
+from gradkeep.factors import (
+    PACKED,
+    BitRows,
+    Bits,
+    bit_scales,
+    packed_bits,
+    pairwise,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from gradkeep.capturing._tracer import Traced, Tracer
+    from gradkeep.capturing.coordinates._choice import LeadingLayer
+    from gradkeep.capturing.coordinates._keep import Keep
+    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.factors import LayerProjection
+
+_MOST, _LEAST = 32, 8
+_HELD = 512 << 20
+"""Bytes of whole gradients that are held at a time; a model of which eight rows take more is not
+compared."""
+
+
+def measure_agreement(
+    tracer: Tracer,
+    sample: Iterable[Any],
+    layers: Mapping[LayerUnit, LeadingLayer],
+    chosen: Mapping[LayerUnit, LayerProjection],
+    keep: Keep,
+    device: torch.device,
+) -> tuple[float | None, int]:
+    """The mean over rows of the rank correlation of kept and full scores of all others, and how many.
+
+    The full score of a layer is that of its leading coordinates, weighed as they are kept, and of the
+    rest of the gradient with the mean eigenvalue of the rest. What is asked about is not rounded.
+    """
+    parts: list[Traced] = []
+    rows, size = 0, sum(4 * unit.size for unit in tracer.units)
+    if _LEAST * size > _HELD:
+        return None, 0
+    for batch in sample:
+        traced = tracer.run(to_device(batch, device))
+        parts.append(traced)
+        rows += len(traced.measured.losses)
+        if rows >= _MOST or (rows + 4) * size > _HELD:
+            break
+    if rows < _LEAST:
+        return None, rows
+    return _compared(parts, rows, tracer.units, layers, chosen, keep), rows
+
+
+@torch.no_grad()
+def _compared(
+    parts: list[Traced],
+    rows: int,
+    units: Iterable[LayerUnit],
+    layers: Mapping[LayerUnit, LeadingLayer],
+    chosen: Mapping[LayerUnit, LayerProjection],
+    keep: Keep,
+) -> float:
+    full = torch.zeros(rows, rows, dtype=torch.float64)
+    for unit in units:
+        full += _full(parts, unit, layers.get(unit), keep).double().cpu()
+    kept = torch.cat(
+        [torch.cat([_coordinates(part, unit, chosen) for part in parts]) for unit in chosen], 1
+    ).cpu()
+    scores = pairwise(kept, _rounded(kept, keep)).double()
+    slopes = [part.measured.slopes for part in parts]
+    if slopes[0] is not None:
+        share = torch.cat([slope.detach().double().cpu() for slope in slopes if slope is not None])
+        full, scores = full * share, scores * share
+    found = [
+        rank_correlation(_without(full[row], row), _without(scores[row], row))
+        for row in range(rows)
+    ]
+    return sum(found) / rows
+
+
+def _full(parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep: Keep) -> Tensor:
+    """The scores `[S, S]` of one layer."""
+    form = parts[0].pieces[unit].form
+    dense = torch.cat([form.restore(part.pieces[unit].rows.widened()) for part in parts])
+    if layer is None or not keep.whitened or layer.mean <= 0:
+        return pairwise(dense, dense)
+    added = keep.damping * layer.mean
+    out = pairwise(dense, dense) / (layer.rest + added)
+    for block, piece in zip(layer.blocks, form.weight_blocks(), strict=True):
+        left, right = block.left.to(dense), block.right.to(dense)
+        found = (left.mT @ piece.matrices(dense) @ right).flatten(1)
+        gain = 1 / (block.values + added) - 1 / (layer.rest + added)
+        out += pairwise(found * gain.to(found), found)
+    return out
+
+
+def _coordinates(
+    part: Traced, unit: LayerUnit, chosen: Mapping[LayerUnit, LayerProjection]
+) -> Tensor:
+    piece = part.pieces[unit]
+    return chosen[unit].applied(piece.form, piece.rows.widened()).float()
+
+
+def _rounded(values: Tensor, keep: Keep) -> Tensor:
+    """What is left of coordinates `[S, K]` once they are kept."""
+    if keep.bits not in PACKED:
+        return values
+    scales = bit_scales(values, keep.bits)
+    assert scales is not None
+    form = Bits((), "", "scale", values.shape[1], keep.bits)
+    return form.restore(BitRows(packed_bits(values, scales, keep.bits), scales))
+
+
+def _without(values: Tensor, row: int) -> Any:
+    return torch.cat([values[:row], values[row + 1 :]]).numpy()

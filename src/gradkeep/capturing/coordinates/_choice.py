@@ -1,0 +1,263 @@
+"""Which coordinates of which layers are worth their bytes, and the maps that make them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from gradkeep.capturing.rules._rules import DENSE_RULES
+from gradkeep.errors import CaptureError
+from gradkeep.factors import BlockProjection, LayerProjection
+from gradkeep.factors.kronecker import MatrixMoments, leading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from gradkeep.capturing.coordinates._keep import Keep
+    from gradkeep.capturing.coordinates._moments import Moments, MomentsSoon
+    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.factors import WeightBlock
+
+_LEAST_SIDE = 32
+_ROOM = 1.5
+"""Coordinates of the leading eigenvectors of both sides, times those that are kept of them: the kept
+ones fill a corner, not a square."""
+_BYTE = 8
+_ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
+_ATTENTION_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeadingBlock:
+    """The leading eigenvectors of a block's two sides, and what their pairs stand for."""
+
+    left: Tensor
+    """`[G, R, r]`"""
+    right: Tensor
+    """`[G, C, c]`"""
+    values: Tensor
+    """Eigenvalues `[G r c]`, float64"""
+    size: int
+    """Of the whole block."""
+    total: float
+    """The sum of all of its eigenvalues."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeadingLayer:
+    """All blocks of a layer."""
+
+    blocks: tuple[LeadingBlock, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean eigenvalue of the layer."""
+        size = sum(block.size for block in self.blocks)
+        return sum(block.total for block in self.blocks) / max(1, size)
+
+    @property
+    def rest(self) -> float:
+        """The mean eigenvalue of what the leading vectors leave out."""
+        size = sum(block.size - len(block.values) for block in self.blocks)
+        left = sum(block.total - float(block.values.sum()) for block in self.blocks)
+        return max(0.0, left) / max(1, size)
+
+
+def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
+    """The layers that coordinates are chosen from, unless somebody chose layers.
+
+    Where bytes are few, those of attention are left out if they are the smaller part of the model:
+    measured on language models, up to 8 KiB a row their coordinates cost more than they tell. So
+    are vectors, and what has to run once more for its gradients, where they are next to nothing.
+    """
+    found = list(units)
+    if keep.row_bytes < _ATTENTION_BYTES:
+        found = _without(found, lambda unit: bool(_ATTENTION.search(unit.name)), 0.5)
+    found = _without(found, lambda unit: unit.rule in DENSE_RULES, 0.1)
+    return _without(found, lambda unit: all(len(p.shape) < 2 for p in unit.parameters), 0.1)
+
+
+def _without(
+    units: list[LayerUnit], odd: Callable[[LayerUnit], bool], most: float
+) -> list[LayerUnit]:
+    """The units that are not odd, if the odd ones hold at most this share of all values."""
+    rest = [unit for unit in units if not odd(unit)]
+    left = sum(unit.size for unit in units) - sum(unit.size for unit in rest)
+    return rest if rest and left <= most * sum(unit.size for unit in units) else units
+
+
+def leading_layers(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LeadingLayer]:
+    """As many eigenvectors of each side as leave room to choose `keep.fold * keep.size` pairs of them."""
+    blocks = [
+        (block.groups, block.rows, block.cols)
+        for form in found.forms.values()
+        for block in form.weight_blocks()
+    ]
+    side = _side(blocks, math.ceil(_ROOM * keep.fold * keep.size))
+    layers = {
+        unit: LeadingLayer(tuple(_leading(one, side) for one in found.moments[unit]))
+        for unit in found.units
+        if unit in found.moments
+    }
+    if not any(layer.mean > 0 for layer in layers.values()):
+        raise CaptureError(
+            "all gradients are zero: there is no basis to keep them in",
+            found=f"{found.rows} rows",
+            fix="check the task and the labels, or capture an earlier checkpoint",
+        )
+    return layers
+
+
+def choose_coordinates(
+    layers: Mapping[LayerUnit, LeadingLayer], keep: Keep
+) -> dict[LayerUnit, LayerProjection]:
+    """The maps to the coordinates with the largest eigenvalues, relative to their layer's mean.
+
+    Layers of which no eight coordinates are among them are left out.
+    """
+    parts = [
+        (unit, at, block.values / layer.mean)
+        for unit, layer in layers.items()
+        for at, block in enumerate(layer.blocks)
+        if layer.mean > 0
+    ]
+    there = sum(int((share > 0).sum()) for _, _, share in parts)
+    fold = max(1, min(keep.fold, there // keep.size))
+    counts = _counts([share for _, _, share in parts], keep.size * fold, _BYTE * fold)
+    made: dict[LayerUnit, list[BlockProjection | None]] = {}
+    for (unit, at, share), count in zip(parts, counts, strict=True):
+        blocks = made.setdefault(unit, [None] * len(layers[unit].blocks))
+        if not count:
+            continue
+        own = layers[unit].blocks[at]
+        draws = _draws(keep.seed, unit.name, at)
+        best = share.sort(descending=True, stable=True).indices[:count]
+        chosen = best[torch.randperm(count, generator=draws)]
+        signs = torch.randint(2, (count,), generator=draws).mul(2).sub(1)
+        scale = (own.values[chosen] + keep.damping * layers[unit].mean).rsqrt()
+        blocks[at] = BlockProjection(
+            own.left,
+            own.right,
+            (signs * scale).float().view(fold, -1),
+            chosen.view(fold, -1),
+        )
+    return {
+        unit: LayerProjection(tuple(blocks))
+        for unit, blocks in made.items()
+        if any(block is not None for block in blocks)
+    }
+
+
+def random_coordinates(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LayerProjection]:
+    """Maps that do not look at the data: normal matrices, or sparse signs, for both sides.
+
+    `[R, C]` becomes `[s, s]`, with s as large as the bytes allow for all layers.
+    """
+    blocks = {unit: form.weight_blocks() for unit, form in found.forms.items()}
+    sizes = [(b.groups, b.rows, b.cols) for own in blocks.values() for b in own]
+    side = 1
+    while side < max(max(rows, cols) for _, rows, cols in sizes):
+        if _pairs(sizes, side + 1) > keep.size:
+            break
+        side += 1
+    if _pairs(sizes, side) > keep.size:
+        raise CaptureError(
+            "too few bytes for one coordinate of every layer",
+            found=f"{keep.size} coordinates for {len(sizes)} weights",
+            fix="keep more bytes, or choose fewer layers with layers=",
+        )
+    return {
+        unit: LayerProjection(
+            tuple(_random(block, side, keep, unit.name, at) for at, block in enumerate(own))
+        )
+        for unit, own in blocks.items()
+    }
+
+
+def _random(block: WeightBlock, side: int, keep: Keep, name: str, at: int) -> BlockProjection:
+    draws = _draws(keep.seed, name, at)
+    high, wide = min(side, block.rows), min(side, block.cols)
+    make = _normal if keep.coordinates == "random" else _signs
+    left = make((block.groups, block.rows, high), draws)
+    right = make((block.groups, block.cols, wide), draws)
+    return BlockProjection(left, right, torch.ones(1, block.groups * high * wide))
+
+
+def _normal(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
+    groups, size, to = shape
+    if to == size:
+        return torch.eye(size).expand(groups, size, size).contiguous()
+    return torch.randn(shape, generator=draws) / math.sqrt(to)
+
+
+def _signs(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
+    """Every entry goes to one random place with a random sign."""
+    groups, size, to = shape
+    if to == size:
+        return torch.eye(size).expand(groups, size, size).contiguous()
+    places = torch.randint(to, (groups, size, 1), generator=draws)
+    signs = torch.randint(2, (groups, size, 1), generator=draws).mul(2).sub(1).float()
+    return torch.zeros(shape).scatter_(2, places, signs)
+
+
+def _side(blocks: list[tuple[int, int, int]], wanted: int) -> int:
+    """A multiple of 32 so that so many pairs of vectors are there, or all there are."""
+    most = max((max(rows, cols) for _, rows, cols in blocks), default=1)
+    side = _LEAST_SIDE
+    while side < most and _pairs(blocks, side) < wanted:
+        side += _LEAST_SIDE
+    return side
+
+
+def _pairs(blocks: list[tuple[int, int, int]], side: int) -> int:
+    return sum(groups * min(side, rows) * min(side, cols) for groups, rows, cols in blocks)
+
+
+def _leading(moments: Moments, side: int) -> LeadingBlock:
+    piece = moments.piece
+    if not isinstance(moments, MatrixMoments):
+        moment = moments.mean()
+        values, vectors = leading(moment.unsqueeze(0), min(side, piece.size))
+        total = float(moment.sum() if moment.dim() == 1 else moment.diagonal().sum())
+        ones = torch.ones(1, 1, 1)
+        return LeadingBlock(vectors.cpu(), ones, values.flatten().cpu(), piece.size, total)
+    left, right = moments.sides()
+    high, tops = leading(left, min(side, piece.rows))
+    wide, sides = leading(right, min(side, piece.cols))
+    values = (high.unsqueeze(2) * wide.unsqueeze(1)).flatten()
+    total = float((_traces(left) * _traces(right)).sum())
+    return LeadingBlock(tops.cpu(), sides.cpu(), values.cpu(), piece.size, total)
+
+
+def _traces(moment: Tensor) -> Tensor:
+    found = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
+    return found.double().sum(1)
+
+
+def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:
+    """How many of each block are among the `wanted` largest, in multiples of `step`."""
+    usable = [share[share > 0] for share in shares]
+    whole = torch.cat(usable)
+    if len(whole) > wanted:
+        bound = whole.topk(wanted).values[-1]
+        counts = [int((share >= bound).sum()) for share in usable]
+    else:
+        counts = [len(share) for share in usable]
+    counts = [count // step * step for count in counts]
+    order = sorted(range(len(counts)), key=lambda at: -counts[at])
+    for at in order:  # what rounding left over goes to those that have most
+        room = (len(usable[at]) - counts[at]) // step * step
+        counts[at] += min(room, max(0, (wanted - sum(counts)) // step * step))
+    return counts
+
+
+def _draws(seed: int, name: str, at: int) -> torch.Generator:
+    words = f"{seed}\0{name}\0{at}".encode("utf-8", "surrogatepass")
+    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(words) >> 1)

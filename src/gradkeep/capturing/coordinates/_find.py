@@ -1,0 +1,141 @@
+"""Finding the basis of a compressed capture: the store's, or one from some rows of the loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradkeep._budgets import format_bytes
+from gradkeep.capturing.coordinates._agreement import measure_agreement
+from gradkeep.capturing.coordinates._basis import CaptureBasis, load_basis, save_basis
+from gradkeep.capturing.coordinates._choice import (
+    choose_coordinates,
+    leading_layers,
+    random_coordinates,
+    worth_keeping,
+)
+from gradkeep.capturing.coordinates._moments import measure_moments
+from gradkeep.capturing.coordinates._sample import sample_batches
+from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing._loader import Batches
+    from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.coordinates._keep import Keep
+    from gradkeep.store import BasisKey, Store
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BasisRequest:
+    """Which basis is needed."""
+
+    store: Store
+    key: BasisKey
+    keep: Keep | None
+    """None: whichever there is."""
+    weights: str
+    """The fingerprint of the model's weights."""
+    task: str
+    chosen: bool
+    """Whether the user chose the layers."""
+
+
+def find_basis(
+    request: BasisRequest, prepared: PreparedCapture, batches: Batches, device: torch.device
+) -> CaptureBasis:
+    """The basis that the store has for these captures, or else a new one, which is put there."""
+    found = load_basis(request.store, request.key)
+    if found is not None:
+        _check(request, found, prepared)
+        return found
+    if request.keep is None or request.keep.basis is not None:
+        raise CaptureError(
+            "there is no basis to keep coordinates in",
+            path=request.store.backend.describe(request.key.folder),
+            fix="capture the training rows first, with keep='4KiB' and the same name=",
+        )
+    made = make_basis(request, request.keep, prepared.tracer, batches, device)
+    save_basis(request.store, request.key, made)
+    return made
+
+
+def make_basis(
+    request: BasisRequest, keep: Keep, tracer: Tracer, batches: Batches, device: torch.device
+) -> CaptureBasis:
+    """A basis from some rows of the loader; about two passes over them, forward and back."""
+    if not request.chosen:
+        tracer = dataclasses.replace(tracer, units=worth_keeping(tracer.units, keep))
+    moments = measure_moments(tracer, sample_batches(batches, keep.rows), device)
+    agreement, compared = None, 0
+    if keep.whitened:
+        layers = leading_layers(moments, keep)
+        chosen = choose_coordinates(layers, keep)
+        again = sample_batches(batches, keep.rows)
+        agreement, compared = measure_agreement(tracer, again, layers, chosen, keep, device)
+    else:
+        chosen = random_coordinates(moments, keep)
+    if not chosen:
+        raise CaptureError(
+            "too few bytes for a coordinate of any layer",
+            found=f"{keep.size} coordinates in {format_bytes(keep.row_bytes)}",
+            fix="keep more bytes, or choose fewer layers with layers=",
+        )
+    return CaptureBasis(
+        layers={unit.name: projection for unit, projection in chosen.items()},
+        settings=keep.described(),
+        weights=request.weights,
+        task=request.task,
+        rows=moments.rows,
+        agreement=agreement,
+        compared=compared,
+    )
+
+
+def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture) -> None:
+    path = request.store.backend.describe(request.key.folder)
+    keep = request.keep
+    if keep is not None and found.settings != keep.described():
+        raise CaptureError(
+            f"captures called {request.key.capture!r} are kept in another way at this checkpoint",
+            path=path,
+            found=_told(found.settings),
+            expected=_told(keep.described()),
+            fix="pass the same keep=, or another name= for another way",
+        )
+    if found.weights != request.weights and (keep is None or keep.basis is None):
+        raise CaptureError(
+            "the basis of this checkpoint was found with other weights",
+            path=path,
+            fix="name the checkpoint otherwise, or load the weights that it had",
+        )
+    if found.task != request.task:
+        raise CaptureError(
+            "the basis was found with another task", path=path, found=found.task, fix="pass name="
+        )
+    sizes = {
+        unit.name: [(b.groups, b.rows, b.cols) for b in piece.form.weight_blocks()]
+        for unit, piece in prepared.pieces.items()
+    }
+    for name, layer in found.layers.items():
+        for at, block in enumerate(layer.blocks):
+            if block is None:
+                continue
+            sides = (block.left.shape[0], block.left.shape[1], block.right.shape[1])
+            if name not in sizes or len(sizes[name]) <= at or sizes[name][at] != sides:
+                raise CaptureError(
+                    f"the basis does not fit layer {name} of this model",
+                    path=path,
+                    found=sizes.get(name, "no such layer, or one that was not chosen"),
+                    expected=sides,
+                    fix="capture the model that the basis was found with, or pass name=",
+                )
+
+
+def _told(settings: str) -> str:
+    return re.sub(r"[{}\"]", "", json.dumps(json.loads(settings), sort_keys=True))

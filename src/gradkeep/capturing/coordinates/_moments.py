@@ -1,0 +1,67 @@
+"""Both sides' second moments of every layer, from one pass over some rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.errors import CaptureError
+from gradkeep.factors import Dense, DenseRows, WeightMatrix
+from gradkeep.factors.kronecker import VectorMoments, matrix_moments
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    import torch
+
+    from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.tasks._task import Measured
+    from gradkeep.factors import AnyForm
+    from gradkeep.factors.kronecker import MatrixMoments
+
+    Moments = MatrixMoments | VectorMoments
+
+
+class MomentsSoon:
+    """Adds up moments while the backward pass goes on, and lets the gradients go."""
+
+    def __init__(self, units: Collection[LayerUnit]) -> None:
+        self.units = units
+        self.forms: dict[LayerUnit, AnyForm] = {}
+        self.moments: dict[LayerUnit, list[Moments]] = {}
+        self.rows = 0
+
+    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+        """Nothing is left of the gradients but their moments."""
+        form, rows = piece.form, piece.rows.widened()
+        if unit not in self.moments:
+            self.forms[unit] = form
+            with rows.example.device:
+                self.moments[unit] = [
+                    matrix_moments(block, form, lean=True)
+                    if isinstance(block, WeightMatrix)
+                    else VectorMoments(block, form)
+                    for block in form.weight_blocks()
+                ]
+        slopes = None if measured.slopes is None else measured.slopes.detach()
+        for one in self.moments[unit]:
+            one.add(rows, slopes)
+        nothing = rows.example.new_empty(len(rows), 0)
+        return LayerGradients(Dense(form.parameters, "", 0), DenseRows(nothing))
+
+
+def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device) -> MomentsSoon:
+    """The moments of all units' loss gradients over some batches; one pass forward and back.
+
+    Of a weight, left = sum g g^T / rows and right = sum x x^T / positions, so that products of their
+    eigenvalues have the size of the Fisher matrix.
+    """
+    found = MomentsSoon(list(tracer.units))
+    for batch in sample:
+        found.rows += batch_size(batch)
+        tracer.run(to_device(batch, device), soon=found)
+    if not found.rows:
+        raise CaptureError("there are no rows to find a basis with", fix="check the loader")
+    return found

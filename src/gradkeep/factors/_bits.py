@@ -1,0 +1,283 @@
+"""Gradients that are kept as a few coordinates, of few bits each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from gradkeep._arguments import one_of
+from gradkeep.errors import QueryError
+from gradkeep.factors._arithmetic import CACHED, pairwise, squared_lengths, tiles
+from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage, nbytes, widened
+from gradkeep.factors._weights import WeightBlock, WeightVector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.factors._cost import CostCounter, ProductSize
+    from gradkeep.factors._form import ArraySource
+
+BitWidth = Literal[1, 4, 8, 16, 32]
+"""Bits of a kept coordinate."""
+PACKED: tuple[BitWidth, ...] = (1, 4)
+"""Widths that are packed into bytes, with one scale a row for all layers."""
+_STEP = 0.3352
+"""The step of 16 even levels that errs least on normal numbers of length one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BitRows:
+    """Coordinates of B rows: packed codes with a scale a row, or the numbers themselves."""
+
+    codes: Tensor
+    """`[B, size * bits / 8]` uint8, or `[B, size]` of numbers"""
+    scales: Tensor | None = None
+    """`[B]`; None: the codes are the numbers."""
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def example(self) -> Tensor:
+        """An array that has the dtype and device of the decoded rows."""
+        return self.codes if self.scales is None else self.scales
+
+    @property
+    def positions(self) -> float:
+        """One a row."""
+        return float(len(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return nbytes(self.codes, self.scales)
+
+    def take(self, start: int, stop: int) -> BitRows:
+        """A view of some rows."""
+        scales = None if self.scales is None else self.scales[start:stop]
+        return BitRows(self.codes[start:stop], scales)
+
+    def widened(self) -> BitRows:
+        """The same rows with 32 bits a number at least; packed ones stay packed."""
+        return self if self.scales is not None else BitRows(widened(self.codes))
+
+
+@dataclass(frozen=True, slots=True)
+class Bits(Form[BitRows]):
+    """Coordinates `[size]` of a gradient in a basis that the store keeps, `bits` each.
+
+    One bit keeps the sign; a row's scale is then the mean size of its coordinates, so that the
+    decoded row errs least. Products are those of coordinates: estimates of whitened products if
+    the basis whitens, else of products of gradients.
+    """
+
+    kind: ClassVar[str] = "bits"
+    computes: ClassVar[tuple[Compute, ...]] = ("dense",)
+    rows_type: ClassVar[type[Any]] = BitRows
+    parameters: tuple[Parameter, ...]
+    codes: str
+    scale: str
+    """The array with the scales of rows, which all layers share; empty: none is needed."""
+    size: int
+    bits: BitWidth = 1
+    basis: str = ""
+    """The fingerprint of the basis."""
+    whitened: bool = True
+    """Whether the basis divides by the roots of damped eigenvalues."""
+
+    def __post_init__(self) -> None:
+        one_of("bits", self.bits, (1, 4, 8, 16, 32), error=QueryError)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that hold codes and scales."""
+        return (self.codes, self.scale) if self.scale else (self.codes,)
+
+    @property
+    def restored_size(self) -> int:
+        """The number of coordinates."""
+        return self.size
+
+    @property
+    def restored_parameters(self) -> tuple[Parameter, ...]:
+        """The coordinates themselves."""
+        return (Parameter(self.codes, (self.size,)),)
+
+    @property
+    def exact(self) -> bool:
+        """Never: some coordinates are left out."""
+        return False
+
+    @property
+    def approximate(self) -> str:
+        """What is kept instead of the gradient."""
+        white = "whitened " if self.whitened else ""
+        width = "one bit" if self.bits == 1 else f"{self.bits} bits"
+        return f"{white}coordinates of {width} each"
+
+    @property
+    def repeated_error(self) -> float:
+        """Coordinates near a bound between levels may fall to its other side: one in a hundred."""
+        return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01)
+
+    @property
+    def storage(self) -> Storage:
+        """Coordinates."""
+        return "coordinates"
+
+    def read(self, source: ArraySource) -> BitRows:
+        """The rows that arrays hold."""
+        scales = source.tensor(self.scale) if self.scale else None
+        return BitRows(source.tensor(self.codes), scales)
+
+    def tensors(self, rows: BitRows) -> dict[str, Tensor]:
+        """Codes and scales by the names of their arrays."""
+        if rows.scales is None:
+            return {self.codes: rows.codes}
+        return {self.codes: rows.codes, self.scale: rows.scales}
+
+    def offsets(self, rows: BitRows, array: str) -> Tensor | None:
+        """None: as many coordinates in every row."""
+        del rows, array
+        return None
+
+    def role(self, array: str) -> ArrayRole:
+        """What the arrays hold."""
+        del array
+        return "projection"
+
+    def weight_blocks(self) -> tuple[WeightBlock, ...]:
+        """The coordinates, as one vector."""
+        return (WeightVector(self.size),)
+
+    def restore(self, rows: BitRows) -> Tensor:
+        """The coordinates `[B, size]`, decoded."""
+        self.check_rows(rows)
+        if rows.scales is None:
+            return rows.codes
+        return self._levels(rows.codes, rows.scales.new_empty(len(rows), self.size)).mul_(
+            rows.scales.unsqueeze(1)
+        )
+
+    def squared_norms(self, rows: BitRows) -> Tensor:
+        """Squared lengths `[B]` of the decoded coordinates."""
+        if self.bits == 1 and rows.scales is not None:
+            return rows.scales.square() * self.size
+        out = rows.example.new_empty(len(rows))
+        for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
+            out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
+        return out
+
+    def weighted_sum(self, rows: BitRows, weights: Tensor) -> Tensor:
+        """Weighted sums `[K, B] @ [B, size]`, decoded a tile at a time."""
+        out = weights.new_zeros(len(weights), self.size)
+        for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
+            part = self.restore(rows.take(start, stop)).to(weights.dtype)
+            out.addmm_(weights[:, start:stop], part)
+        return out
+
+    def weighted_squares(self, rows: BitRows, weights: Tensor) -> Tensor:
+        """Weighted sums of squared coordinates `[K, size]`."""
+        out = weights.new_zeros(len(weights), self.size)
+        for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
+            part = self.restore(rows.take(start, stop)).to(weights.dtype)
+            out.addmm_(weights[:, start:stop], part.square())
+        return out
+
+    def products(
+        self, queries: BitRows, train: BitRows, compute: Compute, *, scratch: int
+    ) -> Tensor:
+        """Inner products `[Q, N]` of decoded coordinates; 2 size operations a pair."""
+        del compute
+        return self.half(train, self._decoded(queries), scratch=scratch)
+
+    def half(self, rows: BitRows, directions: Tensor, *, scratch: int) -> Tensor:
+        """Products `[K, B]` with directions `[K, size]`: rows are decoded while they are in the cache.
+
+        The levels of codes are multiplied, and each row's scale afterwards.
+        """
+        if rows.scales is None:
+            return pairwise(directions, rows.codes.to(directions.dtype))
+        out = directions.new_empty(len(directions), len(rows))
+        parts = list(tiles(len(rows), self.size, 4, min(scratch, 2 * CACHED)))
+        space = directions.new_empty(parts[0][1] if parts else 0, self.size)
+        for start, stop in parts:
+            levels = self._levels(rows.codes[start:stop], space[: stop - start])
+            torch.mm(directions, levels.t(), out=out[:, start:stop])
+        return out.mul_(rows.scales.to(out.dtype))
+
+    def temporaries(self, rows: BitRows) -> int:
+        """Values of the temporaries of a row while it is decoded."""
+        del rows
+        return self.size // 4
+
+    def _half_is_less(self, rows: BitRows, directions: int) -> bool:
+        """Always: rows are decoded either way."""
+        del rows, directions
+        return True
+
+    def same_layout(self, other: Form[Any]) -> bool:
+        """Whether both are coordinates in the same basis, as these are kept or unrounded."""
+        if not isinstance(other, Bits) or (self.basis, self.size) != (other.basis, other.size):
+            return False
+        return self.bits == other.bits or other.bits not in PACKED
+
+    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+        """One matrix product, and codes unpacked."""
+        del compute
+        counter.product(load.n_query, load.n_train, self.size)
+        counter.write(load.n_train * self.size)
+
+    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+        """One matrix product, and codes unpacked."""
+        self.count_products(counter, load, "dense")
+
+    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+        """All values written."""
+        del positions
+        counter.write(rows * self.size)
+
+    def _decoded(self, rows: BitRows) -> Tensor:
+        return rows.codes if rows.scales is None else self.restore(rows)
+
+    def _levels(self, codes: Tensor, into: Tensor) -> Tensor:
+        """What the codes stand for before they are scaled: -1 or 1, or -7.5 to 7.5."""
+        packed = codes.cpu().numpy()
+        if self.bits == 1:
+            found = np.unpackbits(packed, axis=1, count=self.size, bitorder="little")
+            return into.copy_(torch.from_numpy(found)).mul_(2).sub_(1)
+        found = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
+        np.bitwise_and(packed, 15, out=found[:, ::2])
+        np.right_shift(packed, 4, out=found[:, 1::2])
+        return into.copy_(torch.from_numpy(found[:, : self.size])).sub_(7.5)
+
+
+def bit_scales(coordinates: Tensor, bits: BitWidth) -> Tensor | None:
+    """The scale `[B]` of each row of all layers' coordinates `[B, K]`; None: none is needed.
+
+    One bit: the mean size of a coordinate. Four: the step of 16 even levels.
+    """
+    if bits not in PACKED:
+        return None
+    if bits == 1:
+        return coordinates.abs().mean(1)
+    return coordinates.square().mean(1).sqrt() * _STEP
+
+
+def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth) -> Tensor:
+    """The codes `[B, ceil(size * bits / 8)]` uint8 of some coordinates `[B, size]`.
+
+    >>> packed_bits(torch.tensor([[1.0, -2.0, 3.0]]), torch.ones(1), 1)
+    tensor([[5]], dtype=torch.uint8)
+    """
+    if bits == 1:
+        signs = (coordinates > 0).cpu().numpy()
+        return torch.from_numpy(np.packbits(signs, axis=1, bitorder="little"))
+    steps = coordinates / torch.where(scales > 0, scales, 1).unsqueeze(1)
+    levels = steps.add_(8).floor_().clamp_(0, 15).to(torch.uint8).cpu().numpy()
+    if levels.shape[1] % 2:
+        levels = np.pad(levels, ((0, 0), (0, 1)))
+    return torch.from_numpy(levels[:, ::2] | (levels[:, 1::2] << 4))

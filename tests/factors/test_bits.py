@@ -1,0 +1,146 @@
+"""Coordinates of few bits: what they decode to, and every product of them, against plain numbers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradkeep import errors
+from gradkeep.factors import (
+    PACKED,
+    BitRows,
+    Bits,
+    BlockProjection,
+    Dense,
+    DenseRows,
+    LayerProjection,
+    Outer,
+    OuterRows,
+    Parameter,
+    bit_scales,
+    form_from_fields,
+    form_to_fields,
+    packed_bits,
+)
+
+WEIGHT = (Parameter("w", (3, 7)),)
+widths = st.sampled_from([1, 4, 8, 16, 32])
+
+
+def form_of(size, bits):
+    return Bits(WEIGHT, "w.bits", "scale" if bits in PACKED else "", size, bits, basis="b")
+
+
+def coded(values, bits):
+    scales = bit_scales(values, bits)
+    return BitRows(values if scales is None else packed_bits(values, scales, bits), scales)
+
+
+def plain(values, bits):
+    """What rows decode to, one number after the other."""
+    out = torch.empty_like(values)
+    for row, found in zip(values.tolist(), out, strict=True):
+        size = sum(abs(v) for v in row) / len(row)
+        step = 0.3352 * (sum(v * v for v in row) / len(row)) ** 0.5
+        for at, value in enumerate(row):
+            if bits == 1:
+                found[at] = size if value > 0 else -size
+            elif bits == 4:
+                level = min(7, max(-8, int((value / step) // 1))) if step else 0
+                found[at] = (level + 0.5) * step
+            else:
+                found[at] = value
+    return out
+
+
+@given(widths, st.integers(0, 5), st.integers(1, 40), st.integers(0, 99))
+def test_rows_decode_to_what_they_should(bits, count, size, seed):
+    torch.manual_seed(seed)
+    values = torch.randn(count, size) * torch.rand(count, 1).mul(20).sub(10).exp2()
+    form = form_of(size, bits)
+    rows = coded(values, bits)
+    found, wanted = form.restore(rows), plain(values, bits)
+    torch.testing.assert_close(found, wanted)
+    if bits in PACKED:
+        assert rows.codes.dtype == torch.uint8
+        assert rows.codes.shape == (count, -(-size * bits // 8))
+    torch.testing.assert_close(form.squared_norms(rows), wanted.square().sum(1))
+    cut = count // 2
+    parts = torch.cat([form.restore(rows.take(0, cut)), form.restore(rows.take(cut, count))])
+    assert torch.equal(parts, found)
+
+
+@given(widths, widths, st.integers(0, 6), st.integers(1, 40), st.sampled_from([1, 300, 1 << 20]))
+def test_products_and_sums_are_those_of_decoded_rows(bits, other, count, size, scratch):
+    torch.manual_seed(size)
+    form, asked = form_of(size, bits), form_of(size, other)
+    assert form.same_layout(asked)
+    train, queries = coded(torch.randn(count, size), bits), coded(torch.randn(3, size), other)
+    dense, left = form.restore(train), asked.restore(queries)
+    close = torch.testing.assert_close
+    close(form.along(train, left, scratch=scratch), left @ dense.t(), rtol=1e-4, atol=1e-5)
+    weights = torch.randn(2, count)
+    close(form.weighted_sum(train, weights), weights @ dense, rtol=1e-4, atol=1e-5)
+    close(form.weighted_squares(train, weights), weights @ dense.square(), rtol=1e-4, atol=1e-5)
+    if bits == other:
+        found = form.dot(queries, train, compute="dense", scratch=scratch)
+        close(found, left @ dense.t(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_of_zeros_stays_one():
+    for bits in (1, 4, 8):
+        form = form_of(6, bits)
+        assert form.restore(coded(torch.zeros(2, 6), bits)).abs().max() == 0
+
+
+def test_the_scale_of_one_bit_errs_least():
+    values = torch.randn(4, 64)
+    form, rows = form_of(64, 1), coded(values, 1)
+    least = (form.restore(rows) - values).square().sum(1)
+    for factor in (0.9, 1.1):
+        other = BitRows(rows.codes, rows.scales * factor)
+        assert ((form.restore(other) - values).square().sum(1) > least).all()
+
+
+def test_it_is_written_into_a_schema_and_read_again():
+    form = form_of(12, 4)
+    assert form_from_fields(form_to_fields(form)) == form
+    assert not form.exact
+    assert form.approximate == "whitened coordinates of 4 bits each"
+    with pytest.raises(errors.QueryError, match="bits"):
+        form_of(12, 3)
+
+
+def test_coordinates_of_another_basis_do_not_meet():
+    other = Bits(WEIGHT, "w.bits", "scale", 12, 1, basis="another")
+    assert not form_of(12, 1).same_layout(other)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 99))
+def test_projections_choose_weigh_and_fold(folds, size, choose, seed):
+    torch.manual_seed(seed)
+    form = Outer((Parameter("w", (5, 4)), Parameter("b", (5,))), "x", "g", 4, 5, bias=True)
+    rows = OuterRows(torch.randn(6, 4), torch.randn(6, 5), torch.tensor([0, 2, 2, 6]))
+    high, wide = (3, 4) if choose else (folds, size)
+    left, right = torch.randn(1, 5, high), torch.randn(1, 5, wide)
+    chosen = torch.randperm(high * wide)[: folds * size].view(folds, size) if choose else None
+    weights = torch.randn(folds, size)
+    found = LayerProjection((BlockProjection(left, right, weights, chosen),)).applied(form, rows)
+    (block,) = form.weight_blocks()
+    whole = (left.mT @ block.matrices(form.restore(rows)) @ right).flatten(1)
+    for j in range(size):
+        at = [int(chosen[f, j]) if choose else f * size + j for f in range(folds)]
+        wanted = sum(weights[f, j] * whole[:, at[f]] for f in range(folds))
+        torch.testing.assert_close(found[:, j], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_dense_gradients_are_projected_block_by_block():
+    form = Dense((Parameter("w", (30, 20)), Parameter("b", (30,)), Parameter("s", (7,))), "d", 637)
+    rows = DenseRows(torch.randn(3, 637))
+    matrix, vector = form.weight_blocks()
+    one = BlockProjection(torch.eye(30)[None], torch.eye(21)[None], torch.ones(1, 630))
+    other = BlockProjection(torch.eye(7)[None], torch.ones(1, 1, 1), torch.ones(1, 7))
+    found = LayerProjection((one, other)).applied(form, rows)
+    assert torch.equal(found[:, :630], matrix.taken(rows.values).flatten(1))
+    assert torch.equal(found[:, 630:], vector.taken(rows.values))
+    assert LayerProjection((None, other)).applied(form, rows).shape == (3, 7)
