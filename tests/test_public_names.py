@@ -35,14 +35,14 @@ NAMES = {
         attribute attribution capture capturing combine data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    """,
+    Keep """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
         OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
-    """,
+    BitRows BitWidth Bits BlockProjection LayerProjection PACKED bit_scales packed_bits squared """,
     "gradkeep.capturing": """
         AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
@@ -50,7 +50,7 @@ NAMES = {
         Weights batch_size by_sample capture fingerprint_weights in_mode layer_rules layers
         load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         rows_at_once rows_of to_device unregister_layer_rule
-    """,
+    Keep """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
         RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold
@@ -104,7 +104,7 @@ NAMES = {
         Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowCounts RowState Rows
         Run Schema ScoresKey Store Verdict Writer WriterShare backend_for gc open
         register_backend verify zarr_references zarr_view
-    """,
+    BasisKey """,
     "gradkeep.store.backends": """
         Backend Bucket Durability Entry LocalDisk Memory Readable Syscalls backend_for
         register_backend

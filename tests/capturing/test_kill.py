@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import gradkeep as gk
+from gradkeep.capturing import _replay
+from gradkeep.data import GPT
 
 KILLS = 20
 KEY = gk.CaptureKey("final", "train")
@@ -39,12 +41,12 @@ def work(folder):
     )
 
 
-def killed_after(folder, seconds):
-    """Run the work in a process of its own and kill it; False if it was done before."""
+def killed_within(folder, seconds, task):
+    """Run a task in a process of its own and kill it; False if it was done before."""
     child = os.fork()
     if child == 0:
         try:
-            work(folder)
+            task(folder)
         finally:
             os._exit(0)
     end = time.monotonic() + seconds
@@ -63,9 +65,10 @@ def contents(folder):
     return {str(p.relative_to(root)): p.read_bytes() for p in whole}
 
 
-def test_killed_at_random_moments_it_ends_byte_identical(tmp_path):
+def check_kills(tmp_path, task):
+    """Killed twenty times at random moments, what the task leaves is what it leaves undisturbed."""
     started = time.monotonic()
-    work(tmp_path / "whole")
+    task(tmp_path / "whole")
     lasts = time.monotonic() - started
     whole = contents(tmp_path / "whole")
     assert len(whole) > 10
@@ -73,11 +76,37 @@ def test_killed_at_random_moments_it_ends_byte_identical(tmp_path):
     kills = finished = 0
     while kills < KILLS or not finished:
         folder = tmp_path / f"broken-{finished}"
-        if kills < KILLS and killed_after(folder, chance.uniform(0.05, 0.9) * lasts):
+        if kills < KILLS and killed_within(folder, chance.uniform(0.05, 0.9) * lasts, task):
             kills += 1
             continue
-        work(folder)
+        task(folder)
         assert contents(folder) == whole
         shutil.rmtree(folder)
         finished += 1
     assert kills == KILLS
+
+
+def compressed(folder):
+    """A capture of coordinates with many segments, and the basis before them."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = GPT(vocabulary=13, length=12, dim=16, heads=2, layers=2, tied=True).eval()
+    tokens = torch.randint(13, (400, 12), generator=torch.Generator().manual_seed(1))
+    gk.capture(
+        folder,
+        model,
+        list(tokens.split(6)),
+        task=gk.LanguageModelling(),
+        split="train",
+        keep=gk.Keep("1KiB", rows=24),
+        progress=False,
+    )
+
+
+def test_killed_at_random_moments_it_ends_byte_identical(tmp_path):
+    check_kills(tmp_path, work)
+
+
+def test_so_does_a_capture_of_coordinates(tmp_path, monkeypatch):
+    monkeypatch.setattr(_replay, "COORDINATE_ROWS", 8)
+    check_kills(tmp_path, compressed)

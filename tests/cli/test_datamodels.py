@@ -138,6 +138,8 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
         (["init", "new", "--from", "."], "published arrays are not here"),
         (["run", "store", "--main", "no.such"], "no such module"),
         (["run", "store", "--main", "json"], "no function main"),
+        (["run", "store", "--main", "json.tool"], "with index and logdir"),
+        (["run", "store", "--main", "gradkeep.compat.datamodels.worker"], "with index and logdir"),
         (["run", "store", "--main", "train_model", "--engine", "k8s"], "local, ray, slurm"),
         (["run", "store", "--main", "train_model", "--address", "auto"], "--engine ray"),
         (["run", "store", "--main", "train_model", "--name", "x"], "no such models"),

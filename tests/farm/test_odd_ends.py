@@ -101,6 +101,16 @@ def test_what_makes_going_on_impossible_is_told_within_bounds(rows_of):
     assert len(str(told.value).encode()) < BOUND
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_job_that_never_succeeds_is_told_without_a_traceback(rows_of, workers):
+    import farm_jobs
+
+    job = farm_jobs.Returning(dict.fromkeys(range(20), "unspeakable"))
+    with pytest.raises(FarmError, match="attempts all failed") as told:
+        farm.run(rows_of(20), "models", job, workers=workers)
+    assert "Traceback" not in str(told.value)
+
+
 def in_threads(*calls):
     """Run all at once, each in a thread of its own; what they return, or the error."""
     found = [None] * len(calls)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.remat.simulator import _heuristics, sweep_cases
+from gradkeep.remat.simulator import _neighbourhoods, sweep_cases
 
 HERE = Path(__file__).parent / "data"
 SHARED = Path(os.environ.get("GRADKEEP_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -128,7 +128,7 @@ def test_sets_of_evicted_neighbours_are_what_searching_finds(log, heuristic, mon
         kept = simulate(program, **given)
         searched = simulate(program, **given, count_accesses=False)
         with monkeypatch.context() as patch:
-            patch.setattr(_heuristics, "_LONG", 100)
+            patch.setattr(_neighbourhoods, "_LONG", 100)
             turned = simulate(program, **given, count_accesses=False)
         assert dataclasses.replace(kept, accesses=None) == searched == turned
         assert kept.accesses > kept.heuristic_evaluations

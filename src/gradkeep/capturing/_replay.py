@@ -30,7 +30,7 @@ from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
 from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
-from gradkeep.capturing.coordinates._maker import coordinate_maker
+from gradkeep.capturing.coordinates._maker import CoordinateMaker, coordinate_maker
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing._row_making import MadeRows, RowMaker
-    from gradkeep.capturing.coordinates._maker import CoordinateMaker
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Schema, Store
@@ -51,6 +50,8 @@ _TRIED, _FEW_TRIED = 32, 2
 """Samples with which it is found out how each layer is captured: few where memory may be short."""
 LOSSES = "losses"
 """What `keep` is for a capture without gradients."""
+COORDINATE_ROWS = 1024
+"""Rows of a segment of coordinates: they take few bytes, but as long to make again as any."""
 Report = Callable[[int, int], None]
 _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -131,7 +132,7 @@ class Replay:
             layers=tuple(kept_layer(keeping) for keeping in maker.kept),
             seconds=time.perf_counter() - started,
             cpu_seconds=time.process_time() - cpu,
-            notes=tuple(notes),
+            notes=(*notes, *maker.facts()),
         )
 
     def _maker(
@@ -207,8 +208,9 @@ class Replay:
     def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
         most = segment_bytes(self.budget)
+        limit = COORDINATE_ROWS if isinstance(maker, CoordinateMaker) else 1 << 16
         rows = 1
-        while 2 * rows * maker.row_bytes <= most and rows < 1 << 16:
+        while 2 * rows * maker.row_bytes <= most and rows < limit:
             rows *= 2
         return rows
 

@@ -65,7 +65,10 @@ class RowMaker(Protocol):
         """What is compared when a capture is gone on with."""
 
     def notes(self) -> list[str]:
-        """What a user should know."""
+        """What a user should be warned of."""
+
+    def facts(self) -> list[str]:
+        """What stands in the report, beside the notes."""
 
     def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
         """The rows of a batch; `alone` without the plan that a run of equal batches has."""
@@ -134,6 +137,10 @@ class GradientMaker:
             found.append(f"skipped, as no rule covers them: {names}")
         return found
 
+    def facts(self) -> list[str]:
+        """Nothing beside the table of layers."""
+        return []
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossMaker:
@@ -175,6 +182,10 @@ class LossMaker:
 
     def notes(self) -> list[str]:
         """Nothing to know."""
+        return []
+
+    def facts(self) -> list[str]:
+        """Nothing beside the table of layers."""
         return []
 
 

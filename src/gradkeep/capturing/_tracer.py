@@ -102,6 +102,17 @@ class Tracer:
         """What is differentiated `[B]`."""
         return self._measure(batch)[1]
 
+    def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
+        """`[B]`: what makes the gradients of losses of those that are captured; None: they are."""
+        if measured.slopes is None or not self._of_outputs(measured):
+            return None
+        return measured.slopes.detach()
+
+    def _of_outputs(self, measured: Measured) -> bool:
+        if self.of == "loss" or measured.outputs is None:
+            return False
+        return measured.slopes is not None or self.of is not None
+
     def _measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
         rows = batch_size(batch)
         with torch.enable_grad():
@@ -109,7 +120,7 @@ class Tracer:
             _check_shape("losses", measured.losses, rows)
             if self.of == "loss":
                 return measured, measured.losses
-            if measured.outputs is not None and (measured.slopes is not None or self.of):
+            if measured.outputs is not None and self._of_outputs(measured):
                 _check_shape("outputs", measured.outputs, rows)
                 return measured, measured.outputs
             if self.of is None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from gradkeep.errors import FarmError, LeaseLost, StoreError, WriteFailed
+from gradkeep.errors import FarmError, GradkeepError, LeaseLost, StoreError, WriteFailed
 from gradkeep.farm._failure_text import current_failure, failure_text
 from gradkeep.farm._process import pin
 
@@ -41,7 +41,7 @@ def end_process(reason: str) -> None:
 
 
 def broken_worker(who: str, text: str) -> FarmError:
-    """The error for what made it impossible for a worker to go on, with its traceback."""
+    """The error for what made it impossible for a worker to go on."""
     return FarmError(
         f"{who} could not go on",
         found="\n" + failure_text(text.rstrip()),
@@ -346,6 +346,8 @@ def work_in_process(spec: JobSpec, connection: Connection) -> None:
         )
         # An exit code of 0 alone says nothing: a job may have ended the process with it.
         send(WorkerMessage("finished"))
-    except BaseException:
-        send(WorkerMessage("broken", text=current_failure()))
+    except BaseException as error:
+        # What is raised on purpose says what to do: a traceback would only hide it.
+        meant = isinstance(error, GradkeepError)
+        send(WorkerMessage("broken", text=str(error) if meant else current_failure()))
         os._exit(BROKEN)

@@ -59,28 +59,28 @@ def measure_agreement(
             break
     if rows < _LEAST:
         return None, rows
-    return _compared(parts, rows, tracer.units, layers, chosen, keep), rows
+    return _compared(parts, rows, tracer, layers, chosen, keep), rows
 
 
 @torch.no_grad()
 def _compared(
     parts: list[Traced],
     rows: int,
-    units: Iterable[LayerUnit],
+    tracer: Tracer,
     layers: Mapping[LayerUnit, LeadingLayer],
     chosen: Mapping[LayerUnit, LayerProjection],
     keep: Keep,
 ) -> float:
     full = torch.zeros(rows, rows, dtype=torch.float64)
-    for unit in units:
+    for unit in tracer.units:
         full += _full(parts, unit, layers.get(unit), keep).double().cpu()
     kept = torch.cat(
         [torch.cat([_coordinates(part, unit, chosen) for part in parts]) for unit in chosen], 1
     ).cpu()
     scores = pairwise(kept, _rounded(kept, keep)).double()
-    slopes = [part.measured.slopes for part in parts]
+    slopes = [tracer.loss_slopes(part.measured) for part in parts]
     if slopes[0] is not None:
-        share = torch.cat([slope.detach().double().cpu() for slope in slopes if slope is not None])
+        share = torch.cat([slope.double().cpu() for slope in slopes if slope is not None])
         full, scores = full * share, scores * share
     found = [
         rank_correlation(_without(full[row], row), _without(scores[row], row))

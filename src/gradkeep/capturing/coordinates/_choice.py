@@ -30,6 +30,7 @@ _ROOM = 1.5
 """Coordinates of the leading eigenvectors of both sides, times those that are kept of them: the kept
 ones fill a corner, not a square."""
 _BYTE = 8
+_FAINT = 0.001
 _ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
 _ATTENTION_BYTES = 16 << 10
 
@@ -123,7 +124,7 @@ def choose_coordinates(
     Layers of which no eight coordinates are among them are left out.
     """
     parts = [
-        (unit, at, block.values / layer.mean)
+        (unit, at, _usable(block.values / layer.mean, keep))
         for unit, layer in layers.items()
         for at, block in enumerate(layer.blocks)
         if layer.mean > 0
@@ -223,12 +224,12 @@ def _pairs(blocks: list[tuple[int, int, int]], side: int) -> int:
 def _leading(moments: Moments, side: int) -> LeadingBlock:
     piece = moments.piece
     if not isinstance(moments, MatrixMoments):
-        moment = moments.mean()
+        moment = _finite(moments.mean())
         values, vectors = leading(moment.unsqueeze(0), min(side, piece.size))
         total = float(moment.sum() if moment.dim() == 1 else moment.diagonal().sum())
         ones = torch.ones(1, 1, 1)
         return LeadingBlock(vectors.cpu(), ones, values.flatten().cpu(), piece.size, total)
-    left, right = moments.sides()
+    left, right = (_finite(side) for side in moments.sides())
     high, tops = leading(left, min(side, piece.rows))
     wide, sides = leading(right, min(side, piece.cols))
     values = (high.unsqueeze(2) * wide.unsqueeze(1)).flatten()
@@ -236,9 +237,24 @@ def _leading(moments: Moments, side: int) -> LeadingBlock:
     return LeadingBlock(tops.cpu(), sides.cpu(), values.cpu(), piece.size, total)
 
 
+def _finite(moment: Tensor) -> Tensor:
+    if not bool(moment.isfinite().all()):
+        raise CaptureError(
+            "gradients of the rows that a basis is found with are no numbers",
+            found="NaN or infinity",
+            fix="look for exploded losses: capture with keep='losses' first; training diverged",
+        )
+    return moment
+
+
 def _traces(moment: Tensor) -> Tensor:
     found = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
     return found.double().sum(1)
+
+
+def _usable(shares: Tensor, keep: Keep) -> Tensor:
+    """Shares of the mean eigenvalue; 0 for those so far below the damping that bits would be noise."""
+    return torch.where(shares > _FAINT * keep.damping, shares, 0)
 
 
 def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:

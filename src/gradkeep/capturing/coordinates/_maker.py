@@ -130,12 +130,17 @@ class CoordinateMaker:
         }
 
     def notes(self) -> list[str]:
-        """Which layers are not kept."""
+        """Nothing to be warned of."""
+        return []
+
+    def facts(self) -> list[str]:
+        """What is kept, and which layers are not."""
+        kept = [f"kept {self.basis.told(self.bits)}"]
         if not self.left_out:
-            return []
+            return kept
         some = ", ".join(self.left_out[:4]) + (" ..." if len(self.left_out) > 4 else "")
         told = f"{len(self.left_out)} layers have no coordinate among the kept ones ({some}); "
-        return [told + "layers= chooses layers, and more bytes keep more of them"]
+        return [*kept, told + "layers= chooses layers, and more bytes keep more of them"]
 
     def _rows(self, values: Tensor, scales: Tensor | None) -> BitRows:
         if scales is None:

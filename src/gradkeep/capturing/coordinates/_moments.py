@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class MomentsSoon:
     """Adds up moments while the backward pass goes on, and lets the gradients go."""
 
-    def __init__(self, units: Collection[LayerUnit]) -> None:
-        self.units = units
+    def __init__(self, tracer: Tracer) -> None:
+        self.units: Collection[LayerUnit] = list(tracer.units)
+        self._tracer = tracer
         self.forms: dict[LayerUnit, AnyForm] = {}
         self.moments: dict[LayerUnit, list[Moments]] = {}
         self.rows = 0
@@ -45,7 +46,7 @@ class MomentsSoon:
                     else VectorMoments(block, form)
                     for block in form.weight_blocks()
                 ]
-        slopes = None if measured.slopes is None else measured.slopes.detach()
+        slopes = self._tracer.loss_slopes(measured)
         for one in self.moments[unit]:
             one.add(rows, slopes)
         nothing = rows.example.new_empty(len(rows), 0)
@@ -58,10 +59,16 @@ def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device)
     Of a weight, left = sum g g^T / rows and right = sum x x^T / positions, so that products of their
     eigenvalues have the size of the Fisher matrix.
     """
-    found = MomentsSoon(list(tracer.units))
+    found = MomentsSoon(tracer)
     for batch in sample:
         found.rows += batch_size(batch)
-        tracer.run(to_device(batch, device), soon=found)
+        losses = tracer.run(to_device(batch, device), soon=found).measured.losses
+        if not bool(losses.isfinite().all()):
+            raise CaptureError(
+                "the loss of a row that the basis is found with is not a number",
+                found=f"losses {losses.detach().tolist()[:8]}",
+                fix="look at the data, or capture an earlier checkpoint: training diverged",
+            )
     if not found.rows:
         raise CaptureError("there are no rows to find a basis with", fix="check the loader")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from dataclasses import dataclass
@@ -202,6 +203,17 @@ def load_main(module: str) -> Callable[..., Any]:
             f"the module {module} has no function main",
             expected="def main(*_, index, logdir): ... returning a dictionary",
         )
+    try:
+        inspect.signature(main).bind_partial(index=0, logdir="")
+    except ValueError:
+        pass  # made in C: nobody knows what it takes
+    except TypeError as error:
+        raise StudyError(
+            f"main of the module {module} cannot be called with index and logdir",
+            found=str(error),
+            expected="def main(*_, index, logdir): ... returning a dictionary",
+            fix="name the module with the training script",
+        ) from None
     function: Callable[..., Any] = main
     return function
 

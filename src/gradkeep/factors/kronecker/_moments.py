@@ -74,6 +74,9 @@ class LinearMoments(MatrixMoments):
 
     def add(self, rows: OuterRows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        if self.lean and rows.offsets is not None:
+            # Straight from a model: padding is still among the positions.
+            rows = rows.at_positions((rows.g != 0).any(1))
         g, x = scaled_suffixes(rows.g, rows.offsets, slopes), self.form.with_ones(rows.x)
         self.left[0] += moment(g, self.left[0])
         self.right[0] += moment(x, self.right[0])

@@ -66,7 +66,8 @@ def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
     return {words.get(key, key): value for key, value in sizes.items()}
 
 
-_KINDS = ("fixed", "ratio", "param_sweep", "use_log", "get_log")
+_OF_LOGS = ("use_log", "get_log")
+_KINDS = ("fixed", "ratio", "param_sweep", *_OF_LOGS)
 _POLICIES = ("eager", "banish", "ignore")
 _IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
 _BY_HEURISTIC = ("simrd", "dtr")
@@ -175,7 +176,7 @@ class _CommandReader:
         budget = self._budget()
         file, mark = self._log_file(kind_of, kind)
         save = kind == "get_log" or (kind_of == "dtr" and self._flag("save_logs"))
-        if kind in ("use_log", "get_log"):
+        if kind in _OF_LOGS:
             kind = "fixed" if ratio is None else "ratio"
             budget = math.inf if budget is None and file is not None else budget
         if kind_of in _IN_BUDGET:
@@ -225,10 +226,12 @@ class _CommandReader:
 
     def _log_file(self, kind_of: str, kind: str) -> tuple[str | None, str]:
         """The log that a command brings along, and a hash of it."""
-        if kind not in ("use_log", "get_log"):
+        if kind not in _OF_LOGS:
             return None, ""
         if kind_of != "simrd":
-            raise self._wrong("kind", "is for simulations", kind, "type simrd")
+            others = ", ".join(name for name in _KINDS if name not in _OF_LOGS)
+            fix = "logs are simulated by type simrd, and written by type dtr with save_logs: true"
+            raise self._wrong("kind", "is for simulations", kind, others, fix)
         if kind == "get_log":
             return None, ""
         given = self.fields.get("file_path")

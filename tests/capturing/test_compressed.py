@@ -1,0 +1,361 @@
+"""So many bytes a row: coordinates against autograd, bytes, bits, bases, and everything refused."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.capturing import _replay
+from gradkeep.data import GPT
+from gradkeep.errors import AttributionError, CaptureError, QueryError
+from gradkeep.factors import form_from_fields
+
+VOCABULARY = 13
+
+
+class Recurrent(nn.Module):
+    """A layer that no rule covers, between two that one does."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 6)
+        self.cells = nn.GRU(6, 7, batch_first=True)
+        self.head = nn.Linear(7, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.head(self.cells(self.table(tokens))[0])
+
+
+def images(grouped):
+    first = nn.Conv2d(3, 4, 3, padding=1)
+    second = nn.Conv2d(4, 6, 3, groups=2) if grouped else nn.ConvTranspose2d(4, 6, 3)
+    size = 6 * 16 if grouped else 6 * 64
+    return nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(size, 5))
+
+
+def world(kind, rows=24):
+    """A model, batches of eight and a task."""
+    torch.manual_seed(0)
+    if kind in ("convolutions", "transposed"):
+        model = images(grouped=kind == "convolutions")
+        x, y = torch.randn(rows, 3, 6, 6), torch.randint(5, (rows,))
+        return model, list(zip(x.split(8), y.split(8), strict=True)), gk.Classification()
+    if kind == "positions":
+        model = nn.Sequential(nn.Linear(50, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 4))
+        x, y = torch.randn(rows, 50), torch.randint(4, (rows,))
+        return model, list(zip(x.split(8), y.split(8), strict=True)), gk.Classification()
+    model = Recurrent()
+    if kind in ("tied", "untied"):
+        model = GPT(
+            vocabulary=VOCABULARY, length=9, dim=8, heads=2, layers=2, tied=kind == "tied"
+        ).eval()
+    tokens = torch.randint(VOCABULARY, (rows, 9))
+    labels = tokens.clone()
+    for row in range(rows):  # padding of all lengths
+        labels[row, 9 - row % 4 :] = -100
+    batches = [
+        {"input_ids": t, "labels": y} for t, y in zip(tokens.split(8), labels.split(8), strict=True)
+    ]
+    return model, batches, gk.LanguageModelling()
+
+
+KINDS = ("tied", "untied", "recurrent", "convolutions", "transposed", "positions")
+BYTES = {"tied": 700, "untied": 700, "recurrent": 600, "positions": 400}
+
+
+def capture(store, kind, keep, split="train", **options):
+    model, batches, task = world(kind)
+    return gk.capture(
+        store, model, batches, task=task, split=split, keep=keep, progress=False, **options
+    )
+
+
+def targets(model, batch, task, of):
+    measured = task.measure(model, batch)
+    return measured.outputs if of == "output" else measured.losses
+
+
+def gradients(kind, of):
+    """Every sample's whole gradient by parameter, in float64, one by one."""
+    model, batches, task = world(kind)
+    model = model.double()
+    found = {name: [] for name, _ in model.named_parameters()}
+    for batch in batches:
+        for row in range(8):
+            if isinstance(batch, dict):
+                one = {name: value[row : row + 1] for name, value in batch.items()}
+            else:
+                one = (batch[0][row : row + 1].double(), batch[1][row : row + 1])
+            model.zero_grad()
+            targets(model, one, task, of).sum().backward()
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                found[name].append(
+                    torch.zeros_like(parameter).flatten()
+                    if gradient is None
+                    else gradient.flatten()
+                )
+    return {name: torch.stack(parts) for name, parts in found.items()}
+
+
+def oracle(block, basis, whole):
+    """Coordinates by layer, from whole gradients and the arrays of the basis, entry by entry."""
+    row = basis.read_rows(np.zeros(1, np.int64), list(basis.names))
+    arrays = {name: torch.from_numpy(np.array(row[name])[0]) for name in basis.names}
+    found = {}
+    for layer in block.schema.layers:
+        form = form_from_fields(layer.form)
+        dense = torch.cat([whole[p.name] for p in form.parameters], 1)
+        parts = []
+        for at in range(9):
+            if f"{layer.name}.{at}.left" not in arrays:
+                continue
+            left, right, weights, chosen = (
+                arrays.get(f"{layer.name}.{at}.{part}")
+                for part in ("left", "right", "weights", "chosen")
+            )
+            matrix = matrices(layer, dense, left, right)
+            moved = (left.double().mT @ matrix @ right.double()).flatten(1)
+            if chosen is None:
+                chosen = torch.arange(moved.shape[1]).view(weights.shape)
+            y = torch.zeros(len(dense), weights.shape[1], dtype=torch.float64)
+            for fold in range(len(weights)):
+                y += weights[fold].double() * moved[:, chosen[fold]]
+            parts.append(y)
+        found[layer.name] = torch.cat(parts, 1)
+    return found
+
+
+def matrices(layer, dense, left, right):
+    """The gradient as matrices `[B, G, R, C]`, the bias as the last column; by hand."""
+    groups, rows, cols = left.shape[0], left.shape[1], right.shape[1]
+    biased = len(form_from_fields(layer.form).parameters) > 1 and cols > 1
+    inner = cols - biased
+    weight = dense[:, : groups * rows * inner].reshape(len(dense), groups, rows, inner)
+    if not biased:
+        return weight
+    bias = dense[:, groups * rows * inner :].reshape(len(dense), groups, rows, 1)
+    return torch.cat([weight, bias], 3)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "convolutions", "positions"])
+@pytest.mark.parametrize("coordinates", ["eigen", "random", "sketch"])
+def test_coordinates_are_those_of_autograd(store, kind, coordinates):
+    size = BYTES.get(kind, 600)
+    keep = gk.Keep(size, coordinates=coordinates, rows=16)
+    capture(store, kind, keep, layers="*")
+    capture(store, kind, "queries", split="asked")
+    asked = store.read(gk.CaptureKey("final", "asked"))
+    (key,) = store.bases()
+    whole = gradients(kind, str(asked.schema.fingerprints["of"]))
+    wanted = oracle(asked, store.read(key), whole)
+    assert wanted
+    found = gk.gradients(store, split="asked", of=asked.schema.fingerprints["of"])
+    rows = found.rows(range(len(found)))
+    for name, form in found.forms.items():
+        values = form.restore(rows.factors[name]).double()
+        error = (values - wanted[name]).norm() / wanted[name].norm()
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_the_signs_of_coordinates_and_their_mean_size(store, kind):
+    capture(store, kind, gk.Keep(BYTES.get(kind, 600), rows=16), layers="*")
+    capture(store, kind, "queries", split="asked")
+    kept = gk.gradients(store, split="train", of=_of(store))
+    asked = gk.gradients(store, split="asked", of=_of(store))
+    a, b = kept.rows(range(24)), asked.rows(range(24))
+    plain = torch.cat([f.restore(b.factors[n]) for n, f in asked.forms.items()], 1)
+    coded = torch.cat([f.restore(a.factors[n]) for n, f in kept.forms.items()], 1)
+    torch.testing.assert_close(coded.abs(), plain.abs().mean(1, keepdim=True).expand_as(coded))
+    assert ((coded > 0) == (plain > 0)).float().mean() > 0.999
+    norms = kept.norms()
+    slopes = kept.slopes()
+    lengths = coded.norm(dim=1) * (1 if slopes is None else slopes.abs())
+    torch.testing.assert_close(norms, lengths, rtol=1e-4, atol=1e-6)
+
+
+def _of(store):
+    schema = store.read(gk.CaptureKey("final", "train")).schema
+    return str(schema.fingerprints["of"])
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("size", [256, 700, "1KiB", 1001])
+def test_a_row_takes_no_more_than_was_said(tmp_path, bits, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 240), nn.Tanh(), nn.Linear(240, 40))
+    x, y = torch.randn(2000, 7, 40), torch.randn(2000, 7, 40)
+
+    class Squares(gk.Task):
+        def losses(self, model, batch):
+            return (model(batch[0]) - batch[1]).square().sum((1, 2))
+
+    kept = gk.capture(
+        gk.open(tmp_path),
+        model,
+        list(zip(x.split(500), y.split(500), strict=True)),
+        task=Squares(),
+        split="train",
+        keep=gk.Keep(size, bits=bits, rows=16),
+        progress=False,
+    )
+    limit = gk.Keep(size).row_bytes
+    assert kept.bytes / kept.rows <= limit
+    assert kept.bytes / kept.rows >= 0.7 * limit
+
+
+def test_whole_gradients_are_kept_where_they_take_no_more(store):
+    kept = capture(store, "positions", "1MiB")
+    assert {layer.storage for layer in kept.layers} <= {"factors", "dense"}
+    assert store.bases() == []
+
+
+@pytest.mark.parametrize("kind", ["positions", "tied"])
+def test_all_coordinates_unrounded_give_the_influence_of_kfac(store, kind, monkeypatch):
+    model = world(kind)[0]
+    size = sum(p.numel() for p in model.parameters())
+    keep = gk.Keep(4 * size + 60, bits=32, fold=1, rows=24, damping=0.3)
+    # A number of bytes that would do for the gradients themselves keeps those.
+    monkeypatch.setattr(_replay, "OVERHEAD", 1 << 40)
+    capture(store, kind, keep, layers="*", of="loss")
+    capture(store, kind, "factors", of="loss", name="whole")
+    found = gk.attribute(store, queries="train", method="ekfac")
+    wanted = gk.attribute(store, queries="train", method="kfac", damping=0.3, name="whole")
+    error = np.linalg.norm(found.numpy() - wanted.numpy()) / np.linalg.norm(wanted.numpy())
+    assert error < 0.02
+
+
+def test_ranks_come_near_those_of_whole_gradients_and_the_agreement_says_how_near(store):
+    capture(store, "tied", "exact", name="whole")
+    wanted = gk.attribute(store, queries="train", name="whole", damping=0.1).numpy()
+    near = {}
+    for size in (256, 1024):
+        keep = gk.Keep(size, bits=8, rows=24)
+        capture(store, "tied", keep, name=f"k{size}", layers="*")
+        capture(store, "tied", "queries", split="asked", name=f"k{size}")
+        scores = gk.attribute(store, queries="asked", name=f"k{size}")
+        assert scores.method == "ekfac"
+        assert not scores.exact
+        told = float(re.search(r"ranks agree (\S+)", scores.approximate)[1])
+        order = np.argsort(np.argsort(scores.numpy(), 1), 1), np.argsort(np.argsort(wanted, 1), 1)
+        near[size] = np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(*order, strict=True)])
+        assert abs(told - near[size]) < 0.2
+    assert near[1024] > near[256]
+    assert near[1024] > 0.6
+
+
+def test_what_products_mean_decides_what_can_be_asked(store):
+    capture(store, "tied", gk.Keep(600, rows=16))
+    capture(store, "tied", "queries", split="test")
+    for method in ("dot", "cos", "tracin", "influence", "logra", "self"):
+        with pytest.raises(AttributionError, match="whitened coordinates"):
+            gk.attribute(store, method=method)
+    for method in ("ekfac", "kernel", "trak", "loss"):
+        scores = gk.attribute(store, method=method)
+        assert "coordinates of one bit each" in scores.approximate
+        assert np.isfinite(scores.numpy()).all()
+    unit = gk.attribute(store, method="ekfac", unit_norm=True).numpy()
+    assert np.abs(unit).max() <= 1 + 1e-5
+    with pytest.raises(AttributionError, match="whitened when they were captured"):
+        gk.attribute(store, method="ekfac", damping=1.0)
+    layered = gk.attribute(store, method="ekfac", per_layer=True)
+    np.testing.assert_allclose(layered.per_layer.sum(0), layered.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_random_coordinates_estimate_products_of_gradients(store):
+    keep = gk.Keep("2KiB", coordinates="random", bits=16)
+    capture(store, "tied", keep, layers="*")
+    capture(store, "tied", "exact", name="whole")
+    found = gk.attribute(store, queries="train", method="dot").numpy()
+    wanted = gk.attribute(store, queries="train", method="dot", name="whole").numpy()
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.7
+    capture(store, "tied", "exact", split="test")
+    with pytest.raises(QueryError, match=r"different layers|another basis"):
+        gk.attribute(store, method="dot")
+
+
+def test_one_basis_serves_all_splits_and_can_serve_all_checkpoints(store):
+    capture(store, "tied", gk.Keep(600, rows=16), checkpoints="early")
+    (key,) = store.bases()
+    before = store.read(key).schema.fingerprints["basis"]
+    capture(store, "tied", gk.Keep(600, rows=16), split="test", checkpoints="early")
+    keep = gk.Keep(600, rows=16, basis="early")
+    capture(store, "tied", keep, checkpoints="late")
+    assert store.bases() == [key]
+    for where in (("early", "train"), ("early", "test"), ("late", "train")):
+        schema = store.read(gk.CaptureKey(*where)).schema
+        assert schema.fingerprints["basis"] == before
+
+
+def test_what_does_not_belong_together_is_refused(store):
+    with pytest.raises(CaptureError, match="no basis"):
+        capture(store, "tied", "queries")
+    with pytest.raises(CaptureError, match="too few bytes"):
+        capture(store, "tied", "100B")
+    with pytest.raises(CaptureError, match="number of bytes"):
+        capture(store, "tied", "4 parsecs")
+    with pytest.raises(CaptureError, match="encoding"):
+        capture(store, "tied", "1KiB", encoding="bfloat16")
+    assert store.blocks() == []
+    capture(store, "tied", gk.Keep(600, rows=16))
+    with pytest.raises(CaptureError, match="kept in another way"):
+        capture(store, "tied", gk.Keep(600, rows=16, seed=1), split="test")
+    model, batches, task = world("tied")
+    with torch.no_grad():
+        model.wte.weight.add_(0.1)
+    with pytest.raises(CaptureError, match="other weights"):
+        gk.capture(store, model, batches, task=task, split="t", keep="queries", progress=False)
+    other = gk.LanguageModelling(reduction="mean")
+    model, batches, _ = world("tied")
+    with pytest.raises(CaptureError, match="another task"):
+        gk.capture(store, model, batches, task=other, split="t", keep="queries", progress=False)
+    with pytest.raises(CaptureError, match=r"does not fit|no such layer|other weights"):
+        capture(store, "untied", "queries", split="t")
+    assert [key.split for key in store.captures()] == ["train"]
+
+
+def test_losses_that_are_no_numbers_leave_nothing(store):
+    model, batches, task = world("tied")
+    with torch.no_grad():
+        model.wte.weight[3] = torch.nan
+    with pytest.raises(CaptureError, match=r"not a number|no numbers|are zero|add up"):
+        gk.capture(store, model, batches, task=task, split="t", keep="600B", progress=False)
+    assert store.captures() == []
+
+
+def test_a_changed_activation_is_noticed_on_a_rerun(store):
+    keep = gk.Keep(300, rows=16)
+    capture(store, "positions", keep)
+    model, batches, task = world("positions")
+    model[2] = nn.ReLU()
+    with pytest.raises(CaptureError, match="came out otherwise"):
+        gk.capture(store, model, batches, task=task, split="train", keep=keep, progress=False)
+
+
+def test_done_twice_it_is_done_once(store):
+    keep = gk.Keep(600, rows=16)
+    first = capture(store, "tied", keep)
+    again = capture(store, "tied", keep)
+    assert again.reused_rows == first.rows == 24
+
+
+def test_a_memory_budget_drops_activations_and_changes_nothing(tmp_path):
+    plain, small = gk.open(tmp_path / "plain"), gk.open(tmp_path / "small")
+    keep = gk.Keep(600, rows=16)
+    capture(plain, "tied", keep)
+    capture(small, "tied", keep, memory_budget=0.8)
+    a, b = (s.read(gk.CaptureKey("final", "train")) for s in (plain, small))
+    for name in a.names:
+        one, other = a.column(name), b.column(name)
+        assert np.array_equal(np.asarray(one), np.asarray(other)), name
+
+
+def test_functional_forms_of_the_dial(store):
+    assert gk.Keep("4KiB").size == 8 * (4096 - 64)
+    assert gk.Keep(4096) == gk.Keep("4KiB")
+    kept = capture(store, "tied", 600, name="number")
+    assert all(layer.storage == "coordinates" for layer in kept.layers)
