@@ -123,6 +123,11 @@ def keeping_columns(maker: RowMaker, batch: Any) -> RowMaker:
     return ColumnMaker(maker) if isinstance(batch, WithColumns) else maker
 
 
+def maker_within(maker: RowMaker) -> RowMaker:
+    """What makes the rows to which columns are added."""
+    return maker.maker if isinstance(maker, ColumnMaker) else maker
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnMaker:
     """Makes the rows of a capture as another maker does, and adds their columns."""
@@ -151,6 +156,10 @@ class ColumnMaker:
     def notes(self) -> list[str]:
         """What a user should know."""
         return self.maker.notes()
+
+    def facts(self) -> list[str]:
+        """What stands in the report, beside the notes."""
+        return self.maker.facts()
 
     def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
         """The rows of a batch, with their columns."""

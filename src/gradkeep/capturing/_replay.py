@@ -17,7 +17,7 @@ import gradkeep.store as gs
 from gradkeep._progress import progress as shown
 from gradkeep.capturing._at_hand import check_recomputable
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._columns import keeping_columns, without_columns
+from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
@@ -208,7 +208,7 @@ class Replay:
     def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
         most = segment_bytes(self.budget)
-        limit = COORDINATE_ROWS if isinstance(maker, CoordinateMaker) else 1 << 16
+        limit = COORDINATE_ROWS if isinstance(maker_within(maker), CoordinateMaker) else 1 << 16
         rows = 1
         while 2 * rows * maker.row_bytes <= most and rows < limit:
             rows *= 2
