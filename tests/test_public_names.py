@@ -44,11 +44,11 @@ NAMES = {
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
     BitRows BitWidth Bits BlockProjection LayerProjection PACKED bit_scales packed_bits squared """,
     "gradkeep.capturing": """
-        CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
+        AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
         ListedLayer Measured Mode PlannedLayer PreparedCapture Regression SampleAxis Task
         Weights batch_size by_sample capture fingerprint_weights in_mode layer_rules layers
-        load_weights plan prepare_capture put_weights recording register_layer_rule
+        load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         rows_at_once rows_of to_device unregister_layer_rule
     Keep """,
     "gradkeep.attribution": """
