@@ -36,7 +36,9 @@ def make(folder: Path, rows: int) -> None:
     from gradkeep.factors import Bits, Parameter, form_to_fields
 
     def schema(bits: int, count: int) -> gs.Schema:
-        form = Bits((Parameter("w", (SIZE,)),), "layer.bits", "scale" if bits == 1 else "", SIZE, bits, "b")
+        form = Bits(
+            (Parameter("w", (SIZE,)),), "layer.bits", "scale" if bits == 1 else "", SIZE, bits, "b"
+        )
         codes = {"dtype": "uint8", "shape": (SIZE // 8,)} if bits == 1 else {"shape": (SIZE,)}
         arrays = [gs.Array("layer.bits", kind="projection", layer="layer", **codes)]
         if bits == 1:
@@ -116,7 +118,16 @@ def one(what: str, folder: Path, block: int) -> None:
 
 
 def apart(what: str, folder: Path, block: int) -> dict:
-    command = [sys.executable, __file__, "--one", what, "--folder", str(folder), "--block", str(block)]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        what,
+        "--folder",
+        str(folder),
+        "--block",
+        str(block),
+    ]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -152,9 +163,13 @@ def main() -> int:
         same = all(mine["ids"] == theirs["ids"] for mine, theirs in pairs)
         mine, theirs = (statistics.median(pair[at]["cpu"] for pair in pairs) for at in (0, 1))
         peak = max(pair[0]["peak"] for pair in pairs)
-        print(f"{given.rows} rows of {SIZE // 8} B, {QUERIES} queries, top {TOP}; numpy by {block} rows")
+        print(
+            f"{given.rows} rows of {SIZE // 8} B, {QUERIES} queries, top {TOP}; numpy by {block} rows"
+        )
         met = "met" if mine / theirs <= BAR else "MISSED"
-        print(f"CPU time by numpy's: {mine / theirs:.2f} (at most {BAR}: {met}); {mine:.1f} s, {theirs:.1f} s")
+        print(
+            f"CPU time by numpy's: {mine / theirs:.2f} (at most {BAR}: {met}); {mine:.1f} s, {theirs:.1f} s"
+        )
         met = "met" if peak <= MEMORY else "MISSED"
         print(f"peak memory: {peak / 2**20:.0f} MiB (at most {MEMORY >> 20}: {met})")
         print(f"the same ids in the same order: {'yes' if same else 'NO'}")

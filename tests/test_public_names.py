@@ -35,22 +35,22 @@ NAMES = {
         attribute attribution capture capturing combine data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep """,
+    Keep attribute_once """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
         OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
-    BitRows BitWidth Bits BlockProjection LayerProjection PACKED bit_scales packed_bits squared """,
+    BitRows BitWidth Bits BlockProjection LayerProjection MOST_IN_GROUP PACKED bit_scales bits_told packed_bits squared """,
     "gradkeep.capturing": """
-        CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
+        AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
         ListedLayer Measured Mode PlannedLayer PreparedCapture Regression SampleAxis Task
         Weights batch_size by_sample capture fingerprint_weights in_mode layer_rules layers
-        load_weights plan prepare_capture put_weights recording register_layer_rule
+        load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         rows_at_once rows_of to_device unregister_layer_rule
-    Keep """,
+    Keep Batches MomentsSoon Traced Tracer batches_of measure_moments ready """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
         RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold
@@ -58,7 +58,7 @@ NAMES = {
         attribute combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
-    """,
+    attribute_once """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews

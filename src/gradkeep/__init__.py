@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Scorer,
         Scores,
         attribute,
+        attribute_once,
         combine,
         methods,
         project,
@@ -77,8 +78,8 @@ _ROOMS = (
 )
 _NAMES = {
     "attribution": (
-        *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "attribute", "combine"),
-        *("methods", "project", "register_method", "suspects"),
+        *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "attribute"),
+        *("attribute_once", "combine", "methods", "project", "register_method", "suspects"),
     ),
     "capturing": (
         *("CaptureWarning", "Captured", "Classification", "Keep", "LanguageModelling"),
@@ -123,6 +124,7 @@ __all__ = [
     "Task",
     "Weights",
     "attribute",
+    "attribute_once",
     "attribution",
     "capture",
     "capturing",

@@ -1,12 +1,15 @@
 """Capturing per-sample gradients: layer rules, tasks, replay, the recorder for running loops."""
 
+from gradkeep.capturing._adam import AdamState, read_adam
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._calls import LayerCall
 from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
+from gradkeep.capturing._loader import Batches, batches_of
 from gradkeep.capturing._mode import Mode, in_mode
 from gradkeep.capturing._plan import CapturePlan, PlannedLayer, plan
+from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._recording import GradientRecording, recording
 from gradkeep.capturing._report import (
     Captured,
@@ -16,8 +19,10 @@ from gradkeep.capturing._report import (
     ListedLayer,
     layers,
 )
+from gradkeep.capturing._tracer import Traced, Tracer
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
 from gradkeep.capturing.coordinates._keep import Keep
+from gradkeep.capturing.coordinates._moments import MomentsSoon, measure_moments
 from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis, by_sample
 from gradkeep.capturing.rules._rules import (
     LayerRule,
@@ -31,6 +36,8 @@ from gradkeep.capturing.tasks._supervised import Classification, Regression
 from gradkeep.capturing.tasks._task import Measured, Task
 
 __all__ = [
+    "AdamState",
+    "Batches",
     "CapturePlan",
     "CaptureSettings",
     "CaptureWarning",
@@ -48,13 +55,17 @@ __all__ = [
     "ListedLayer",
     "Measured",
     "Mode",
+    "MomentsSoon",
     "PlannedLayer",
     "PreparedCapture",
     "Regression",
     "SampleAxis",
     "Task",
+    "Traced",
+    "Tracer",
     "Weights",
     "batch_size",
+    "batches_of",
     "by_sample",
     "capture",
     "fingerprint_weights",
@@ -62,9 +73,12 @@ __all__ = [
     "layer_rules",
     "layers",
     "load_weights",
+    "measure_moments",
     "plan",
     "prepare_capture",
     "put_weights",
+    "read_adam",
+    "ready",
     "recording",
     "register_layer_rule",
     "rows_at_once",

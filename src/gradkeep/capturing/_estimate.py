@@ -12,11 +12,19 @@ from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._footprint import rows_at_once, segment_bytes
 from gradkeep.capturing._pace import predicted_seconds
 from gradkeep.capturing._replay import COORDINATE_ROWS
-from gradkeep.capturing.coordinates._choice import block_sizes, pairs_of, side_of, worth_keeping
+from gradkeep.capturing.coordinates._choice import (
+    block_sizes,
+    operations_of,
+    pairs_of,
+    side_of,
+    sizes_kept,
+    worth_keeping,
+)
 from gradkeep.capturing.coordinates._keep import OVERHEAD
 from gradkeep.capturing.coordinates._maker import CODES, SCALE
 from gradkeep.capturing.coordinates._sample import rows_sampled
 from gradkeep.factors import PACKED, Bits
+from gradkeep.factors.kronecker import WIDE
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -41,8 +49,8 @@ _EIGEN = 40.0
 """Operations of a decomposition, divided by the cube of the side, at the speed of large products."""
 _COPIES = 6.0
 """Times that a value of an exact row is written, read or hashed on its way to the disk."""
-_DIAGONAL = 1024
-"""Sides of a tied table from which on its moments are a diagonal."""
+_TABLES = ("lookup", "tied")
+"""Forms of which the moments of tokens are a diagonal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +168,15 @@ def coordinate_cost(
     units = list(pieces) if chosen else worth_keeping(list(pieces), keep)
     forms = {unit: pieces[unit].form for unit in units}
     sizes = block_sizes(forms.values())
-    side = side_of(sizes, keep)
+    side = side_of(sizes, keep, list(pieces))
     used = rows_sampled(keep.rows, rows)
     pairs = {u: _pairs(exact[u], forms[u], side, used if keep.whitened else None) for u in units}
     there = sum(pairs.values())
-    fold = max(1, min(keep.fold, there // keep.size)) if keep.whitened else 1
-    size = min(keep.size, there // fold)
+    size, group, fold = sizes_kept(there, keep)
     kept = tuple(
-        _as_coordinates(exact[unit], keep, size * pairs[unit] // there, first=unit is units[0])
+        _as_coordinates(
+            exact[unit], keep, size * pairs[unit] // max(1, there), group, first=unit is units[0]
+        )
         for unit in units
     )
     a_row = sum(keeping.row_bytes for keeping in kept) + shaped.values
@@ -175,7 +184,7 @@ def coordinate_cost(
     moments = sum(_moment_values(forms[unit]) for unit in units)
     positions = {unit: exact[unit].positions for unit in units}
     a_pass = clock.a_pass(shaped)
-    moved = sum(_coordinate_flops(forms[u], positions[u], side) for u in units)
+    moved = sum(2 * positions[u] * operations_of(block_sizes([forms[u]]), side) for u in units)
     summed = sum(_moment_flops(forms[u], positions[u]) for u in units)
     found = sum(_eigen_flops(forms[u], side) for u in units) if keep.whitened else 0.0
     restored = max((4.0 * u.size for u in units if forms[u].kind == "tied"), default=0.0)
@@ -209,16 +218,25 @@ def _pairs(exact: LayerKeeping, form: AnyForm, side: int, used: int | None) -> i
     return pairs_of(block_sizes([form]), rank)
 
 
-def _as_coordinates(exact: LayerKeeping, keep: Keep, size: int, *, first: bool) -> LayerKeeping:
+def _as_coordinates(
+    exact: LayerKeeping, keep: Keep, share: int, group: int, *, first: bool
+) -> LayerKeeping:
     """A layer with its share of the coordinates, as if all pairs of vectors were worth the same."""
-    packed = keep.bits in PACKED
+    packed, each = keep.bits in PACKED, group or 1
+    size = share // each * each
     form = Bits(
-        exact.unit.parameters, f"{exact.unit.name}.bits", SCALE if packed else "", size, keep.bits
+        exact.unit.parameters,
+        f"{exact.unit.name}.bits",
+        SCALE if packed else "",
+        size,
+        keep.bits,
+        group=group,
     )
+    coded = size // group if group else math.ceil(size * keep.bits / 8)
     codes = Array(
         form.codes,
         dtype="uint8" if packed else "float32",
-        shape=(math.ceil(size * keep.bits / 8) if packed else size,),
+        shape=(coded if packed else size,),
         kind="projection",
         encoding=CODES[keep.bits],
         layer=exact.unit.name,
@@ -230,14 +248,6 @@ def _as_coordinates(exact: LayerKeeping, keep: Keep, size: int, *, first: bool) 
         arrays=(codes,),
         row_bytes=codes.row_bytes + (4.0 if first and packed else 0.0),
         tolerance=0.0,
-    )
-
-
-def _coordinate_flops(form: AnyForm, positions: float, side: int) -> float:
-    """Both sides of every position moved to the leading vectors, and their products."""
-    return sum(
-        2.0 * g * positions * (r * min(side, r) + c * min(side, c) + min(side, r) * min(side, c))
-        for g, r, c in block_sizes([form])
     )
 
 
@@ -258,8 +268,8 @@ def _moment_values(form: AnyForm) -> float:
 
 
 def _square(form: AnyForm, side: int) -> float:
-    diagonal = form.kind == "lookup" or (form.kind == "tied" and side > _DIAGONAL)
-    return float(side) if diagonal else float(side) ** 2
+    tokens = form.kind in _TABLES and side == block_sizes([form])[0][1]
+    return float(side) if tokens or side > WIDE else float(side) ** 2
 
 
 def _eigen_flops(form: AnyForm, side: int) -> float:

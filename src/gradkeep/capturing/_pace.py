@@ -43,13 +43,11 @@ def measured_pace(
     speeds: MachineSpeeds,
     work: PassWork,
 ) -> float:
-    """How many times longer a pass takes than predicted; 1 where none can be tried.
+    """How many times longer a pass takes than predicted.
 
-    One sample runs forward and back, cut to fewer tokens where a whole one would take long. Weights
-    on the meta device cannot run, and a sample that is long and cannot be cut is not tried.
+    One sample runs forward and back, cut to fewer tokens where a whole one would take long; 1 for a
+    sample that is long and cannot be cut.
     """
-    if device_of(model).type == "meta" or any(_is_meta(leaf) for leaf in leaves(batch)):
-        return 1.0
     one = to_device(rows_of(batch, 0, 1), device_of(model))
     share = _MEASURED / max(predicted_seconds(work, speeds), 1e-9)
     if share < 1:
@@ -69,10 +67,6 @@ def measured_pace(
         seconds = _timed(model, task, one, of)
         least, taken = min(least, seconds), taken + seconds
     return least / predicted_seconds(count.a_row(1), speeds)
-
-
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
 def _timed(model: nn.Module, task: Task, batch: Any, of: GradientOf | None) -> float:

@@ -13,6 +13,7 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
+from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._estimate import (
     CaptureCost,
     Clock,
@@ -26,9 +27,11 @@ from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
 from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing._pace import measured_pace, predicted_seconds
+from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.capturing._row_making import GradientMaker
 from gradkeep.capturing._shapes import shaped_capture, shapes_of
+from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 from gradkeep.factors import ProductSize
@@ -160,14 +163,18 @@ def plan(
     >>> found.fits, found.advice
     (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='16KiB' fits: 1.33 TB")
     """
+    model = uncompiled(model)
+    unpacking = unpacking_for(model, task, mode)
+    batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     limits = _Limits(
         None if memory_budget is None else budget,
         _free_bytes() if disk_budget is None else parse_bytes(disk_budget),
     )
     settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
-    with in_mode(model, mode):
-        sized = _sized(model, task, batch, settings)
+    model = uncompiled(model)
+    batch = _as_captured(model, task, without_columns(batch), mode)
+    sized = _sized(model, task, batch, settings, mode)
     asked = _Asked(rows, queries, batch_size(batch), layers is not None, compute)
     wanted = settings.compressed
     if wanted is None or keeps_exact(sized.shaped, wanted):
@@ -212,16 +219,29 @@ class _Sized:
     """What some rows took, where they ran."""
 
 
-def _sized(model: nn.Module, task: Task, batch: Any, settings: CaptureSettings) -> _Sized:
+def _as_captured(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> Any:
+    """The batch, or if it is a pack, its documents."""
+    unpacking = None if _is_hollow(model, batch) else unpacking_for(model, task, mode)
+    return batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
+
+
+def _is_hollow(model: nn.Module, batch: Any) -> bool:
+    """Whether there are only shapes: on the meta device, and not fetched from elsewhere either."""
+    hollow = any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
+    return hollow or device_of(model).type == "meta"
+
+
+def _sized(
+    model: nn.Module, task: Task, batch: Any, settings: CaptureSettings, mode: Mode | None
+) -> _Sized:
     """From a run of the first samples if that is quick, else from shapes and one short sample."""
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
-    device, speeds = device_of(model), machine_speeds()
-    hollow = device.type == "meta" or any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
+    speeds, hollow = machine_speeds(), _is_hollow(model, batch)
     shaped: ShapedCapture | None = None
     try:
-        shaped = shaped_capture(model, task, part, settings)
+        shaped = shaped_capture(model, task, part, settings, mode=mode)
     except GradkeepError:
         raise
     except Exception as error:
@@ -232,18 +252,20 @@ def _sized(model: nn.Module, task: Task, batch: Any, settings: CaptureSettings) 
                 found=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
                 fix="build model and batch with numbers, on the CPU",
             ) from error
-    if shaped is not None and (hollow or not _is_quick(shaped, speeds)):
-        pace = measured_pace(model, task, part, settings.of, speeds, shaped.work)
-        return _Sized(shaped, Clock(speeds, pace))
-    own = to_device(part if shaped is not None else rows_of(part, 0, _FEW), device)
-    prepared = prepare_capture(model, task, own, settings)
-    if shaped is None:
-        shaped = shapes_of(prepared, own)
-    shaped = dataclasses.replace(shaped, prepared=prepared)
-    pace = measured_pace(model, task, own, settings.of, speeds, shaped.work)
-    return _Sized(
-        shaped, Clock(speeds, pace), seen_rows(GradientMaker(prepared, {}, None, device), own)
-    )
+    if shaped is not None and hollow:
+        return _Sized(shaped, Clock(speeds, 1.0))
+    with ready(model), in_mode(model, mode):
+        if shaped is not None and not _is_quick(shaped, speeds):
+            pace = measured_pace(model, task, part, settings.of, speeds, shaped.work)
+            return _Sized(shaped, Clock(speeds, pace))
+        device = device_of(model)
+        own = to_device(part if shaped is not None else rows_of(part, 0, _FEW), device)
+        prepared = prepare_capture(model, task, own, settings)
+        shaped = shapes_of(prepared, own) if shaped is None else shaped
+        shaped = dataclasses.replace(shaped, prepared=prepared)
+        pace = measured_pace(model, task, own, settings.of, speeds, shaped.work)
+        seen = seen_rows(GradientMaker(prepared, {}, None, device), own)
+        return _Sized(shaped, Clock(speeds, pace), seen)
 
 
 def _is_quick(shaped: ShapedCapture, speeds: MachineSpeeds) -> bool:

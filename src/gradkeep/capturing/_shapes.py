@@ -25,6 +25,8 @@ from gradkeep.capturing._first_batch import (
     ways_to_capture,
 )
 from gradkeep.capturing._keeping import choose_storage
+from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._stand_ins import LOW
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.capturing.rules._linear import linear_gradients
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.capturing._first_batch import CaptureSettings
+    from gradkeep.capturing._mode import Mode
     from gradkeep.capturing.tasks._task import Measured, Task
     from gradkeep.factors import Storage
 
@@ -73,7 +76,12 @@ class ShapedCapture:
 
 
 def shaped_capture(
-    model: nn.Module, task: Task, batch: Any, settings: CaptureSettings
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    settings: CaptureSettings,
+    *,
+    mode: Mode | None = "eval",
 ) -> ShapedCapture:
     """Find out from shapes how each chosen layer is captured, and what one pass takes.
 
@@ -82,13 +90,13 @@ def shaped_capture(
     the calls of one forward and two backward passes, without their arithmetic.
     """
     rows = batch_size(batch)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    hollow = _hollow_model(model, mode)
-    given, numbers = _hollow_batch(batch, mode)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    hollow = _hollow_model(model, fake)
+    given, numbers = _hollow_batch(batch, fake)
     units = select_layers(units_of(hollow), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(hollow, task, settings.of)
     count = PassCount(hollow)
-    with mode:
+    with in_mode(hollow, mode), fake:
         with count.operators(), torch.autograd.graph.saved_tensors_hooks(count.saving, _same):
             modules = [*watched(units), *hollow.modules()]
             measured, target, calls = tracer.forward(modules, given)
@@ -175,7 +183,9 @@ def _hollow_batch(batch: Any, mode: FakeTensorMode) -> tuple[Any, Numbers]:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     # As if on the processor: there, what a model makes on its own meets its weights.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    # What has 16 bits is computed with as float32.
+    dtype = torch.float32 if tensor.dtype in LOW else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="cpu")
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -12,7 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradkeep.capturing._batches import digests
-from gradkeep.capturing.tasks._task import Measured, Task, call, logits_of, split_labels
+from gradkeep.capturing.tasks._task import (
+    Measured,
+    Task,
+    call,
+    holds_numbers,
+    logits_of,
+    split_labels,
+)
 from gradkeep.errors import CaptureError
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -128,8 +135,8 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
             found=str(labels.dtype),
             fix="pass labels.long(), or use gk.Regression",
         )
-    if labels.is_meta or hasattr(labels, "fake_mode"):
-        return  # a plan is made from shapes: there are no numbers to look at
+    if not holds_numbers(labels):
+        return
     low, high = (int(end) for end in labels.aminmax()) if len(labels) else (0, 0)
     if not 0 <= low <= high < logits.shape[1]:
         raise CaptureError(
