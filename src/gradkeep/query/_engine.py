@@ -74,12 +74,15 @@ class ProductEngine:
         per_layer: bool = False,
         answer: int,
         positions: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
+        """`positions` picks queries and `rows` training rows; None: all of them."""
         check_pairs(pairs)
         self.pairs, self.per_layer = list(pairs), per_layer
         first = pairs[0]
         self.positions = list(range(len(first.queries))) if positions is None else list(positions)
-        self.num_train = len(first.train)
+        self.rows = None if rows is None else list(rows)
+        self.num_train = len(first.train) if self.rows is None else len(self.rows)
         probes = [_probe(pair) for pair in pairs]
         self.shares: MemoryShares = memory_shares(
             memory_budget,
@@ -110,7 +113,7 @@ class ProductEngine:
         for begin in range(0, len(self.positions), step):
             chosen = self.positions[begin : begin + step]
             asked = [
-                _QueryTile(pair, sides, chosen, self.shares)
+                _QueryTile(pair, sides, chosen, self.shares, self.rows)
                 for pair, sides in zip(self.pairs, self.sides, strict=True)
             ]
             for parts in self._train():
@@ -122,16 +125,17 @@ class ProductEngine:
                 yield ProductTile(begin, parts[0].start, total)
 
     def _train(self) -> Iterator[list[FactorBatch]]:
-        """Tiles of training rows: streamed, or for several checkpoints read side by side."""
+        """Tiles of training rows: streamed, or picked, or for several checkpoints read side by side."""
         rows = self.shares.train_rows
-        if len(self.pairs) == 1:
+        if len(self.pairs) == 1 and self.rows is None:
             for part in self.pairs[0].train.stream(rows):
                 yield [part]
             return
         for start in range(0, self.num_train, rows):
             stop = min(start + rows, self.num_train)
+            chosen = range(start, stop) if self.rows is None else self.rows[start:stop]
             yield [
-                dataclasses.replace(pair.train.rows(range(start, stop)), start=start, stop=stop)
+                dataclasses.replace(pair.train.rows(chosen), start=start, stop=stop)
                 for pair in self.pairs
             ]
 
@@ -179,11 +183,12 @@ class _QueryTile:
         sides: Sequence[LayerProduct],
         positions: Sequence[int],
         split: MemoryShares,
+        train: Sequence[int] | None,
     ) -> None:
         self.pair, self.sides, self.scratch = pair, sides, split.scratch
         some = pair.queries.rows(positions)
         self.slopes = _slopes(pair.queries, positions)
-        self.train_slopes = pair.train.slopes()
+        self.train_slopes = pair.train.slopes() if train is None else _slopes(pair.train, train)
         self.factors: list[GradientRows | torch.Tensor] = []
         left = split.restored
         for side in sides:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,7 +15,7 @@ from gradkeep._public import renamed_arguments
 from gradkeep.errors import MissingRows, NotSealed, QueryError
 from gradkeep.factors import form_from_fields
 from gradkeep.query._layers import select_layers
-from gradkeep.store import CaptureKey
+from gradkeep.store import CaptureKey, Store
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from gradkeep.factors import AnyForm, GradientRows
     from gradkeep.query._layers import LayerChoice
-    from gradkeep.store import Batch, Block, Layer, Store
+    from gradkeep.store import Batch, Block, Layer
 
 GradientOf = Literal["loss", "output"]
 """Whose gradient is asked for."""
@@ -76,6 +77,13 @@ class Gradients:
     def size(self) -> int:
         """P, the number of parameters of the chosen layers."""
         return sum(form.gradient_size for form in self.forms.values())
+
+    @checked(QueryError)
+    def named(self, capture: str) -> Gradients:
+        """The gradients of the same split at the same checkpoint in the capture of another name."""
+        key = dataclasses.replace(self.key, capture=capture)
+        store = Store(self.block.backend, durability=self.block.durability)
+        return gradients_of(open_capture(store, key), key, None, self.of)
 
     @checked(QueryError)
     def column(self, name: str) -> Any:

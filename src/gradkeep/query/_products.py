@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from gradkeep import _arguments
@@ -17,8 +18,6 @@ from gradkeep.query._gradients import Gradients
 from gradkeep.query._largest import LargestRows
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from gradkeep.query._planner import QueryPlan
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -122,17 +121,45 @@ def top(
     smallest: bool = False,
     compute: ComputeWish = None,
     memory_budget: float | str | None = None,
+    refine: str | tuple[Gradients, Gradients] | None = None,
+    candidates: int | None = None,
 ) -> TopRows:
     """The `k` training rows with the largest (or smallest) product for each query.
 
     The matrix is never held: Q x (k + a tile) values at a time. Equal products come in the order
     of the training rows.
+
+    `refine` is for rows that are kept in few bytes: of the best `candidates` of each query, 10 k unless
+    it is said, the products are made anew from another capture of both splits, by its name or as
+    (queries, training rows), and the best `k` by those are given. That capture needs no other rows
+    than the candidates. Its products are what it keeps: of whole gradients plain ones, of
+    `gk.Keep(bits=32)` whitened ones that are not rounded.
     """
     pairs = _pairs(queries, train, weights)
     positions = _positions(pairs[0].queries, ids)
     if k < 1:
         raise QueryError("k must be at least 1", found=k)
     k = min(k, len(pairs[0].train))
+    if refine is not None:
+        if len(pairs) > 1:
+            raise QueryError(
+                "rows are refined at one checkpoint",
+                found=f"{len(pairs)} checkpoints",
+                fix="ask about one of them, or without refine=",
+            )
+        _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
+        wide = max(k, 10 * k if candidates is None else candidates)
+        found = top(
+            queries,
+            train,
+            wide,
+            weights=weights,
+            ids=ids,
+            smallest=smallest,
+            compute=compute,
+            memory_budget=memory_budget,
+        )
+        return _refined(found, pairs[0], refine, k, smallest=smallest, memory_budget=memory_budget)
     engine = ProductEngine(
         pairs,
         compute=compute,
@@ -151,6 +178,71 @@ def top(
         query_ids=pairs[0].queries.ids[positions],
         plan=engine.plan,
     )
+
+
+def _refined(
+    found: TopRows,
+    pair: GradientPair,
+    refine: str | tuple[Gradients, Gradients],
+    k: int,
+    *,
+    smallest: bool,
+    memory_budget: float | str | None,
+) -> TopRows:
+    """The best of what was found, by the products of another capture of the same rows."""
+    finer = _finer(pair, refine)
+    rows = pair.train.positions(np.unique(found.ids.numpy()))
+    rows.sort()
+    ids = pair.train.ids[rows]
+    asked = _there(finer.queries, found.query_ids, "asked about")
+    engine = ProductEngine(
+        [finer],
+        memory_budget=memory_budget,
+        answer=4 * len(asked) * len(rows),
+        positions=asked,
+        rows=_there(finer.train, ids, "found"),
+    )
+    values = torch.empty(len(asked), len(rows))
+    for tile in engine.tiles():
+        part = tile.values[0]
+        here = slice(tile.query_start, tile.query_start + len(part))
+        values[here, tile.train_start : tile.train_start + part.shape[1]] = part
+    # Only a query's own candidates count, in the order of training rows.
+    places = torch.searchsorted(torch.from_numpy(rows), _positions_of(pair.train, found.ids))
+    places = places.sort(1).values
+    own = values.gather(1, places)
+    order = own.sort(dim=1, descending=not smallest, stable=True).indices[:, :k]
+    return TopRows(
+        values=own.gather(1, order),
+        ids=torch.from_numpy(ids.copy())[places.gather(1, order)],
+        query_ids=found.query_ids,
+        plan=engine.plan,
+    )
+
+
+def _positions_of(side: Gradients, ids: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(side.positions(ids.flatten().numpy())).view_as(ids)
+
+
+def _finer(pair: GradientPair, refine: str | tuple[Gradients, Gradients]) -> GradientPair:
+    if not isinstance(refine, str):
+        return GradientPair(*refine, pair.weight)
+    queries, train = (side.named(refine) for side in (pair.queries, pair.train))
+    return GradientPair(queries, train, pair.weight)
+
+
+def _there(side: Gradients, ids: Ids, what: str) -> list[int]:
+    """Where the rows are; an error that says which are not."""
+    missing = np.setdiff1d(ids, side.ids)
+    if len(missing):
+        raise QueryError(
+            f"the capture {side.key.capture!r} of {side.key.split} lacks rows that were {what}",
+            found=f"{len(missing)} of {len(ids)} are missing: {missing[:5].tolist()} ...",
+            fix=f"capture them with gk.capture(..., split={side.key.split!r}, "
+            f"name={side.key.capture!r}, ids=...), or ask for fewer candidates=",
+        )
+    found: list[int] = side.positions(ids).tolist()
+    return found
 
 
 def _matrix(
