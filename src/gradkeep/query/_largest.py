@@ -8,8 +8,8 @@ import torch
 class LargestRows:
     """The `k` largest values of each query so far, and the rows they belong to.
 
-    Of equal values, those of earlier rows come first: rows must pass in order. Most tiles only meet one
-    comparison a value, since little of them exceeds what was seen; only columns that do are sorted.
+    Of equal values, those of earlier rows come first: rows must pass in order. Of most tiles a comparison
+    shows that no value exceeds what was seen, and nothing is sorted.
 
     >>> best = LargestRows(1, 2)
     >>> best.add(torch.tensor([[3.0, 5.0, 5.0]]), 0, 0)
@@ -27,16 +27,28 @@ class LargestRows:
 
     def add(self, values: torch.Tensor, query_start: int, row_start: int) -> None:
         """Look at values `[q, n]` of the queries from `query_start` and the rows from `row_start`."""
-        here = slice(query_start, query_start + len(values))
-        numbers = torch.arange(row_start, row_start + values.shape[1])
+        queries = torch.arange(query_start, query_start + len(values))
         if row_start >= self._k:  # before, some places are not taken
-            above = (values > self.values[here, -1:]).any(0)
-            if not bool(above.any()):
+            above = (values > self.values[queries, -1:]).any(1)
+            queries, values = queries[above], values[above]
+            if not len(queries):
                 return
-            values, numbers = values[:, above], numbers[above]
-        both = torch.cat([self.values[here], values], 1)
-        both_rows = torch.cat([self.rows[here], numbers.expand_as(values)], 1)
+        places = _largest_places(values, self._k)
+        both = torch.cat([self.values[queries], values.gather(1, places)], 1)
+        both_rows = torch.cat([self.rows[queries], places + row_start], 1)
         # Earlier rows stand first, and a stable sort leaves equals in place.
         order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
-        self.values[here] = both.gather(1, order)
-        self.rows[here] = both_rows.gather(1, order)
+        self.values[queries] = both.gather(1, order)
+        self.rows[queries] = both_rows.gather(1, order)
+
+
+def _largest_places(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the `k` largest of `[q, n]` are, the first of equal ones, in rising order `[q, k]`."""
+    if values.shape[1] <= k:
+        return torch.arange(values.shape[1]).expand_as(values)
+    found = values.topk(k, dim=1)
+    if bool(((values >= found.values[:, -1:]).sum(1) == k).all()):
+        return found.indices.sort(dim=1).values
+    # Which of equal values topk takes is not said.
+    order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return order.sort(dim=1).values
