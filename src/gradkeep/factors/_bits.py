@@ -16,6 +16,8 @@ from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage,
 from gradkeep.factors._weights import WeightBlock, WeightVector
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from gradkeep.factors._cost import CostCounter, ProductSize
@@ -230,6 +232,17 @@ class Bits(Form[BitRows]):
         step, first = _LEVELS[self.bits]
         out.mul_(step).add_(first * directions.double().sum(1, keepdim=True).to(out.dtype))
         return out.mul_(rows.scales.to(out.dtype))
+
+    @property
+    def tabled(self) -> bool:
+        """Bytes of groups are looked up."""
+        return bool(self.group)
+
+    def chained(self, parts: Sequence[BitRows]) -> BitRows:
+        """The codes and scales of all parts."""
+        scales = [part.scales for part in parts if part.scales is not None]
+        codes = torch.cat([part.codes for part in parts])
+        return BitRows(codes, torch.cat(scales) if scales else None)
 
     def temporaries(self, rows: BitRows) -> int:
         """Values of the temporaries of a row while it is decoded."""

@@ -278,6 +278,17 @@ class Form(Protocol[R]):
         return rows.positions / max(1, len(rows))
 
     @property
+    def tabled(self) -> bool:
+        """Whether products begin with tables of the queries, which many rows at once are worth."""
+        return False
+
+    def chained(self, parts: Sequence[R]) -> R:
+        """Rows that follow each other, as one."""
+        if len(parts) != 1:
+            raise QueryError("rows of this form are not chained", found=self.kind)
+        return parts[0]
+
+    @property
     def unfolds(self) -> bool:
         """Whether outer products are of patches, which have to be laid out first."""
         return False

@@ -128,7 +128,11 @@ class ProductEngine:
         """Tiles of training rows: streamed, or picked, or for several checkpoints read side by side."""
         rows = self.shares.train_rows
         if len(self.pairs) == 1 and self.rows is None:
-            for part in self.pairs[0].train.stream(rows):
+            train = self.pairs[0].train
+            parts = train.stream(rows)
+            if all(form.tabled for form in train.forms.values()):
+                parts = _chained(parts, train.forms, rows)
+            for part in parts:
                 yield [part]
             return
         for start in range(0, self.num_train, rows):
@@ -234,6 +238,29 @@ class _QueryTile:
         if side.mixed:
             return queries @ form.restore(rows).to(queries.dtype).t()
         return form.along(rows, queries, scratch=self.scratch, compute=side.compute)
+
+
+def _chained(
+    parts: Iterator[FactorBatch], forms: Mapping[str, AnyForm], rows: int
+) -> Iterator[FactorBatch]:
+    """Parts that follow each other, joined to at most `rows` rows."""
+    waiting: list[FactorBatch] = []
+    for part in parts:
+        if waiting and part.stop - waiting[0].start > rows:
+            yield _one_of(waiting, forms)
+            waiting = []
+        waiting.append(part)
+    if waiting:
+        yield _one_of(waiting, forms)
+
+
+def _one_of(parts: list[FactorBatch], forms: Mapping[str, AnyForm]) -> FactorBatch:
+    if len(parts) == 1:
+        return parts[0]
+    factors = {
+        name: form.chained([part.factors[name] for part in parts]) for name, form in forms.items()
+    }
+    return dataclasses.replace(parts[0], stop=parts[-1].stop, factors=factors)
 
 
 @dataclass(frozen=True, slots=True)
