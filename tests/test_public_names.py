@@ -42,7 +42,7 @@ NAMES = {
         OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
-    BitRows BitWidth Bits BlockProjection LayerProjection PACKED bit_scales packed_bits squared """,
+    BitRows BitWidth Bits BlockProjection LayerProjection PACKED PositionProducts bit_scales packed_bits squared """,
     "gradkeep.capturing": """
         CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
