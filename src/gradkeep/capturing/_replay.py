@@ -141,7 +141,10 @@ class Replay:
         batch = to_device(rows_of(first, 0, rows), self.device)
         as_before = None if earlier is None or small else earlier.storages
         settings = self.settings.exact if small else self.settings
-        prepared = prepare_capture(self.model, self.task, batch, settings, as_before=as_before)
+        placed = earlier is None or earlier.placed  # a capture that was begun without goes on so
+        prepared = prepare_capture(
+            self.model, self.task, batch, settings, as_before=as_before, placed=placed
+        )
         if not prepared.kept:
             raise CaptureError(
                 "nothing is left to capture: no chosen layer has a gradient",

@@ -213,6 +213,11 @@ class Form(Protocol[R]):
         """The array of the prefix, where other layers that read the same input may share it."""
         return None
 
+    @property
+    def places_array(self) -> str | None:
+        """The array that says which token every kept position is, where a capture has it."""
+        return None
+
     def with_prefix(self, array: str) -> Self:
         """The same with the prefix in another array."""
         raise AssertionError(f"{self.kind} has no prefix to share with {array}")

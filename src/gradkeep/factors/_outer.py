@@ -162,6 +162,11 @@ class Outer(Form[OuterRows]):
         """The array of the prefix."""
         return self.prefix
 
+    @property
+    def places_array(self) -> str | None:
+        """That of the prefix: layers that share it have the same positions."""
+        return f"{self.prefix}.places"
+
     def with_prefix(self, array: str) -> Outer:
         """The same with the prefix in another array."""
         return replace(self, prefix=array)

@@ -93,6 +93,11 @@ class Tied(Form[TiedRows]):
             return rows.lookup.offsets
         return rows.outer.offsets
 
+    @property
+    def places_array(self) -> str | None:
+        """That of the linear layer; equal tokens of the embedding are added up."""
+        return self.outer.places_array
+
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """The matrix that both uses add up to."""
         return self.outer.weight_blocks()
