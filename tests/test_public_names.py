@@ -42,7 +42,7 @@ NAMES = {
         OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
-    BitRows BitWidth Bits BlockProjection LayerProjection PACKED PositionProducts bit_scales packed_bits squared """,
+    BitRows BitWidth Bits BlockProjection LayerProjection PACKED PositionProducts bit_scales packed_bits squared sum_columns """,
     "gradkeep.capturing": """
         CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
@@ -80,9 +80,9 @@ NAMES = {
     "gradkeep.query": """
         ComputeChoice ComputeWish DEFAULT_BUDGET Directions FactorBatch GradientOf
         GradientPair Gradients LayerChoice MemoryShares NamedLayer ProductEngine ProductTile
-        Products QueryPlan QueryStep TopRows along check_pairs choose_compute cosine dot
+        Products QueryPlan QueryStep TokenProducts TopRows along along_tokens check_pairs choose_compute cosine dot
         gradients gradients_of gram machine_speeds mean memory_shares open_capture
-        select_layers squares top total variance
+        select_layers squares tokens top total variance
     """,
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget

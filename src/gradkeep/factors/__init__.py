@@ -39,7 +39,7 @@ from gradkeep.factors._form import (
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._projection import BlockProjection, LayerProjection
-from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_rows
+from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_columns, sum_rows
 from gradkeep.factors._tied import Tied, TiedRows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
@@ -106,6 +106,7 @@ __all__ = [
     "spans",
     "squared",
     "squared_lengths",
+    "sum_columns",
     "sum_rows",
     "tiles",
     "widened",
