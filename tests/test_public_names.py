@@ -32,7 +32,7 @@ NAMES = {
         Array CaptureKey CaptureWarning Captured Checkpoint CheckpointView Classification
         GradkeepError LanguageModelling Layer LayerGradients LayerRule Measured Method
         Projection Ragged Regression Run Schema Scorer Scores ScoresKey Store Task Weights
-        attribute attribution capture capturing combine data datamodels errors factors farm
+        attribute attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
     Keep """,
@@ -47,7 +47,7 @@ NAMES = {
         CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
         ListedLayer Measured Mode PlannedLayer PreparedCapture Regression SampleAxis Task
-        Weights batch_size by_sample capture fingerprint_weights in_mode layer_rules layers
+        Weights batch_size by_sample capture completions fingerprint_weights in_mode layer_rules layers
         load_weights plan prepare_capture put_weights recording register_layer_rule
         rows_at_once rows_of to_device unregister_layer_rule
     Keep """,

@@ -26,6 +26,7 @@ from gradkeep.capturing.rules._rules import (
     unregister_layer_rule,
 )
 from gradkeep.capturing.rules._units import LayerUnit
+from gradkeep.capturing.tasks._completions import completions
 from gradkeep.capturing.tasks._language import LanguageModelling
 from gradkeep.capturing.tasks._supervised import Classification, Regression
 from gradkeep.capturing.tasks._task import Measured, Task
@@ -57,6 +58,7 @@ __all__ = [
     "batch_size",
     "by_sample",
     "capture",
+    "completions",
     "fingerprint_weights",
     "in_mode",
     "layer_rules",

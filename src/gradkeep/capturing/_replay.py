@@ -174,6 +174,7 @@ class Replay:
             keep=keep,
             weights=weights,
             task=self.task.describe(),
+            trained_as=self.task.trained_as(),
             chosen=self.settings.layers is not None,
         )
         basis = find_basis(request, prepared, self.batches, self.device)
