@@ -31,8 +31,8 @@ NAMES = {
     "gradkeep": """
         Array CaptureKey CaptureWarning Captured Checkpoint CheckpointView Classification
         GradkeepError LanguageModelling Layer LayerGradients LayerRule Measured Method
-        Projection Ragged Regression Run Schema Scorer Scores ScoresKey Store Task Weights
-        attribute attribution capture capturing combine completions data datamodels errors factors farm
+        Projection Ragged Regression Run Schema Scorer Scores ScoresKey Store Task TokenScores Weights
+        attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
     Keep """,
@@ -46,16 +46,16 @@ NAMES = {
     "gradkeep.capturing": """
         CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
-        ListedLayer Measured Mode PlannedLayer PreparedCapture Regression SampleAxis Task
+        ListedLayer Measured Mode PlannedLayer PreparedCapture Regression ReplayedTokens SampleAxis Task
         Weights batch_size by_sample capture completions fingerprint_weights in_mode layer_rules layers
         load_weights plan prepare_capture put_weights recording register_layer_rule
-        rows_at_once rows_of to_device unregister_layer_rule
+        replay_tokens rows_at_once rows_of to_device unregister_layer_rule
     Keep """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
-        RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold
+        RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold TokenScores
         add_damped_scores add_products
-        attribute combine methods project project_dense project_layers project_parameters
+        attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
     """,

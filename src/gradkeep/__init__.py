@@ -28,7 +28,9 @@ if TYPE_CHECKING:
         Projection,
         Scorer,
         Scores,
+        TokenScores,
         attribute,
+        attribute_tokens,
         combine,
         methods,
         project,
@@ -78,8 +80,9 @@ _ROOMS = (
 )
 _NAMES = {
     "attribution": (
-        *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "attribute", "combine"),
-        *("methods", "project", "register_method", "suspects"),
+        *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "TokenScores"),
+        *("attribute", "attribute_tokens", "combine", "methods"),
+        *("project", "register_method", "suspects"),
     ),
     "capturing": (
         *("CaptureWarning", "Captured", "Classification", "Keep", "LanguageModelling"),
@@ -122,8 +125,10 @@ __all__ = [
     "ScoresKey",
     "Store",
     "Task",
+    "TokenScores",
     "Weights",
     "attribute",
+    "attribute_tokens",
     "attribution",
     "capture",
     "capturing",

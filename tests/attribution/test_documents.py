@@ -70,7 +70,9 @@ def test_the_sum_is_the_product_with_the_documents_gradient(make_world):
     np.testing.assert_allclose(found.numpy(), (q @ whole.T).numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("documents", [[1, 2, 3, 4], [[1], [2], [3]], [1.5, 2.0, 3.0], 3, [None] * 3])
+@pytest.mark.parametrize(
+    "documents", [[1, 2, 3, 4], [[1], [2], [3]], [1.5, 2.0, 3.0], 3, [None] * 3]
+)
 def test_documents_that_do_not_fit_are_refused(documents):
     scores = gk.Scores(np.ones((2, 3), np.float32), np.arange(2), np.arange(3))
     with pytest.raises(AttributionError):

@@ -19,9 +19,7 @@ def make_model():
 
 
 def tokens(rows, seed=0):
-    return torch.randint(
-        VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def asked(store, model, batch, span, **options):

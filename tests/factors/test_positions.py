@@ -25,9 +25,7 @@ TOTAL = sum(LENGTHS)
 def outer(*, transposed=False, bias=True, width=4, high=5):
     shape = (width, high) if transposed else (high, width)
     parameters = (Parameter("w", shape), *((Parameter("b", (high,)),) if bias else ()))
-    form = Outer(
-        parameters, "x", "g", d_in=width, d_out=high, bias=bias, transposed=transposed
-    )
+    form = Outer(parameters, "x", "g", d_in=width, d_out=high, bias=bias, transposed=transposed)
     x, g = torch.randn(TOTAL, width), torch.randn(TOTAL, high)
     return form, OuterRows(x.double(), g.double(), OFFSETS)
 

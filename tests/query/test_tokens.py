@@ -64,9 +64,11 @@ def by_hand(model, batch, row, direction):
         output.retain_grad()
         kept.append((module, args[0].detach(), output))
 
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            handles.append(module.register_forward_hook(keep))
+    handles += [
+        module.register_forward_hook(keep)
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
     one = {name: value[row : row + 1] for name, value in batch.items()}
     gk.LanguageModelling().losses(model, one).sum().backward()
     for handle in handles:

@@ -140,7 +140,7 @@ def _computed(
     )
     step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
     scorer: Scorer | None = None
-    kept = _kept_as(chosen, question)
+    kept = kept_as(chosen, question)
     pooled = None if chosen.pool is None else chosen.pool(question, told)
     for number, at in enumerate(question.at(pooled)):
         # The last checkpoint's factorisation goes before the next one's is made.
@@ -177,7 +177,7 @@ def _computed(
     )
 
 
-def _kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
+def kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
     """What the captures hold in place of gradients; an error if the method needs those."""
     told: dict[str, None] = {}
     for at in question.at():

@@ -42,7 +42,11 @@ class Documents:
 def documents_of(name: str, given: Any, rows: int) -> Documents:
     """The documents that rows are said to be of; anything but one for each row is refused."""
     found = _arguments.array(
-        name, given, error=AttributionError, kinds="iuUS", expected="a number or a text for each row"
+        name,
+        given,
+        error=AttributionError,
+        kinds="iuUS",
+        expected="a number or a text for each row",
     )
     if found.shape != (rows,):
         raise AttributionError(

@@ -16,6 +16,7 @@ from gradkeep.capturing._report import (
     ListedLayer,
     layers,
 )
+from gradkeep.capturing._token_replay import ReplayedTokens, replay_tokens
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
 from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis, by_sample
@@ -52,6 +53,7 @@ __all__ = [
     "PlannedLayer",
     "PreparedCapture",
     "Regression",
+    "ReplayedTokens",
     "SampleAxis",
     "Task",
     "Weights",
@@ -69,6 +71,7 @@ __all__ = [
     "put_weights",
     "recording",
     "register_layer_rule",
+    "replay_tokens",
     "rows_at_once",
     "rows_of",
     "to_device",

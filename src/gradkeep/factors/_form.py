@@ -372,9 +372,7 @@ class Form(Protocol[R]):
             del dense  # before the next is made
         return out
 
-    def along_positions(
-        self, rows: R, directions: Tensor
-    ) -> tuple[PositionProducts, ...] | None:
+    def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
         """What each position adds to `along`, for each use of the weight; None: it has no positions.
 
         The sum over a row's positions and over all uses is its product with each of the dense

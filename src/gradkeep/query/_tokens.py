@@ -14,12 +14,12 @@ from gradkeep.errors import QueryError
 from gradkeep.factors import sum_columns
 from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs
 from gradkeep.query._gradients import Gradients
-from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.factors import GradientRows, PositionProducts
+    from gradkeep.query._sums import Directions
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -203,7 +203,7 @@ class _TokenRows:
         places = torch.from_numpy(np.array(kept.values)).long()
         if bool((places < 0).any()):
             return None
-        return list(places.split(np.diff(kept.offsets).tolist()))
+        return list(torch.split(places, np.diff(kept.offsets).tolist()))
 
     def _check_positions(self) -> None:
         names = self.train.block.names

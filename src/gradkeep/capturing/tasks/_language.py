@@ -118,9 +118,7 @@ class LanguageModelling(Task):
         ends = torch.as_tensor(given).long()
         return torch.where(ends < 0, ends + length, ends).clamp(0, length)
 
-    def _within(
-        self, targets: torch.Tensor, ends: torch.Tensor, *, shift: bool
-    ) -> torch.Tensor:
+    def _within(self, targets: torch.Tensor, ends: torch.Tensor, *, shift: bool) -> torch.Tensor:
         """The targets with all that is outside of the spans ignored."""
         places = torch.arange(targets.shape[1], device=targets.device)
         ends = ends.to(targets.device)
