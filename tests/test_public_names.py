@@ -42,13 +42,14 @@ NAMES = {
         OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
-    BitRows BitWidth Bits BlockProjection LayerProjection PACKED PositionProducts bit_scales packed_bits squared sum_columns """,
+    BitRows BitWidth Bits BlockProjection LayerProjection MOST_IN_GROUP PACKED
+        PositionProducts bit_scales bits_told packed_bits squared sum_columns """,
     "gradkeep.capturing": """
-        CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
+        AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
         ListedLayer Measured Mode PlannedLayer PreparedCapture Regression ReplayedTokens SampleAxis Task
         Weights batch_size by_sample capture completions fingerprint_weights in_mode layer_rules layers
-        load_weights plan prepare_capture put_weights recording register_layer_rule
+        load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         replay_tokens rows_at_once rows_of to_device unregister_layer_rule
     Keep """,
     "gradkeep.attribution": """

@@ -24,7 +24,15 @@ def test_a_missing_library_names_its_extra(extra, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
+def test_the_recorder_names_its_extra(tmp_path):
+    if importlib.util.find_spec("transformers") is not None:
+        pytest.skip("transformers is installed")
+    with pytest.raises(MissingExtra, match=r"gradkeep\[transformers\]"):
+        integrations.GradkeepTrainerRecorder(tmp_path / "store")
+
+
 def test_the_names_are_these():
-    assert sorted(integrations.__all__) == sorted(CALLBACKS.values())
+    names = [*CALLBACKS.values(), "GradkeepTrainerRecorder"]
+    assert sorted(integrations.__all__) == sorted(names)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = integrations.no_such_name

@@ -113,6 +113,7 @@ def attribute_tokens(
     loader: Iterable[Any] | None = None,
     task: Task | None = None,
     loader_ids: Any = None,
+    columns: Any = None,
     memory_budget: float | str | None = None,
     **options: Any,
 ) -> TokenScores:
@@ -122,8 +123,9 @@ def attribute_tokens(
     `gk.attribute(...).top(...)`. `method` is "dot", "kfac" or "ekfac", with its options: scores that
     are linear in the training gradient, as sums over tokens must be. From kept factors nothing is run;
     embeddings, norms and dense layers are then in `rest`. With the captured `model`, `loader` and
-    `task`, the chosen rows are run again: embeddings and norms have tokens then too, and rows of which
-    only coordinates are kept can be asked about, where sums are those of the rows before rounding.
+    `task` (and with `loader_ids` and `columns`, where the capture was given ids and columns) the
+    chosen rows are run again: embeddings and norms have tokens then too, and rows of which only
+    coordinates are kept can be asked about, where sums are those of the rows before rounding.
     Cost: 2 Q T P operations a row, and Q restored gradients, of one layer at a time from factors.
 
     >>> import gradkeep as gk, tempfile, torch
@@ -179,7 +181,15 @@ def attribute_tokens(
         assert task is not None
         wanted = rows.ids if train_ids is None else rows.ids[rows.positions(train_ids)]
         found: Any = replay_tokens(
-            store, rows, directions, model, loader, task=task, train_ids=wanted, ids=loader_ids
+            store,
+            rows,
+            directions,
+            model,
+            loader,
+            task=task,
+            train_ids=wanted,
+            ids=loader_ids,
+            columns=columns,
         )
     else:
         found = along_tokens(

@@ -1,5 +1,6 @@
 """Capturing per-sample gradients: layer rules, tasks, replay, the recorder for running loops."""
 
+from gradkeep.capturing._adam import AdamState, read_adam
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._calls import LayerCall
 from gradkeep.capturing._capture import capture
@@ -33,6 +34,7 @@ from gradkeep.capturing.tasks._supervised import Classification, Regression
 from gradkeep.capturing.tasks._task import Measured, Task
 
 __all__ = [
+    "AdamState",
     "CapturePlan",
     "CaptureSettings",
     "CaptureWarning",
@@ -69,6 +71,7 @@ __all__ = [
     "plan",
     "prepare_capture",
     "put_weights",
+    "read_adam",
     "recording",
     "register_layer_rule",
     "replay_tokens",

@@ -13,9 +13,13 @@ from gradkeep import remat
 from gradkeep._arguments import count, flag, instance, number, one_of, optional, texts
 from gradkeep._budgets import parse_budget
 from gradkeep._public import renamed_arguments
+from gradkeep.capturing._columns import column_choice
 from gradkeep.capturing._first_batch import CaptureSettings
 from gradkeep.capturing._loader import batches_of
+from gradkeep.capturing._readiness import uncompiled
 from gradkeep.capturing._replay import Replay
+from gradkeep.capturing._sequence_checks import sequence_checks
+from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._first_batch import KeepChoice, Uncovered
     from gradkeep.capturing._loader import Ids
     from gradkeep.capturing._mode import Mode
@@ -55,6 +60,7 @@ def capture(
     mode: Mode | None = ...,
     ids: Ids | None = ...,
     embeddings: Sequence[str] = ...,
+    columns: Columns | None = ...,
     memory_budget: float | str | None = ...,
     resume: bool = ...,
     step: int | None = ...,
@@ -83,6 +89,7 @@ def capture(
     mode: Mode | None = ...,
     ids: Ids | None = ...,
     embeddings: Sequence[str] = ...,
+    columns: Columns | None = ...,
     memory_budget: float | str | None = ...,
     resume: bool = ...,
     step: int | None = ...,
@@ -111,6 +118,7 @@ def capture(
     mode: Mode | None = None,
     ids: Ids | None = None,
     embeddings: Sequence[str] = (),
+    columns: Columns | None = None,
     memory_budget: float | str | None = None,
     resume: bool = True,
     step: int | None = None,
@@ -126,6 +134,11 @@ def capture(
     classes, for `gk.suspects`. Cost: about one forward and backward pass, without the gradients of
     weights (of losses: one forward pass). Interrupted, it resumes after the last whole segment, once
     the rows it passes are seen to be the kept ones and some of them come out the same again.
+
+    `columns` names further entries of the batch, numbers or texts, that are kept of every row for
+    SQL: `["source", "text"]`, `{"document": "id"}`, or values in the loader's order,
+    `{"text": dataset["text"]}`. Rows of several documents, as padding-free collators make them, are
+    taken apart: every document is a row.
 
     `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
     is of the bytes that the batches take otherwise: activations are dropped and made again, to the
@@ -146,6 +159,7 @@ def capture(
             fix="pass gk.Classification(), or a subclass of gk.Task with losses(model, batch)",
         )
     instance("model", model, torch.nn.Module, error=CaptureError, expected="a torch.nn.Module")
+    model = uncompiled(model)
     flag("resume", resume, error=CaptureError)
     flag("progress", progress, error=CaptureError)
     optional(count, "step", step, error=CaptureError)
@@ -157,7 +171,13 @@ def capture(
     replay = Replay(
         store=gs.open(store),
         model=model,
-        batches=batches_of(loader, ids),
+        batches=batches_of(
+            loader,
+            ids,
+            unpacking=unpacking_for(model, task, mode),
+            checks=sequence_checks(model, task),
+            columns=column_choice(columns),
+        ),
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=texts("embeddings", embeddings, error=CaptureError),
@@ -176,6 +196,7 @@ def capture(
     try:
         for key, given in zip(keys, checkpoints.values(), strict=True):
             weights = given if isinstance(given, Weights) else Weights(given)
+            model.load_state_dict(original)  # an adapter goes on the base that the model came with
             put_weights(model, load_weights(weights.source), name=key.checkpoint)
             done.append(replay.one(key, step=weights.step, lr=weights.lr))
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,13 @@ from torch.utils.data import (
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._order import LoaderOrder, order_of
+from gradkeep.capturing._packed import documents_of, may_pack
 from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from gradkeep.capturing._columns import ColumnChoice
+    from gradkeep.capturing._sequence_checks import SequenceChecks
+    from gradkeep.capturing._unpacking import Unpacking
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
 """Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""
@@ -40,6 +46,12 @@ class Batches:
     """The first batch, without its ids."""
     order: LoaderOrder | None
     """What every pass is held against; None where ids come with the batches."""
+    unpacking: Unpacking | None = None
+    """How packed batches are taken apart; None: a pack is one sample."""
+    checks: SequenceChecks | None = None
+    """What is refused by row before a model sees it."""
+    columns: ColumnChoice | None = None
+    """What is kept of every row beside what the model is given."""
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
         """Ids and batches; the first ones are compared with earlier looks before any is given."""
@@ -49,7 +61,9 @@ class Batches:
             delivered = self.order.proved(delivered)
         for given in delivered:
             batch, ids = _taken_apart(given, self.ids)
-            count = batch_size(batch)
+            parts = [batch] if self.unpacking is None else self.unpacking.parts(batch)
+            sizes = [batch_size(part) for part in parts]
+            count = sum(sizes)
             if ids is None:
                 own = (
                     np.arange(at, at + count)
@@ -62,10 +76,20 @@ class Batches:
                 raise CaptureError(
                     "every sample needs an id",
                     found=f"{len(own)} ids for {count} samples",
-                    fix="give ids=, one for each sample of the loader, in its order",
+                    fix="give ids=, one for each sample of the loader, in its order; of packed "
+                    "batches, one for each document",
                 )
-            yield own, batch
+            start = 0
+            for part, size in zip(parts, sizes, strict=True):
+                if self.checks is not None:
+                    self.checks.check(own[start : start + size], part)
+                if self.columns is not None:
+                    part = self.columns.taken(part, at=at + start, rows=size)
+                yield own[start : start + size], part
+                start += size
             at += count
+        if self.columns is not None:
+            self.columns.check_all_used(at)
 
 
 def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -76,10 +100,18 @@ def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     return whole_numbers("ids", given, error=CaptureError)
 
 
-def batches_of(loader: Iterable[Any], ids: Ids | None) -> Batches:
+def batches_of(
+    loader: Iterable[Any],
+    ids: Ids | None,
+    *,
+    unpacking: Unpacking | None = None,
+    checks: SequenceChecks | None = None,
+    columns: ColumnChoice | None = None,
+) -> Batches:
     """The batches of a loader, once it is clear that ids and contents belong together.
 
-    Ids by position, or from a list, need the same order in every pass: see `order_of`.
+    Ids by position, or from a list, need the same order in every pass: see `order_of`. Packed
+    batches are taken apart, so that rows and ids are those of documents.
     """
     if isinstance(loader, Iterator):
         raise CaptureError(
@@ -102,18 +134,45 @@ def batches_of(loader: Iterable[Any], ids: Ids | None) -> Batches:
     order = order_of(loader, by_position=ids is None) if inside is None else None
     rows = order.rows if order is not None else _length(loader)
     _check_nothing_dropped(loader)
+    first = order.first if order is not None else next(iter(_filled(loader)), None)
+    if unpacking is not None and (isinstance(loader, list | tuple) or may_pack(first)):
+        rows = _documents(loader)
     if listed is not None:
         if rows is not None and len(listed) != rows:
             raise CaptureError(
                 "every sample needs one id", found=f"{len(listed)} ids for {rows} samples"
             )
         rows = len(listed)
-    first = order.first if order is not None else next(iter(_filled(loader)), None)
     if first is None:
         raise CaptureError(
             "the loader gave no batch with a sample", fix="check that the data set is not empty"
         )
-    return Batches(loader, inside, listed, rows, _taken_apart(first, inside)[0], order)
+    whole, own = _taken_apart(first, inside)
+    first = whole if unpacking is None else unpacking.parts(whole)[0]
+    if checks is not None:
+        size = batch_size(first)
+        given = listed if own is None else checked_ids(own)
+        checks.check(np.arange(size) if given is None else given[:size], first)
+    if unpacking is not None:
+        unpacking = unpacking.settled(whole)
+        first = unpacking.parts(whole)[0]
+    if columns is not None:
+        if columns.whole and inside is not None:
+            raise CaptureError(
+                "columns by order, but rows by the ids that batches bring",
+                found=", ".join(columns.whole),
+                expected="columns in the batch, as the ids are",
+                fix="have the collate function pass them on, and name them: columns=['text']",
+            )
+        first = columns.taken(first, at=0, rows=batch_size(first))
+    return Batches(loader, inside, listed, rows, first, order, unpacking, checks, columns)
+
+
+def _documents(loader: Iterable[Any]) -> int | None:
+    """The number of documents, where it can be known without reading a data set."""
+    if not isinstance(loader, list | tuple):
+        return None
+    return sum(len(documents_of(batch) or ()) or batch_size(batch) for batch in loader)
 
 
 def _filled(loader: Iterable[Any]) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from gradkeep.capturing._at_hand import execution_device
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def draws_at_random(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are."""
+    """Where the model's parameters are, or where it computes if they are kept elsewhere."""
     for parameter in model.parameters():
-        return parameter.device
+        return (execution_device(model) if parameter.is_meta else None) or parameter.device
     raise CaptureError(
         "the model has no parameters, so there are no gradients to keep",
         found=type(model).__name__,

@@ -14,7 +14,9 @@ from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import device_of, in_mode
+from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
+from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.errors import CaptureError
 from gradkeep.factors import ProductSize
 from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
@@ -115,8 +117,11 @@ def plan(
     Runs a few samples of the batch through the model, and measures this machine once. A budget
     below the least possible is an error that says what the least is.
     """
+    model = uncompiled(model)
+    unpacking = unpacking_for(model, task, mode)
+    batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
     budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    with in_mode(model, mode):
+    with ready(model), in_mode(model, mode):
         device = device_of(model)
         count = min(batch_size(batch), _TRIED)
         part = to_device(rows_of(batch, 0, count), device)

@@ -15,12 +15,14 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
+from gradkeep.capturing._at_hand import check_recomputable
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
+from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
-from gradkeep.capturing._packed import check_not_packed
+from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
 from gradkeep.capturing._row_making import GradientMaker, JoinedRows, LossMaker, layers_of
@@ -84,7 +86,13 @@ class Replay:
     def one(self, key: CaptureKey, *, step: int | None, lr: float | None) -> Captured:
         """Capture the weights that the model has now."""
         started, cpu = time.perf_counter(), time.process_time()
-        with in_mode(self.model, self.mode), _no_gradients_left(self.model):
+        with (
+            ready(self.model) as told,
+            in_mode(self.model, self.mode),
+            _no_gradients_left(self.model),
+        ):
+            if self.recompute is not None:
+                check_recomputable(self.model)
             weights = fingerprint_weights(self.model)
             earlier = earlier_run(self.store, key)
             if earlier is not None and not self.resume:
@@ -94,9 +102,8 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            if not self.task.packed:
-                check_not_packed(first)
-            maker, at_once = self._maker(first, earlier, key, weights)
+            maker, at_once = self._maker(without_columns(first), earlier, key, weights)
+            maker = keeping_columns(maker, first)
             made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
             schema = self._schema(maker, made, weights, earlier)
             proof = None if draws_at_random(self.model) else maker
@@ -114,7 +121,7 @@ class Replay:
                 passing = itertools.chain([begin], delivered)
                 reused, notes = self._write(key, schema, maker, at_once, earlier, again, passing)
         block = self.store.read(key)
-        notes = [*maker.notes(), *notes]
+        notes = [*told, *maker.notes(), *notes]
         for note in notes:
             warnings.warn(note, CaptureWarning, stacklevel=3)
         return Captured(
@@ -205,7 +212,7 @@ class Replay:
     def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
         most = segment_bytes(self.budget)
-        limit = COORDINATE_ROWS if isinstance(maker, CoordinateMaker) else 1 << 16
+        limit = COORDINATE_ROWS if isinstance(maker_within(maker), CoordinateMaker) else 1 << 16
         rows = 1
         while 2 * rows * maker.row_bytes <= most and rows < limit:
             rows *= 2
@@ -216,8 +223,6 @@ class Replay:
         parts: list[tuple[Any, Any]] = []
         done, total = 0, self.batches.num_rows
         for ids, batch in self.batches:
-            if not self.task.packed:
-                check_not_packed(batch)
             found = digests(batch)
             if self.contents is None:
                 parts.append((ids, found))

@@ -13,6 +13,7 @@ from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._mode import device_of, in_mode
+from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.capturing.tasks._task import Task, call, logits_of
 from gradkeep.errors import CaptureError
@@ -178,10 +179,11 @@ def layers(
     >>> layers(model, torch.randn(2, 64))[0].storage
     'factors'
     """
+    model = uncompiled(model)
     if batch is None:
         units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
         return LayerTable(tuple(ListedLayer(unit.name, unit.type, unit.size) for unit in units))
-    with in_mode(model, mode):
+    with ready(model), in_mode(model, mode):
         device = device_of(model)
         part = to_device(rows_of(batch, 0, min(batch_size(batch), _TRIED)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
     from gradkeep.factors import GradientRows
+
+    ArrayKind = Literal["text", "embedding", "scalar"]
 
 Values = dict[str, Any]
 
@@ -58,13 +60,19 @@ def arrays_for(values: Mapping[str, Any]) -> tuple[Array, ...]:
                 name,
                 dtype=str(array.dtype),
                 shape=array.shape[1:],
-                kind="embedding" if name.startswith("embedding.") else "scalar",
+                kind=_kind(name, array, ragged=ragged),
                 encoding="float16" if name == "probabilities" else "plain",
                 ragged=ragged,
                 nan="refuse" if name in ("loss", "norm", "norms") else "keep",
             )
         )
     return tuple(made)
+
+
+def _kind(name: str, array: np.ndarray[Any, Any], *, ragged: bool) -> ArrayKind:
+    if ragged and array.dtype == np.uint8:
+        return "text"
+    return "embedding" if name.startswith("embedding.") else "scalar"
 
 
 def plain(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -147,8 +155,8 @@ class RowAlarms:
         self, ids: np.ndarray[Any, Any], values: dict[str, Any], kept: Sequence[LayerKeeping]
     ) -> None:
         """Stop at NaN and infinity, which would spoil every answer; count vanished gradients."""
+        _check_losses(ids, values["loss"])
         if not kept:
-            _check_losses(ids, values["loss"])
             return
         apart = "norms" in values
         lengths = torch.from_numpy(values["norms"] if apart else values["norm"][:, None])

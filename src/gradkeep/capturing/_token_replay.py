@@ -10,10 +10,13 @@ import torch
 
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import fill
+from gradkeep.capturing._columns import column_choice, without_columns
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
-from gradkeep.capturing._packed import check_not_packed
+from gradkeep.capturing._readiness import ready, uncompiled
+from gradkeep.capturing._sequence_checks import sequence_checks
+from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.coordinates._basis import load_basis
 from gradkeep.capturing.rules._positions import token_products
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._loader import Ids
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.coordinates._basis import CaptureBasis
@@ -63,18 +67,20 @@ def replay_tokens(
     task: Task,
     train_ids: np.ndarray[Any, np.dtype[np.int64]],
     ids: Ids | None = None,
+    columns: Columns | None = None,
 ) -> ReplayedTokens:
     """Products of chosen rows' tokens with queries, from a second run of those rows.
 
     `asked` gives for each layer of the capture K dense directions `[K, P]`, or, where it is kept as
     coordinates, those of the queries `[K, size]`, which are taken back through the basis. The loader
-    delivers the captured rows, in any batches; what has other weights or contents than the capture is
+    delivers the captured rows, in any batches, with `ids` and `columns` as they were captured; what has other weights or contents than the capture is
     refused. Cost: one pass forward and back over the chosen rows, 2 K T P operations for each, and
     all K directions at once.
     """
     _check_task(train, task)
     facts: Any = train.block.schema.fingerprints
-    with in_mode(model, facts.get("mode")):
+    model, mode = uncompiled(model), facts.get("mode")
+    with ready(model), in_mode(model, mode):
         if fingerprint_weights(model) != train.weights:
             raise CaptureError(
                 f"the model does not have the weights that {train.key.split} was captured at",
@@ -86,10 +92,14 @@ def replay_tokens(
                 f"{train.key.split} was captured in train mode, with numbers drawn at random",
                 fix="rows come out otherwise each time: capture with mode='eval'",
             )
-        batches = batches_of(loader, ids)
-        first = batches.first
-        if not task.packed:
-            check_not_packed(first)
+        batches = batches_of(
+            loader,
+            ids,
+            unpacking=unpacking_for(model, task, mode),
+            checks=sequence_checks(model, task),
+            columns=column_choice(columns),
+        )
+        first = without_columns(batches.first)
         device = device_of(model)
         probe = to_device(rows_of(first, 0, min(2, batch_size(first))), device)
         prepared = prepare_capture(model, task, probe, CaptureSettings(of=facts.get("of")))
@@ -241,7 +251,8 @@ def _chosen(
                     fix="give the loader of then; with ids= if its order was another",
                 )
         for start, stop in _runs(at):
-            yield [int(own[row]) for row in range(start, stop)], rows_of(batch, start, stop)
+            given = without_columns(batch)
+            yield [int(own[row]) for row in range(start, stop)], rows_of(given, start, stop)
         if not missing:
             return
     raise CaptureError(

@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from gradkeep.capturing._adapters import (
+    AdapterWeights,
+    adapter_file,
+    adapter_settings,
+    is_adapter,
+    is_adapter_file,
+    whole_state,
+)
+from gradkeep.capturing._stand_ins import kept_value
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -40,9 +49,10 @@ class Weights:
 def fingerprint_weights(model: nn.Module) -> str:
     """A digest of all parameters and buffers with their names, shapes and types."""
     digest = xxhash.xxh3_128()
-    for name, value in sorted(model.state_dict().items()):
-        if not isinstance(value, torch.Tensor):
+    for name, given in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(given, torch.Tensor):
             continue
+        value = kept_value(given)
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         plain = value.detach().cpu().contiguous().reshape(-1)
         digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
@@ -52,15 +62,22 @@ def fingerprint_weights(model: nn.Module) -> str:
 def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
     """The state dict in a file (.pt, .bin, .safetensors) or a folder as Hugging Face writes it.
 
-    Files are read without running code from them.
+    A folder may hold a model, in one file or in several, or a PEFT adapter. Files are read without
+    running code from them.
     """
     if isinstance(source, Mapping):
         return _unwrapped(source)
     path = Path(source)
+    if is_adapter_file(path) and path.exists():
+        return AdapterWeights(_from_file(path), adapter_settings(path))
     if path.is_dir():
         return _from_folder(path)
     if not path.exists():
         raise CaptureError("there is no such checkpoint", path=path, fix="check the path")
+    return _from_file(path)
+
+
+def _from_file(path: Path) -> Mapping[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -83,6 +100,9 @@ def load_weights(source: Source) -> Mapping[str, torch.Tensor]:
 
 
 def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
+    adapter = adapter_file(path)
+    if adapter is not None:
+        return load_weights(adapter)
     for name in _IN_FOLDERS:
         file = path / name
         if not file.exists():
@@ -95,7 +115,10 @@ def _from_folder(path: Path) -> Mapping[str, torch.Tensor]:
             merged.update(load_weights(path / part))
         return merged
     raise CaptureError(
-        "no weights in this folder", path=path, expected=f"one of {', '.join(_IN_FOLDERS)}"
+        "no weights in this folder",
+        path=path,
+        found=", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing",
+        expected=f"one of {', '.join(_IN_FOLDERS)}, or adapter_model.safetensors",
     )
 
 
@@ -136,8 +159,15 @@ def _of_tied(
 
 
 def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: str) -> None:
-    """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix."""
+    """Load a state dict whose keys must fit the model's exactly, but for a wrapper's prefix.
+
+    Weights of an adapter alone replace those of the model's adapter; all others stay.
+    """
     own = model.state_dict()
+    _check_at_hand(own, checkpoint=name)
+    if is_adapter(state, own):
+        model.load_state_dict(whole_state(model, state, checkpoint=name))
+        return
     known = [name for name in own if not name.endswith(_COUNTER)]
     for prefix in ("", *_PREFIXES):
         stripped = {key.removeprefix(prefix): value for key, value in state.items()}
@@ -162,3 +192,15 @@ def put_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, name: st
             fix=f"{near[0]} may be {missing[0]}: rename the keys" if near else None,
         )
     model.load_state_dict(dict(state))
+
+
+def _check_at_hand(own: Mapping[str, torch.Tensor], *, checkpoint: str) -> None:
+    away = [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if away:
+        raise CaptureError(
+            f"checkpoint {checkpoint} cannot be loaded into a model whose weights are offloaded",
+            found=f"{len(away)} weights that are elsewhere, such as {away[0]}",
+            expected="a model that holds its weights",
+            fix="load the checkpoint into the model before it is offloaded, and capture one "
+            "checkpoint at a time: checkpoints='name'",
+        )

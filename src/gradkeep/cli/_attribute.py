@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from gradkeep.attribution import Scores, Suspects
     from gradkeep.store import Store
 
+_PREVIEW = 60
+"""Characters of a text that are shown of a row."""
 MethodOption = Annotated[str, typer.Option("--method", help="`gradkeep methods` lists them.")]
 OptionOption = Annotated[
     list[str] | None,
@@ -293,20 +295,32 @@ def _facts(
     run, _, checkpoint = scores.checkpoints[-1].rpartition("/")
     block = store.read(CaptureKey(checkpoint, split, run or "main", capture))
     names = [name for name in ("label", "predicted", "loss", "output") if name in block.names]
-    batch = block.read(ids, names)
+    texts = [array.name for array in block.schema.arrays if array.is_text]
+    batch = block.read(ids, [*names, *texts])
+    told = {name: batch[name].texts() for name in texts}
     return [
-        {"id": number, **{name: batch[name][at].item() for name in names}}
+        {
+            "id": number,
+            **{name: batch[name][at].item() for name in names},
+            **{name: told[name][at] for name in texts},
+        }
         for at, number in enumerate(ids)
     ]
 
 
 def _line(fact: dict[str, Any]) -> str:
     told = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in fact.items()
-        if name not in ("id", "score")
+        f"{name} {_preview(value)}" for name, value in fact.items() if name not in ("id", "score")
     )
     return f"{fact['id']}: {told}"
+
+
+def _preview(value: Any) -> str:
+    """A value on one short line."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    words = " ".join(str(value).split())
+    return words if len(words) <= _PREVIEW else f"{words[:_PREVIEW].rstrip()} ..."
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:

@@ -19,7 +19,16 @@ from gradkeep.factors._arithmetic import (
     squared_lengths,
     tiles,
 )
-from gradkeep.factors._bits import PACKED, BitRows, Bits, BitWidth, bit_scales, packed_bits
+from gradkeep.factors._bits import (
+    MOST_IN_GROUP,
+    PACKED,
+    BitRows,
+    Bits,
+    BitWidth,
+    bit_scales,
+    bits_told,
+    packed_bits,
+)
 from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._cost import VALUE, Cost, CostCounter, MachineSpeeds, ProductSize
 from gradkeep.factors._dense import WHOLE, Dense, DenseRows
@@ -60,6 +69,7 @@ def form_from_fields(fields: Mapping[str, Any]) -> AnyForm:
 
 __all__ = [
     "CACHED",
+    "MOST_IN_GROUP",
     "PACKED",
     "RESTORED",
     "VALUE",
@@ -97,6 +107,7 @@ __all__ = [
     "WeightMatrix",
     "WeightVector",
     "bit_scales",
+    "bits_told",
     "form_from_fields",
     "form_to_fields",
     "packed_bits",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from gradkeep._arguments import one_of
 from gradkeep.errors import QueryError
@@ -24,6 +25,9 @@ BitWidth = Literal[1, 4, 8, 16, 32]
 """Bits of a kept coordinate."""
 PACKED: tuple[BitWidth, ...] = (1, 4)
 """Widths that are packed into bytes, with one scale a row for all layers."""
+MOST_IN_GROUP = 128
+"""Coordinates of which one byte can say which is the largest, and its sign."""
+_BYTES = 256
 _STEP = 0.3352
 """The step of 16 even levels that errs least on normal numbers of length one."""
 
@@ -87,9 +91,17 @@ class Bits(Form[BitRows]):
     """The fingerprint of the basis."""
     whitened: bool = True
     """Whether the basis divides by the roots of damped eigenvalues."""
+    group: int = 0
+    """Coordinates that share a byte: the place of the largest, and its sign; 0: each has its bits."""
 
     def __post_init__(self) -> None:
         one_of("bits", self.bits, (1, 4, 8, 16, 32), error=QueryError)
+        if not 0 <= self.group <= MOST_IN_GROUP or (self.group and self.size % self.group):
+            raise QueryError(
+                "groups of coordinates of which the largest is kept",
+                found=f"{self.size} coordinates in groups of {self.group}",
+                expected=f"whole groups of at most {MOST_IN_GROUP}",
+            )
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -115,13 +127,12 @@ class Bits(Form[BitRows]):
     def approximate(self) -> str:
         """What is kept instead of the gradient."""
         white = "whitened " if self.whitened else ""
-        width = "one bit" if self.bits == 1 else f"{self.bits} bits"
-        return f"{white}coordinates of {width} each"
+        return f"{white}coordinates, {bits_told(self.bits, self.group)}"
 
     @property
     def repeated_error(self) -> float:
         """Coordinates near a bound between levels may fall to its other side: one in a hundred."""
-        return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01)
+        return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01) if not self.group else 0.2
 
     @property
     def storage(self) -> Storage:
@@ -158,14 +169,18 @@ class Bits(Form[BitRows]):
         self.check_rows(rows)
         if rows.scales is None:
             return rows.codes
+        if self.group:
+            out = rows.scales.new_zeros(len(rows), self.size)
+            places, signs = self._largest(rows.codes)
+            return out.scatter_(1, places, signs * rows.scales.unsqueeze(1))
         return self._levels(rows.codes, rows.scales.new_empty(len(rows), self.size)).mul_(
             rows.scales.unsqueeze(1)
         )
 
     def squared_norms(self, rows: BitRows) -> Tensor:
         """Squared lengths `[B]` of the decoded coordinates."""
-        if self.bits == 1 and rows.scales is not None:
-            return rows.scales.square() * self.size
+        if rows.scales is not None and (self.bits == 1 or self.group):
+            return rows.scales.square() * (self.size // (self.group or 1))
         out = rows.example.new_empty(len(rows))
         for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
             out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
@@ -201,6 +216,8 @@ class Bits(Form[BitRows]):
         """
         if rows.scales is None:
             return pairwise(directions, rows.codes.to(directions.dtype))
+        if self.group:
+            return self._looked_up(rows, directions)
         out = directions.new_empty(len(directions), len(rows))
         parts = list(tiles(len(rows), self.size, 4, min(scratch, 2 * CACHED)))
         space = directions.new_empty(parts[0][1] if parts else 0, self.size)
@@ -223,7 +240,9 @@ class Bits(Form[BitRows]):
         """Whether both are coordinates in the same basis, as these are kept or unrounded."""
         if not isinstance(other, Bits) or (self.basis, self.size) != (other.basis, other.size):
             return False
-        return self.bits == other.bits or other.bits not in PACKED
+        if other.bits not in PACKED and not other.group:
+            return True
+        return (self.bits, self.group) == (other.bits, other.group)
 
     def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
         """One matrix product, and codes unpacked."""
@@ -240,6 +259,32 @@ class Bits(Form[BitRows]):
         del positions
         counter.write(rows * self.size)
 
+    def _looked_up(self, rows: BitRows, directions: Tensor) -> Tensor:
+        """Products `[K, B]`: what each byte stands for is looked up in a table `[256, K]` of its group.
+
+        Some groups at a time, whose tables stay in the cache; one look-up for a byte, a row and K.
+        """
+        assert rows.scales is not None
+        count, groups = len(directions), self.size // self.group
+        out = directions.new_zeros(len(rows), count)
+        step = max(1, CACHED // (2 * _BYTES * max(1, count) * directions.element_size()))
+        for start in range(0, groups, step):
+            stop = min(start + step, groups)
+            some = directions[:, start * self.group : stop * self.group]
+            table = directions.new_zeros(stop - start, 2, MOST_IN_GROUP, count)
+            table[:, 0, : self.group] = some.view(count, stop - start, self.group).permute(1, 2, 0)
+            torch.neg(table[:, 0], out=table[:, 1])
+            places = rows.codes[:, start:stop].int()
+            places += torch.arange(0, _BYTES * (stop - start), _BYTES, dtype=torch.int32)
+            out += functional.embedding_bag(places, table.view(-1, count), mode="sum")
+        return out.mul_(rows.scales.unsqueeze(1).to(out.dtype)).t()
+
+    def _largest(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the kept coordinates are `[B, groups]`, and their signs."""
+        starts = torch.arange(0, self.size, self.group, device=codes.device)
+        places = (codes & (MOST_IN_GROUP - 1)).long() + starts
+        return places, 1.0 - 2.0 * (codes >= MOST_IN_GROUP).float()
+
     def _decoded(self, rows: BitRows) -> Tensor:
         return rows.codes if rows.scales is None else self.restore(rows)
 
@@ -255,11 +300,21 @@ class Bits(Form[BitRows]):
         return into.copy_(torch.from_numpy(found[:, : self.size])).sub_(7.5)
 
 
-def bit_scales(coordinates: Tensor, bits: BitWidth) -> Tensor | None:
+def bits_told(bits: int, group: int = 0) -> str:
+    """How coordinates are kept, in words."""
+    if group:
+        return f"of each {group} the largest in a byte"
+    return "one bit each" if bits == 1 else f"{bits} bits each"
+
+
+def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | None:
     """The scale `[B]` of each row of all layers' coordinates `[B, K]`; None: none is needed.
 
-    One bit: the mean size of a coordinate. Four: the step of 16 even levels.
+    One bit: the mean size of a coordinate, of groups that of their largest. Four: the step of 16
+    even levels.
     """
+    if group:
+        return coordinates.view(len(coordinates), -1, group).abs().amax(2).mean(1)
     if bits not in PACKED:
         return None
     if bits == 1:
@@ -267,12 +322,17 @@ def bit_scales(coordinates: Tensor, bits: BitWidth) -> Tensor | None:
     return coordinates.square().mean(1).sqrt() * _STEP
 
 
-def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth) -> Tensor:
-    """The codes `[B, ceil(size * bits / 8)]` uint8 of some coordinates `[B, size]`.
+def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int = 0) -> Tensor:
+    """The codes `[B, ceil(size * bits / 8)]` uint8 of some coordinates `[B, size]`, or a byte a group.
 
     >>> packed_bits(torch.tensor([[1.0, -2.0, 3.0]]), torch.ones(1), 1)
     tensor([[5]], dtype=torch.uint8)
     """
+    if group:
+        groups = coordinates.view(len(coordinates), -1, group)
+        places = groups.abs().argmax(2)
+        below = groups.gather(2, places.unsqueeze(2)).squeeze(2) < 0
+        return (places + MOST_IN_GROUP * below).to(torch.uint8)
     if bits == 1:
         signs = (coordinates > 0).cpu().numpy()
         return torch.from_numpy(np.packbits(signs, axis=1, bitorder="little"))

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradkeep.integrations._lightning import GradkeepLightningCallback
+    from gradkeep.integrations._recorder import GradkeepTrainerRecorder
     from gradkeep.integrations._transformers import GradkeepTrainerCallback
 
-__all__ = ["GradkeepLightningCallback", "GradkeepTrainerCallback"]
+__all__ = ["GradkeepLightningCallback", "GradkeepTrainerCallback", "GradkeepTrainerRecorder"]
 
 _HOMES = {
     "GradkeepLightningCallback": "_lightning",
     "GradkeepTrainerCallback": "_transformers",
+    "GradkeepTrainerRecorder": "_recorder",
 }
 
 

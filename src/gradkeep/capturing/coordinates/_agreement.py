@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.capturing._tracer import Traced, Tracer
-    from gradkeep.capturing.coordinates._choice import LeadingLayer
+    from gradkeep.capturing.coordinates._choice import ChosenCoordinates, LeadingLayer
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.factors import LayerProjection
 
-_MOST, _LEAST = 32, 8
+_MOST, _LEAST = 16, 8
 _HELD = 512 << 20
 """Bytes of whole gradients that are held at a time; a model of which eight rows take more is not
 compared."""
@@ -38,7 +38,7 @@ def measure_agreement(
     tracer: Tracer,
     sample: Iterable[Any],
     layers: Mapping[LayerUnit, LeadingLayer],
-    chosen: Mapping[LayerUnit, LayerProjection],
+    chosen: ChosenCoordinates,
     keep: Keep,
     device: torch.device,
 ) -> tuple[float | None, int]:
@@ -68,16 +68,20 @@ def _compared(
     rows: int,
     tracer: Tracer,
     layers: Mapping[LayerUnit, LeadingLayer],
-    chosen: Mapping[LayerUnit, LayerProjection],
+    chosen: ChosenCoordinates,
     keep: Keep,
 ) -> float:
     full = torch.zeros(rows, rows, dtype=torch.float64)
     for unit in tracer.units:
         full += _full(parts, unit, layers.get(unit), keep).double().cpu()
     kept = torch.cat(
-        [torch.cat([_coordinates(part, unit, chosen) for part in parts]) for unit in chosen], 1
+        [
+            torch.cat([_coordinates(part, unit, projection) for part in parts])
+            for unit, projection in chosen.layers.items()
+        ],
+        1,
     ).cpu()
-    scores = pairwise(kept, _rounded(kept, keep)).double()
+    scores = pairwise(kept, _rounded(kept, keep, chosen.group)).double()
     slopes = [tracer.loss_slopes(part.measured) for part in parts]
     if slopes[0] is not None:
         share = torch.cat([slope.double().cpu() for slope in slopes if slope is not None])
@@ -105,21 +109,19 @@ def _full(parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep
     return out
 
 
-def _coordinates(
-    part: Traced, unit: LayerUnit, chosen: Mapping[LayerUnit, LayerProjection]
-) -> Tensor:
+def _coordinates(part: Traced, unit: LayerUnit, projection: LayerProjection) -> Tensor:
     piece = part.pieces[unit]
-    return chosen[unit].applied(piece.form, piece.rows.widened()).float()
+    return projection.applied(piece.form, piece.rows.widened()).float()
 
 
-def _rounded(values: Tensor, keep: Keep) -> Tensor:
+def _rounded(values: Tensor, keep: Keep, group: int) -> Tensor:
     """What is left of coordinates `[S, K]` once they are kept."""
     if keep.bits not in PACKED:
         return values
-    scales = bit_scales(values, keep.bits)
+    scales = bit_scales(values, keep.bits, group)
     assert scales is not None
-    form = Bits((), "", "scale", values.shape[1], keep.bits)
-    return form.restore(BitRows(packed_bits(values, scales, keep.bits), scales))
+    form = Bits((), "", "scale", values.shape[1], keep.bits, group=group)
+    return form.restore(BitRows(packed_bits(values, scales, keep.bits, group), scales))
 
 
 def _without(values: Tensor, row: int) -> Any:

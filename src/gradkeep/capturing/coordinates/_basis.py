@@ -12,7 +12,7 @@ import xxhash
 
 import gradkeep.store as gs
 from gradkeep.errors import CaptureError, NotSealed
-from gradkeep.factors import BlockProjection, LayerProjection
+from gradkeep.factors import BlockProjection, LayerProjection, bits_told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +35,8 @@ class CaptureBasis:
     task: str
     rows: int
     """With how many rows."""
+    group: int = 0
+    """Coordinates that share a byte; 0: none do."""
     agreement: float | None = None
     """The mean rank correlation of kept and full scores on some of them; None: not measured."""
     compared: int = 0
@@ -58,8 +60,7 @@ class CaptureBasis:
     def told(self, bits: int) -> str:
         """What is kept of a row, and how far it can be trusted."""
         white = "whitened " if self.whitened else "random "
-        width = "one bit" if bits == 1 else f"{bits} bits"
-        kept = f"{self.size} {white}coordinates of {width} each"
+        kept = f"{self.size} {white}coordinates, {bits_told(bits, self.group if bits == 1 else 0)}"
         if self.agreement is None:
             return f"{kept}, not compared with whole gradients"
         return (
@@ -69,7 +70,7 @@ class CaptureBasis:
 
     def _digest(self) -> str:
         digest = xxhash.xxh3_128(
-            f"{_FORMAT}\0{self.settings}\0{self.weights}\0{self.task}".encode()
+            f"{_FORMAT}\0{self.settings}\0{self.weights}\0{self.task}\0{self.group}".encode()
         )
         for name, values in self._arrays().items():
             digest.update(name.encode("utf-8", "surrogatepass"))
@@ -103,6 +104,7 @@ def save_basis(store: Store, key: BasisKey, basis: CaptureBasis) -> None:
             "weights": basis.weights,
             "task": basis.task,
             "rows": basis.rows,
+            "group": basis.group,
             "agreement": basis.agreement,
             "compared": basis.compared,
             **{f"blocks of {name}": len(layer.blocks) for name, layer in basis.layers.items()},
@@ -151,6 +153,7 @@ def _read(block: Block) -> CaptureBasis:
         weights=str(facts.get("weights")),
         task=str(facts.get("task")),
         rows=int(facts.get("rows") or 0),
+        group=int(facts.get("group") or 0),
         agreement=None if agreement is None else float(agreement),
         compared=int(facts.get("compared") or 0),
         fingerprint=str(facts.get("basis")),

@@ -13,7 +13,7 @@ import xxhash
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.errors import CaptureError
 from gradkeep.factors import BlockProjection, LayerProjection
-from gradkeep.factors.kronecker import MatrixMoments, leading
+from gradkeep.factors.kronecker import WIDE, MatrixMoments, leading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,14 @@ _ROOM = 1.5
 ones fill a corner, not a square."""
 _BYTE = 8
 _FAINT = 0.001
+_LEAST_GROUP = 12
+"""Smaller groups tell less than a bit for each of their coordinates."""
+_ENOUGH = 400_000
+"""Coordinates that are worth what they take, in a model of any size."""
+_PRICE = 0.3
+"""Share of a pass, forward and back, that moving positions along eigenvectors may take."""
 _ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
-_ATTENTION_BYTES = 16 << 10
+_ATTENTION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +81,7 @@ def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
     """The layers that coordinates are chosen from, unless somebody chose layers.
 
     Where bytes are few, those of attention are left out if they are the smaller part of the model:
-    measured on language models, up to 8 KiB a row their coordinates cost more than they tell. So
+    measured on language models, up to 16 KiB a row their coordinates cost more than they tell. So
     are vectors, and what has to run once more for its gradients, where they are next to nothing.
     """
     found = list(units)
@@ -94,14 +100,21 @@ def _without(
     return rest if rest and left <= most * sum(unit.size for unit in units) else units
 
 
-def leading_layers(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LeadingLayer]:
-    """As many eigenvectors of each side as leave room to choose `keep.fold * keep.size` pairs of them."""
+def leading_layers(
+    found: MomentsSoon, keep: Keep, units: Sequence[LayerUnit]
+) -> dict[LayerUnit, LeadingLayer]:
+    """As many eigenvectors of each side as leave room to choose `keep.most` pairs of them.
+
+    Fewer where moving every position along them would take more than a share of the time that
+    all layers, `units`, take themselves.
+    """
     blocks = [
         (block.groups, block.rows, block.cols)
         for form in found.forms.values()
         for block in form.weight_blocks()
     ]
-    side = _side(blocks, math.ceil(_ROOM * keep.fold * keep.size))
+    passes = 3 * sum(unit.size for unit in units)
+    side = _side(blocks, math.ceil(_ROOM * keep.most), _PRICE * passes)
     layers = {
         unit: LeadingLayer(tuple(_leading(one, side) for one in found.moments[unit]))
         for unit in found.units
@@ -116,12 +129,19 @@ def leading_layers(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LeadingLay
     return layers
 
 
-def choose_coordinates(
-    layers: Mapping[LayerUnit, LeadingLayer], keep: Keep
-) -> dict[LayerUnit, LayerProjection]:
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenCoordinates:
+    """The maps of the layers that are kept."""
+
+    layers: Mapping[LayerUnit, LayerProjection]
+    group: int = 0
+    """Coordinates that share a byte; fewer than were asked for where a model has few."""
+
+
+def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> ChosenCoordinates:
     """The maps to the coordinates with the largest eigenvalues, relative to their layer's mean.
 
-    Layers of which no eight coordinates are among them are left out.
+    Layers that would not fill a byte are left out.
     """
     parts = [
         (unit, at, _usable(block.values / layer.mean, keep))
@@ -130,8 +150,11 @@ def choose_coordinates(
         if layer.mean > 0
     ]
     there = sum(int((share > 0).sum()) for _, _, share in parts)
-    fold = max(1, min(keep.fold, there // keep.size))
-    counts = _counts([share for _, _, share in parts], keep.size * fold, _BYTE * fold)
+    group = min(keep.group or 0, there // keep.room)
+    group = group if group >= _LEAST_GROUP else 0
+    fold = max(1, min(keep.fold, there // keep.sums))
+    wanted, step = (keep.room * group, group) if group else (keep.sums * fold, _BYTE * fold)
+    counts = _counts([share for _, _, share in parts], wanted, step)
     made: dict[LayerUnit, list[BlockProjection | None]] = {}
     for (unit, at, share), count in zip(parts, counts, strict=True):
         blocks = made.setdefault(unit, [None] * len(layers[unit].blocks))
@@ -141,22 +164,21 @@ def choose_coordinates(
         draws = _draws(keep.seed, unit.name, at)
         best = share.sort(descending=True, stable=True).indices[:count]
         chosen = best[torch.randperm(count, generator=draws)]
-        signs = torch.randint(2, (count,), generator=draws).mul(2).sub(1)
         scale = (own.values[chosen] + keep.damping * layers[unit].mean).rsqrt()
-        blocks[at] = BlockProjection(
-            own.left,
-            own.right,
-            (signs * scale).float().view(fold, -1),
-            chosen.view(fold, -1),
-        )
-    return {
+        if not group:
+            scale *= torch.randint(2, (count,), generator=draws).mul(2).sub(1)
+        shape = (1 if group else fold, -1)
+        weights = scale.float().view(shape)
+        blocks[at] = BlockProjection(own.left, own.right, weights, chosen.view(shape))
+    kept = {
         unit: LayerProjection(tuple(blocks))
         for unit, blocks in made.items()
         if any(block is not None for block in blocks)
     }
+    return ChosenCoordinates(kept, group)
 
 
-def random_coordinates(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LayerProjection]:
+def random_coordinates(found: MomentsSoon, keep: Keep) -> ChosenCoordinates:
     """Maps that do not look at the data: normal matrices, or sparse signs, for both sides.
 
     `[R, C]` becomes `[s, s]`, with s as large as the bytes allow for all layers.
@@ -165,21 +187,23 @@ def random_coordinates(found: MomentsSoon, keep: Keep) -> dict[LayerUnit, LayerP
     sizes = [(b.groups, b.rows, b.cols) for own in blocks.values() for b in own]
     side = 1
     while side < max(max(rows, cols) for _, rows, cols in sizes):
-        if _pairs(sizes, side + 1) > keep.size:
+        if _pairs(sizes, side + 1) > keep.sums:
             break
         side += 1
-    if _pairs(sizes, side) > keep.size:
+    if _pairs(sizes, side) > keep.sums:
         raise CaptureError(
             "too few bytes for one coordinate of every layer",
-            found=f"{keep.size} coordinates for {len(sizes)} weights",
+            found=f"{keep.sums} coordinates for {len(sizes)} weights",
             fix="keep more bytes, or choose fewer layers with layers=",
         )
-    return {
-        unit: LayerProjection(
-            tuple(_random(block, side, keep, unit.name, at) for at, block in enumerate(own))
-        )
-        for unit, own in blocks.items()
-    }
+    return ChosenCoordinates(
+        {
+            unit: LayerProjection(
+                tuple(_random(block, side, keep, unit.name, at) for at, block in enumerate(own))
+            )
+            for unit, own in blocks.items()
+        }
+    )
 
 
 def _random(block: WeightBlock, side: int, keep: Keep, name: str, at: int) -> BlockProjection:
@@ -208,13 +232,30 @@ def _signs(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
     return torch.zeros(shape).scatter_(2, places, signs)
 
 
-def _side(blocks: list[tuple[int, int, int]], wanted: int) -> int:
-    """A multiple of 32 so that so many pairs of vectors are there, or all there are."""
+def _side(blocks: list[tuple[int, int, int]], wanted: int, price: float) -> int:
+    """A multiple of 32 so that so many pairs of vectors are there, or all there are.
+
+    From some hundred thousand pairs on the price is looked at.
+    """
     most = max((max(rows, cols) for _, rows, cols in blocks), default=1)
     side = _LEAST_SIDE
     while side < most and _pairs(blocks, side) < wanted:
+        dear = _operations(blocks, side + _LEAST_SIDE) > price
+        if dear and _pairs(blocks, side) >= _ENOUGH:
+            break
         side += _LEAST_SIDE
     return side
+
+
+def _operations(blocks: list[tuple[int, int, int]], side: int) -> float:
+    """Multiplications for one position of every layer: both sides moved, and the products of both."""
+    total = 0.0
+    for groups, rows, cols in blocks:
+        high, wide = min(side, rows), min(side, cols)
+        # Of a diagonal side, such as a vocabulary, values are only picked.
+        moved = 0 if rows > WIDE else high * rows
+        total += groups * (moved + wide * cols + high * wide)
+    return total
 
 
 def _pairs(blocks: list[tuple[int, int, int]], side: int) -> int:

@@ -71,25 +71,27 @@ def make_basis(
     request: BasisRequest, keep: Keep, tracer: Tracer, batches: Batches, device: torch.device
 ) -> CaptureBasis:
     """A basis from some rows of the loader; about two passes over them, forward and back."""
+    every = list(tracer.units)
     if not request.chosen:
         tracer = dataclasses.replace(tracer, units=worth_keeping(tracer.units, keep))
     moments = measure_moments(tracer, sample_batches(batches, keep.rows), device)
     agreement, compared = None, 0
     if keep.whitened:
-        layers = leading_layers(moments, keep)
+        layers = leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
         again = sample_batches(batches, keep.rows)
         agreement, compared = measure_agreement(tracer, again, layers, chosen, keep, device)
     else:
         chosen = random_coordinates(moments, keep)
-    if not chosen:
+    if not chosen.layers:
         raise CaptureError(
             "too few bytes for a coordinate of any layer",
-            found=f"{keep.size} coordinates in {format_bytes(keep.row_bytes)}",
+            found=f"{keep.room} bytes of {format_bytes(keep.row_bytes)}",
             fix="keep more bytes, or choose fewer layers with layers=",
         )
     return CaptureBasis(
-        layers={unit.name: projection for unit, projection in chosen.items()},
+        layers={unit.name: projection for unit, projection in chosen.layers.items()},
+        group=chosen.group,
         settings=keep.described(),
         weights=request.weights,
         task=request.task,

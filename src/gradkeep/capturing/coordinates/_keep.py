@@ -11,7 +11,7 @@ from gradkeep._annotations import check_fields
 from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, CaptureError
-from gradkeep.factors import BitWidth  # noqa: TC001 - checked when one is made
+from gradkeep.factors import MOST_IN_GROUP, BitWidth
 
 CoordinateKind = Literal["eigen", "random", "sketch"]
 """Whitened coordinates in eigenbases; both sides of every weight by normal matrices (LoGra); or by
@@ -29,22 +29,25 @@ class Keep:
     """So many bytes a row, everything included: `keep="4KiB"` is `keep=gk.Keep("4KiB")`.
 
     Of each layer's gradient, the coordinates in the eigenbasis of its Kronecker-factored Fisher matrix
-    are whitened, z = u^T G v / sqrt(lambda + damping * mean lambda); of all layers together, those with the
-    largest lambda / (the layer's mean) are taken, `fold` of them added up with random signs, and
-    `bits` kept of each sum. Products of such rows are EK-FAC influence.
+    are whitened, z = u^T G v / sqrt(lambda + damping * mean lambda), and of all layers together those with
+    the largest lambda / (the layer's mean) are taken. A byte says which of up to `group` of them is the
+    largest, and its sign; in small models, or with other `bits`, up to `fold` of them are added up with
+    random signs, and `bits` kept of each sum. Products of such rows are EK-FAC influence.
 
-    >>> Keep("4KiB").size
-    32256
+    >>> Keep("4KiB").room, Keep("4KiB").group
+    (4032, 128)
     """
 
     bytes: int | str
     bits: BitWidth = 1
     coordinates: CoordinateKind = "eigen"
+    group: int | None = None
+    """Coordinates that share a byte, at most 128; 0: each is kept with `bits`; None: 128 for one bit."""
     fold: int = 4
-    """Coordinates that are added up, with random signs, to one that is kept."""
+    """Coordinates that are added up, with random signs, to one that is kept; groups are not folded."""
     damping: float = 0.1
     """Added to eigenvalues, times the layer's mean one."""
-    rows: int = 96
+    rows: int = 64
     """Rows that the basis is found with."""
     seed: int = 0
     basis: str | None = None
@@ -55,10 +58,21 @@ class Keep:
         one_of("bits", self.bits, (1, 4, 8, 16, 32), error=CaptureError)
         one_of("coordinates", self.coordinates, ("eigen", "random", "sketch"), error=CaptureError)
         count("fold", self.fold, error=CaptureError, least=1, most=1024)
+        if self.group is not None:
+            count("group", self.group, error=CaptureError, most=MOST_IN_GROUP)
+            if self.group and (self.bits != 1 or not self.whitened):
+                raise CaptureError(
+                    "only whitened coordinates without bits of their own share a byte",
+                    found=f"group={self.group}, bits={self.bits}, coordinates={self.coordinates!r}",
+                    fix="pass group=0, or leave bits and coordinates out",
+                )
         number("damping", self.damping, error=CaptureError, least=1e-12, most=1e12)
         count("rows", self.rows, error=CaptureError, least=2)
         count("seed", self.seed, error=CaptureError)
         object.__setattr__(self, "bytes", _bytes(self.bytes))
+        if self.group is None:
+            grouped = self.bits == 1 and self.whitened
+            object.__setattr__(self, "group", MOST_IN_GROUP if grouped else 0)
         if self.row_bytes < LEAST:
             raise CaptureError(
                 "too few bytes to keep anything of a row",
@@ -75,9 +89,19 @@ class Keep:
         return self.bytes
 
     @property
-    def size(self) -> int:
-        """The number of coordinates of all layers together."""
-        return 8 * (self.row_bytes - OVERHEAD) // self.bits
+    def room(self) -> int:
+        """Bytes of the coordinates of all layers together."""
+        return self.row_bytes - OVERHEAD
+
+    @property
+    def sums(self) -> int:
+        """How many coordinates, or sums of some, have bits of their own."""
+        return 8 * self.room // self.bits
+
+    @property
+    def most(self) -> int:
+        """The most coordinates that can be made use of."""
+        return self.room * self.group if self.group else self.sums * self.fold
 
     @property
     def whitened(self) -> bool:

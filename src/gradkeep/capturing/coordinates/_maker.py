@@ -86,6 +86,11 @@ class CoordinateMaker:
     joined: int = 1
 
     @property
+    def group(self) -> int:
+        """Coordinates that share a byte."""
+        return self.basis.group if self.bits == 1 else 0
+
+    @property
     def row_bytes(self) -> float:
         """Bytes on disk of one row's coordinates."""
         return sum(keeping.row_bytes for keeping in self.kept)
@@ -105,7 +110,7 @@ class CoordinateMaker:
         with torch.no_grad():
             parts = {unit: _values(traced.pieces[unit]) for unit in self.tracer.units}
             whole = torch.cat(list(parts.values()), 1)
-            scales = bit_scales(whole, self.bits)
+            scales = bit_scales(whole, self.bits, self.group)
             rows = {unit: self._rows(values, scales) for unit, values in parts.items()}
         values = measured_values(traced.measured)
         values.pop("token_loss", None)  # four bytes a token: often more than all coordinates
@@ -145,7 +150,7 @@ class CoordinateMaker:
     def _rows(self, values: Tensor, scales: Tensor | None) -> BitRows:
         if scales is None:
             return BitRows(values)
-        return BitRows(packed_bits(values, scales, self.bits), scales)
+        return BitRows(packed_bits(values, scales, self.bits, self.group), scales)
 
 
 def coordinate_maker(
@@ -168,10 +173,17 @@ def coordinate_maker(
         packed = bits in PACKED
         scale = SCALE if packed else ""
         form = Bits(
-            unit.parameters, f"{unit.name}.bits", scale, size, bits, basis.fingerprint, whitened
+            unit.parameters,
+            f"{unit.name}.bits",
+            scale,
+            size,
+            bits,
+            basis.fingerprint,
+            whitened,
+            basis.group if packed else 0,
         )
-        example = torch.zeros(1, size)
-        rows = BitRows(packed_bits(example, torch.ones(1), bits), torch.ones(1)) if packed else None
+        example, one = torch.zeros(1, size), torch.ones(1)
+        rows = BitRows(packed_bits(example, one, bits, form.group), one) if packed else None
         arrays = arrays_of(unit.name, form, rows or BitRows(example), _ENCODINGS[bits])
         own = tuple(array for array in arrays if array.name != SCALE or not kept)
         kept.append(

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._batches import batch_size, rows_of
+from gradkeep.capturing._columns import without_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,8 @@ def sample_batches(batches: Batches, rows: int) -> Iterator[Any]:
     Rows that lie together are taken together: they have been padded to one length.
     """
     size = batch_size(batches.first)
-    total = rows * _REACH if batches.num_rows is None else min(batches.num_rows, rows * _REACH)
+    # Of a loader that does not know its rows, the first: beyond them there may be none.
+    total = rows if batches.num_rows is None else min(batches.num_rows, rows * _REACH)
     there = max(1, math.ceil(total / size))
     each = min(size, max(_AT_ONCE, math.ceil(rows / there)))
     wanted = min(there, math.ceil(rows / each))
@@ -34,6 +36,6 @@ def sample_batches(batches: Batches, rows: int) -> Iterator[Any]:
         if number in chosen:
             have = batch_size(batch)
             start = (number * 7) % max(1, have - each + 1)
-            yield rows_of(batch, start, min(have, start + each))
+            yield rows_of(without_columns(batch), start, min(have, start + each))
         if number == last:
             return

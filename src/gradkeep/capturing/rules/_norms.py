@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
-from gradkeep.factors import Dense, DenseRows
+from gradkeep.factors import Dense, DenseRows, widened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def norm_terms(
 
     None where the norm is not one over the last dimension of `[B, T, d]`.
     """
-    g = call.suffix()
+    g = widened(call.suffix())
     if not (isinstance(call.module, nn.LayerNorm) or _is_rms(call.module)):
         return None
     if any(parameter.size != g.shape[-1] for parameter in parameters):

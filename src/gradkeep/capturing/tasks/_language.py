@@ -83,6 +83,7 @@ class LanguageModelling(Task):
         if shift:
             # The last token predicts nothing. Logits are not cut: a cut would be copied twice.
             targets = F.pad(targets[:, 1:], (0, 1), value=self.ignore_index)
+        self._check_targets(targets, logits.shape[-1])
         flat = F.cross_entropy(
             logits.flatten(0, 1),
             targets.flatten(),
@@ -136,6 +137,22 @@ class LanguageModelling(Task):
                 fix="choose another span, or leave the row out",
             )
         return kept
+
+    def _check_targets(self, targets: torch.Tensor, tokens: int) -> None:
+        wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= tokens))
+        if bool(wrong.any()):
+            row, place = wrong.nonzero()[0].tolist()
+            raise CaptureError(
+                f"row {row} of this batch has a label that is no token of the model",
+                found=f"label {int(targets[row, place])}",
+                expected=f"0 to {tokens - 1}, or {self.ignore_index} for what is ignored",
+                fix="use the tokenizer that belongs to the model",
+            )
+
+    def targets(self, batch: Any) -> torch.Tensor:
+        """The tokens `[B, T]` that are predicted, `ignore_index` where none is."""
+        _, targets, shift = self._split(batch)
+        return targets[:, 1:] if shift and targets.dim() == 2 else targets
 
     def _split(self, batch: Any) -> tuple[Any, torch.Tensor, bool]:
         if isinstance(batch, Mapping):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from gradkeep.capturing._batches import batch_size, rows_of
 from gradkeep.errors import CaptureError
 
 
@@ -88,6 +89,32 @@ class Task(abc.ABC):
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """The model's answer to the inputs of a batch: `model(x)`, `model(*xs)` or `model(**xs)`."""
+    try:
+        return _called(model, inputs)
+    except IndexError as error:
+        raise _beyond_tables(model, inputs, error) from error
+
+
+def _beyond_tables(model: nn.Module, inputs: Any, error: IndexError) -> CaptureError:
+    """The error for what a model has no entry for: which row of the batch it is."""
+    row = None
+    with torch.no_grad():
+        for at in range(batch_size(inputs)):
+            try:
+                _called(model, rows_of(inputs, at, at + 1))
+            except IndexError:
+                row = at
+                break
+    return CaptureError(
+        "the model has no entry for what it is to look up"
+        + ("" if row is None else f" in row {row} of this batch"),
+        found=str(error).splitlines()[0][:200] if str(error) else "IndexError",
+        expected="tokens of the model's vocabulary, and no more of them than it has positions",
+        fix="use the tokenizer that belongs to the model, and truncate as in training",
+    )
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         if _takes(model, inputs):
             return model(**inputs)
@@ -98,7 +125,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
             found=f"{', '.join(map(str, inputs))} for {type(model).__name__}"
             f"{inspect.signature(model.forward)}",
             expected="the names of its arguments, or a single input",
-            fix="rename or remove entries in the collate function, or subclass gk.Task",
+            fix="rename or remove entries in the collate function, keep them aside with columns=, or "
+            "subclass gk.Task",
         )
     if isinstance(inputs, tuple | list):
         return model(*inputs)

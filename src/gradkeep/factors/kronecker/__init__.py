@@ -7,8 +7,10 @@ from gradkeep.factors.kronecker._moments import (
     matrix_moments,
     scaled_suffixes,
 )
+from gradkeep.factors.kronecker._patch_moments import WIDE
 
 __all__ = [
+    "WIDE",
     "Basis",
     "MatrixBasis",
     "MatrixMoments",

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     )
 
 
-_TOKENS = 1024
-"""A tied table of more rows has lean moments without products of two tokens."""
-
-
 class MatrixMoments(abc.ABC):
     """Sums over rows of both sides' second moments, of one weight.
 
@@ -153,8 +149,8 @@ class GradientMoments(MatrixMoments):
     """
 
     def _empty_left(self) -> Tensor:
-        if self.lean and self.form.kind == "tied" and self.piece.rows > _TOKENS:
-            # Tokens are nearly coordinates of their own: most of them meet in few rows.
+        if self.lean and self.form.kind == "tied":
+            # Tokens are nearly coordinates of their own, and no vocabulary is too large for them.
             return torch.zeros(1, self.piece.rows, dtype=self.dtype)
         return super()._empty_left()
 
@@ -193,7 +189,7 @@ def matrix_moments(
 ) -> MatrixMoments:
     """Empty moments of a weight, of its factors if they are kept; `room` is in bytes.
 
-    `lean` ones are in float32, and of the tokens of a long tied table they are a diagonal.
+    `lean` ones are in float32, and of the tokens of a tied table they are a diagonal.
     """
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
     return kind(piece, form, room=room, lean=lean)

@@ -163,9 +163,14 @@ class Block:
         return max(1, int(batch_bytes / max(1.0, row_bytes)))
 
     def column(self, name: str) -> Any:
-        """All rows of one array `[N, *shape]` (a list per row if ragged); meant for small arrays."""
+        """All rows of one array `[N, *shape]`; of ragged ones a list, of texts a list of str.
+
+        Meant for small arrays.
+        """
         array = self.schema.array(name)
         parts = [batch[name] for batch in self.stream([name])]
+        if array.is_text:
+            return [text for part in parts for text in part.texts()]
         if array.ragged:
             return [part[row] for part in parts for row in range(len(part))]
         empty = np.empty((0, *array.shape), array.dtype)

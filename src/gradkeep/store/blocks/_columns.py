@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,23 @@ class Ragged:
         """From a list of arrays `[T_i, *shape]`."""
         lengths = [len(row) for row in rows]
         return cls(np.concatenate(rows), np.cumsum([0, *lengths], dtype=np.int64))
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str]) -> Ragged:
+        """Texts as the bytes of their UTF-8, for an array of kind `text`.
+
+        >>> Ragged.of_texts(["one", "zwölf"]).texts()
+        ['one', 'zwölf']
+        """
+        parts = [text.encode() for text in texts]
+        offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(parts), np.uint8), offsets)
+
+    def texts(self) -> list[str]:
+        """The rows of an array of kind `text`, as they were given."""
+        whole = np.ascontiguousarray(self.values).tobytes()
+        bounds = itertools.pairwise(self.offsets.tolist())
+        return [whole[start:stop].decode(errors="replace") for start, stop in bounds]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

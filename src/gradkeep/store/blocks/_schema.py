@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ArrayKind = Literal[
-    "prefix", "suffix", "gradient", "projection", "embedding", "scalar", "mask", "data"
+    "prefix", "suffix", "gradient", "projection", "embedding", "scalar", "mask", "data", "text"
 ]
 Encoding = Literal["plain", "bfloat16", "float16", "float16-scaled", "int8-scaled", "bits"]
 """How the numbers of an array are stored; all but `plain` and `bits` round."""
@@ -103,6 +103,8 @@ class Array:
             return f"encoding {self.encoding!r} is for float32, not {self.dtype}"
         if self.scaled and self.nan == "keep":
             return f"{self.encoding!r} scales a row by its largest value: it cannot keep NaN"
+        if self.is_text and (self.dtype != "uint8" or self.shape or not self.ragged):
+            return "a text is kept as the bytes of its UTF-8: a ragged array of uint8"
         half = self.encoding == "float16" or self.dtype == "float16"
         if half and self.kind in _GRADIENTS:
             return (
@@ -133,6 +135,11 @@ class Array:
         return dataclasses.replace(
             self, encoding="plain", compression=None, nan="keep", kind="data"
         )
+
+    @property
+    def is_text(self) -> bool:
+        """Whether each row is a text, as the bytes of its UTF-8."""
+        return self.kind == "text"
 
     @property
     def scaled(self) -> bool:

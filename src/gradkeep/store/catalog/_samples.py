@@ -50,14 +50,20 @@ def check_samples(data: bytes | memoryview, name: str, *, path: str) -> None:
 
 
 def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
-    """An Arrow table: the labels, `id`, and every array that holds one value per row."""
+    """An Arrow table: the labels, `id`, and every array that holds one value, or text, per row."""
     pa = _pyarrow()
     columns: dict[str, Any] = {}
     for name, value in labels.items():
         indices = pa.array(np.zeros(len(block), np.int32))
         columns[name] = pa.DictionaryArray.from_arrays(indices, pa.array([value]))
     columns |= {name: pa.array(values) for name, values in _scalars(block).items()}
+    columns |= {name: pa.array(values, pa.string()) for name, values in _texts(block).items()}
     return pa.table(columns)
+
+
+def _texts(block: Block) -> dict[str, list[str]]:
+    """Every array that holds a text per row."""
+    return {array.name: block.column(array.name) for array in block.schema.arrays if array.is_text}
 
 
 def _scalars(block: Block) -> dict[str, np.ndarray[Any, Any]]:
@@ -88,7 +94,10 @@ def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, pa
             "this Parquet file cannot be read", path=path, found=str(error)[:200]
         ) from error
     wanted = _scalars(block)
-    if found.column_names != [*labels, *wanted] or len(found) != len(block):
+    texts = _texts(block)
+    if found.column_names != [*labels, *wanted, *texts] or len(found) != len(block):
+        return False
+    if any(found.column(name).to_pylist() != values for name, values in texts.items()):
         return False
     return all(
         set(found.column(name).unique().to_pylist()) <= {value} for name, value in labels.items()
@@ -134,8 +143,12 @@ def ensure_samples(
 
     buffer = io.BytesIO()
     # A dictionary of ids, which all differ, would only cost time.
+    texts = [array.name for array in block.schema.arrays if array.is_text]
     pq.write_table(
-        samples_table(block, labels), buffer, compression="zstd", use_dictionary=list(labels)
+        samples_table(block, labels),
+        buffer,
+        compression="zstd",
+        use_dictionary=[*labels, *texts],
     )
     data = buffer.getvalue()
     digest = xxhash.xxh3_128_hexdigest(data)

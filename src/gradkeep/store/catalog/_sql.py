@@ -271,13 +271,19 @@ def _samples_schema(sealed: Sequence[BlockFacts]) -> Any:
     import pyarrow as pa
 
     types: dict[str, list[str]] = {}
+    texts: set[str] = set()
     for capture in sealed:
         for array in capture.arrays:
+            if array.is_text:
+                texts.add(array.name)
             if not array.shape and not array.ragged:
                 types.setdefault(array.name, []).append(array.dtype)
     fields = [(name, pa.string()) for name in ("run", "checkpoint", "split", "capture")]
     fields.append(("id", pa.int64()))
+    fields += [(name, pa.string()) for name in sorted(texts)]
     for name, dtypes in types.items():
+        if name in texts:
+            continue  # what is a number in another capture is told as text there
         dtype = np.result_type(*dtypes)
         # DuckDB knows no half precision.
         wide = np.dtype("float32") if dtype == np.float16 else dtype

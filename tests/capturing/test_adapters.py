@@ -1,0 +1,108 @@
+"""Adapter folders: names without the adapter's, and adapters that are not the model's."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.capturing import load_weights, put_weights
+from gradkeep.errors import CaptureError
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and its adapter, with the names that PEFT gives them."""
+
+    def __init__(self, rank, width=4):
+        super().__init__()
+        self.base_layer = nn.Linear(width, width).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(width, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, width, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted(seed, *, rank=2, layers=2, width=4):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(LowRank(rank, width) for _ in range(layers)), nn.Linear(width, 3))
+    model[-1].requires_grad_(False)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    return model
+
+
+def saved(folder, model, **settings):
+    folder.mkdir(exist_ok=True)
+    state = {
+        "base_model.model." + name.replace(".default.", "."): value.clone()
+        for name, value in model.state_dict().items()
+        if "lora_" in name
+    }
+    save_file(state, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    return folder
+
+
+def test_an_adapter_s_folder_replaces_the_adapter_and_nothing_else(tmp_path):
+    source, model = adapted(1), adapted(2)
+    put_weights(model, load_weights(saved(tmp_path, source)), name="final")
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_the_adapter_s_file_alone_and_its_state_dict_are_taken_too(tmp_path):
+    source = adapted(1)
+    file = saved(tmp_path, source) / "adapter_model.safetensors"
+    plain = {n.replace(".default.", "."): v for n, v in source.state_dict().items() if "lora" in n}
+    for given in (file, plain):
+        model = adapted(2)
+        put_weights(model, load_weights(given), name="final")
+        assert torch.equal(model[1].lora_B["default"].weight, source[1].lora_B["default"].weight)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        ({"rank": 3}, "another rank"),
+        ({"width": 5}, "another size"),
+        ({"layers": 1}, r"another adapter than the model's.*[\s\S]*missing \['1\.lora_A"),
+        ({"layers": 3}, r"another adapter than the model's.*[\s\S]*unknown \['2\.lora_A"),
+    ],
+)
+def test_another_adapter_is_refused_and_nothing_is_loaded(tmp_path, other, match):
+    model = adapted(2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=match):
+        put_weights(model, load_weights(saved(tmp_path, adapted(1, **other))), name="final")
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_an_adapter_needs_a_model_that_has_one(tmp_path):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with pytest.raises(CaptureError, match="is an adapter, but the model has none"):
+        put_weights(plain, load_weights(saved(tmp_path, adapted(1))), name="final")
+
+
+def test_settings_that_are_no_json_are_refused(tmp_path):
+    (saved(tmp_path, adapted(1)) / "adapter_config.json").write_text("{")
+    with pytest.raises(CaptureError, match="no JSON"):
+        load_weights(tmp_path)
+
+
+def test_adapters_are_captured_on_the_base_that_the_model_came_with(tmp_path, store):
+    source = adapted(1)
+    folder = saved(tmp_path / "folder", source)
+    other = {n: v + 1 for n, v in adapted(3).state_dict().items()}
+    data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+    options = {"task": gk.Classification(), "split": "train", "progress": False}
+    model = adapted(2)
+    gk.capture(store, model, data, checkpoints={"whole": other, "adapter": folder}, **options)
+    gk.capture(store, source, data, checkpoints="here", **options)
+    found, here = (store.read(gk.CaptureKey(name, "train")) for name in ("adapter", "here"))
+    assert found.schema.fingerprints["weights"] == here.schema.fingerprints["weights"]
+    assert found.column("loss").tolist() == here.column("loss").tolist()
