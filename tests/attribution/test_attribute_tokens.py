@@ -194,6 +194,31 @@ def test_random_coordinates_have_tokens_too(store):
     assert near(found.sums, scores)
 
 
+def test_rows_with_ids_and_columns_are_found_again(store):
+    model, loader = make_model("tied"), batches(6, 6)
+    ids, texts = [11, 7, 3, 20, 5, 2], [f"text {row}" for row in range(6)]
+    for split in ("train", "test"):
+        gk.capture(
+            store,
+            model,
+            loader,
+            task=TASK,
+            split=split,
+            keep="factors",
+            ids=ids,
+            columns={"text": texts},
+            progress=False,
+        )
+    again = {"model": model, "loader": loader, "task": TASK, "loader_ids": ids}
+    found = gk.attribute_tokens(
+        store, method="dot", ids=[7], train_ids=[20, 2], columns={"text": texts}, **again
+    )
+    scores = gk.attribute(store, method="dot").numpy()
+    assert near(found.sums, scores[1:2, [3, 5]])
+    with pytest.raises(CaptureError, match="is not what it was"):
+        gk.attribute_tokens(store, columns={"text": texts[::-1]}, **again)
+
+
 def test_the_largest_tokens_are_named(store):
     capture(store, "tied")
     found = gk.attribute_tokens(store, ids=[0], train_ids=[4], method="dot")
