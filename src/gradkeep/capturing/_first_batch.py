@@ -63,6 +63,8 @@ class ChosenRules:
     aside: frozenset[LayerUnit]
     """Those of the unused whose modules the backward pass came by all the same."""
     skipped: tuple[LayerUnit, ...]
+    tokens: int | None
+    """T, where samples have tokens `[B, T]`."""
 
 
 def choose_rules(
@@ -75,7 +77,7 @@ def choose_rules(
     """
     rows = batch_size(batch)
     modules = [*watched(units), *tracer.model.modules()]
-    _, target, calls = tracer.forward(modules, batch)
+    measured, target, calls = tracer.forward(modules, batch)
     weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
     wanted = torch.autograd.grad(
         (target * weights).sum(), tensors(units), retain_graph=True, allow_unused=True
@@ -127,6 +129,7 @@ def choose_rules(
         unused=tuple(unused),
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
+        tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
 
 
@@ -339,10 +342,12 @@ def prepare_capture(
     settings: CaptureSettings,
     *,
     as_before: Mapping[str, Storage] | None = None,
+    placed: bool = True,
 ) -> PreparedCapture:
     """Find out and prove how each chosen layer is captured, and choose how it is kept.
 
-    `as_before` gives the storage of layers that an earlier run of the same capture has chosen.
+    `as_before` gives the storage of layers that an earlier run of the same capture has chosen;
+    `placed` whether layers keep which tokens their positions are.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
@@ -352,7 +357,11 @@ def prepare_capture(
     )
     wanted = _wanted(settled.units, settings.keep, as_before or {})
     kept = choose_storage(
-        settled.pieces, encoding=settings.encoding, wanted=wanted, tolerance=settings.tolerance
+        settled.pieces,
+        encoding=settings.encoding,
+        wanted=wanted,
+        tolerance=settings.tolerance,
+        tokens=settled.tokens if placed else None,
     )
     return PreparedCapture(tracer, tuple(kept), settled.skipped, settled.pieces)
 

@@ -42,6 +42,8 @@ class BasisRequest:
     weights: str
     """The fingerprint of the model's weights."""
     task: str
+    trained_as: str
+    """The task that training rows have, if a query asks for a part of it."""
     chosen: bool
     """Whether the user chose the layers."""
 
@@ -116,7 +118,7 @@ def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture
             path=path,
             fix="name the checkpoint otherwise, or load the weights that it had",
         )
-    if found.task != request.task:
+    if found.task not in (request.task, request.trained_as):
         raise CaptureError(
             "the basis was found with another task", path=path, found=found.task, fix="pass name="
         )

@@ -90,4 +90,5 @@ def tied_gradients(
     lookup = dataclasses.replace(
         low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
     )
-    return LayerGradients(Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows))
+    form, kept = Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows)
+    return LayerGradients(form, kept, sequence=high.sequence)
