@@ -14,6 +14,8 @@ from gradkeep.errors import AttributionError, CaptureError, QueryError
 from gradkeep.factors import form_from_fields
 
 VOCABULARY = 13
+# Data are noise here: there is hardly anything that ranks could agree on.
+pytestmark = pytest.mark.filterwarnings("ignore:ranks from what is kept agree only")
 
 
 class Recurrent(nn.Module):
@@ -391,6 +393,11 @@ def test_a_memory_budget_drops_activations_and_changes_nothing(tmp_path):
     for name in a.names:
         one, other = a.column(name), b.column(name)
         assert np.array_equal(np.asarray(one), np.asarray(other)), name
+
+
+def test_ranks_that_hardly_agree_are_warned_of(store):
+    with pytest.warns(gk.CaptureWarning, match=r"agree only .* on 16 rows"):
+        capture(store, "positions", gk.Keep(200, bits=32, rows=16))
 
 
 def test_functional_forms_of_the_dial(store):

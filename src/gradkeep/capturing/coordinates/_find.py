@@ -62,24 +62,32 @@ def find_basis(
             path=request.store.backend.describe(request.key.folder),
             fix="capture the training rows first, with keep='4KiB' and the same name=",
         )
-    made = make_basis(request, request.keep, prepared.tracer, batches, device)
+    positions = max((keeping.positions for keeping in prepared.kept), default=1.0)
+    sample = request.keep.sample(positions)
+    made = make_basis(request, request.keep, prepared.tracer, batches, device, sample=sample)
     save_basis(request.store, request.key, made)
     return made
 
 
 def make_basis(
-    request: BasisRequest, keep: Keep, tracer: Tracer, batches: Batches, device: torch.device
+    request: BasisRequest,
+    keep: Keep,
+    tracer: Tracer,
+    batches: Batches,
+    device: torch.device,
+    *,
+    sample: int,
 ) -> CaptureBasis:
-    """A basis from some rows of the loader; about two passes over them, forward and back."""
+    """A basis from a sample of rows of the loader; a pass over them, forward and back, and a few more."""
     every = list(tracer.units)
     if not request.chosen:
         tracer = dataclasses.replace(tracer, units=worth_keeping(tracer.units, keep))
-    moments = measure_moments(tracer, sample_batches(batches, keep.rows), device)
+    moments = measure_moments(tracer, sample_batches(batches, sample), device)
     agreement, compared = None, 0
     if keep.whitened:
         layers = leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
-        again = sample_batches(batches, keep.rows)
+        again = sample_batches(batches, sample)
         agreement, compared = measure_agreement(tracer, again, layers, chosen, keep, device)
     else:
         chosen = random_coordinates(moments, keep)
