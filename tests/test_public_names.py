@@ -35,7 +35,7 @@ NAMES = {
         attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep """,
+    Keep attribute_once """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
@@ -43,7 +43,7 @@ NAMES = {
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
     BitRows BitWidth Bits BlockProjection LayerProjection MOST_IN_GROUP PACKED
-        PositionProducts bit_scales bits_told packed_bits squared sum_columns """,
+        PositionProducts bit_scales bits_told packed_bits squared sum_columns   """,
     "gradkeep.capturing": """
         AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
@@ -51,7 +51,7 @@ NAMES = {
         Weights batch_size by_sample capture completions fingerprint_weights in_mode layer_rules layers
         load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         replay_tokens rows_at_once rows_of to_device unregister_layer_rule
-    Keep """,
+    Keep  Batches MomentsSoon Traced Tracer batches_of measure_moments ready """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
         RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold TokenScores
@@ -59,7 +59,7 @@ NAMES = {
         attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
-    """,
+    attribute_once """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews

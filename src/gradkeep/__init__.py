@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Scores,
         TokenScores,
         attribute,
+        attribute_once,
         attribute_tokens,
         combine,
         methods,
@@ -81,7 +82,7 @@ _ROOMS = (
 _NAMES = {
     "attribution": (
         *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "TokenScores"),
-        *("attribute", "attribute_tokens", "combine", "methods"),
+        *("attribute", "attribute_once", "attribute_tokens", "combine", "methods"),
         *("project", "register_method", "suspects"),
     ),
     "capturing": (
@@ -128,6 +129,7 @@ __all__ = [
     "TokenScores",
     "Weights",
     "attribute",
+    "attribute_once",
     "attribute_tokens",
     "attribution",
     "capture",

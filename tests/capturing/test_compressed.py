@@ -48,6 +48,8 @@ def world(kind, rows=24):
         x, y = torch.randn(rows, 50), torch.randint(4, (rows,))
         return model, list(zip(x.split(8), y.split(8), strict=True)), gk.Classification()
     model = Recurrent()
+    if kind == "grouped":
+        model = GPT(vocabulary=VOCABULARY, length=9, dim=24, heads=2, layers=1, tied=True).eval()
     if kind in ("tied", "untied"):
         model = GPT(
             vocabulary=VOCABULARY, length=9, dim=8, heads=2, layers=2, tied=kind == "tied"
@@ -62,8 +64,8 @@ def world(kind, rows=24):
     return model, batches, gk.LanguageModelling()
 
 
-KINDS = ("tied", "untied", "recurrent", "convolutions", "transposed", "positions")
-BYTES = {"tied": 700, "untied": 700, "recurrent": 600, "positions": 400}
+KINDS = ("grouped", "tied", "untied", "recurrent", "convolutions", "transposed", "positions")
+BYTES = {"grouped": 256, "tied": 700, "untied": 700, "recurrent": 600, "positions": 400}
 
 
 def capture(store, kind, keep, split="train", **options):
@@ -141,7 +143,7 @@ def matrices(layer, dense, left, right):
     return torch.cat([weight, bias], 3)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "convolutions", "positions"])
+@pytest.mark.parametrize("kind", ["grouped", "tied", "untied", "convolutions", "positions"])
 @pytest.mark.parametrize("coordinates", ["eigen", "random", "sketch"])
 def test_coordinates_are_those_of_autograd(store, kind, coordinates):
     size = BYTES.get(kind, 600)
@@ -170,8 +172,20 @@ def test_bits_are_the_signs_of_coordinates_and_their_mean_size(store, kind):
     a, b = kept.rows(range(24)), asked.rows(range(24))
     plain = torch.cat([f.restore(b.factors[n]) for n, f in asked.forms.items()], 1)
     coded = torch.cat([f.restore(a.factors[n]) for n, f in kept.forms.items()], 1)
-    torch.testing.assert_close(coded.abs(), plain.abs().mean(1, keepdim=True).expand_as(coded))
-    assert ((coded > 0) == (plain > 0)).float().mean() > 0.999
+    group = next(iter(kept.forms.values())).group
+    assert bool(group) == (kind == "grouped")
+    if group:
+        groups = plain.view(len(plain), -1, group)
+        size, places = groups.abs().max(2)
+        mean = size.mean(1, keepdim=True)
+        signs = groups.gather(2, places.unsqueeze(2)).sign().squeeze(2)
+        wanted = torch.zeros_like(groups).scatter_(
+            2, places.unsqueeze(2), (signs * mean).unsqueeze(2)
+        )
+        assert (coded - wanted.flatten(1)).norm() < 0.05 * coded.norm()
+    else:
+        torch.testing.assert_close(coded.abs(), plain.abs().mean(1, keepdim=True).expand_as(coded))
+        assert ((coded > 0) == (plain > 0)).float().mean() > 0.999
     norms = kept.norms()
     slopes = kept.slopes()
     lengths = coded.norm(dim=1) * (1 if slopes is None else slopes.abs())
@@ -256,7 +270,7 @@ def test_what_products_mean_decides_what_can_be_asked(store):
             gk.attribute(store, method=method)
     for method in ("ekfac", "kernel", "trak", "loss"):
         scores = gk.attribute(store, method=method)
-        assert "coordinates of one bit each" in scores.approximate
+        assert "whitened coordinates, one bit each" in scores.approximate
         assert np.isfinite(scores.numpy()).all()
     unit = gk.attribute(store, method="ekfac", unit_norm=True).numpy()
     assert np.abs(unit).max() <= 1 + 1e-5
@@ -264,6 +278,31 @@ def test_what_products_mean_decides_what_can_be_asked(store):
         gk.attribute(store, method="ekfac", damping=1.0)
     layered = gk.attribute(store, method="ekfac", per_layer=True)
     np.testing.assert_allclose(layered.per_layer.sum(0), layered.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_questions_about_coordinates_are_answered_or_refused(store):
+    capture(store, "tied", gk.Keep(600, rows=16))
+    rows = gk.gradients(store, split="train")
+    with pytest.raises(QueryError, match="cannot be restored"):
+        rows.restore([1])
+    mean = gk.query.mean(rows)
+    with pytest.raises(QueryError, match="cannot be restored"):
+        mean.parameters()
+    values = torch.cat(
+        [f.restore(rows.rows(range(24)).factors[n]) for n, f in rows.forms.items()], 1
+    )
+    whole = torch.cat(list(mean.layers.values()), 1)
+    torch.testing.assert_close(whole[0].float(), values.mean(0), rtol=1e-3, atol=1e-5)
+    products = gk.query.along(rows, mean)[0]
+    torch.testing.assert_close(products, values @ values.mean(0), rtol=1e-3, atol=1e-3)
+    spread = torch.cat(list(gk.query.variance(rows).layers.values()), 1)[0].float()
+    torch.testing.assert_close(spread, values.var(0, correction=0), rtol=1e-3, atol=1e-4)
+    squares = torch.cat(list(gk.query.squares(rows).layers.values()), 1)[0].float()
+    torch.testing.assert_close(squares, values.square().sum(0), rtol=1e-3, atol=1e-3)
+    gram = gk.query.gram(rows).values
+    torch.testing.assert_close(gram, values @ values.t(), rtol=1e-3, atol=1e-2)
+    best = gk.query.top(rows, rows, 2).ids
+    assert best.tolist() == gram.topk(2).indices.tolist()
 
 
 def test_random_coordinates_estimate_products_of_gradients(store):
@@ -355,7 +394,8 @@ def test_a_memory_budget_drops_activations_and_changes_nothing(tmp_path):
 
 
 def test_functional_forms_of_the_dial(store):
-    assert gk.Keep("4KiB").size == 8 * (4096 - 64)
+    assert gk.Keep("4KiB").room == 4096 - 64
+    assert gk.Keep("4KiB", bits=4).sums == 2 * (4096 - 64)
     assert gk.Keep(4096) == gk.Keep("4KiB")
     kept = capture(store, "tied", 600, name="number")
     assert all(layer.storage == "coordinates" for layer in kept.layers)

@@ -27,13 +27,28 @@ WEIGHT = (Parameter("w", (3, 7)),)
 widths = st.sampled_from([1, 4, 8, 16, 32])
 
 
-def form_of(size, bits):
-    return Bits(WEIGHT, "w.bits", "scale" if bits in PACKED else "", size, bits, basis="b")
+def form_of(size, bits, group=0):
+    scale = "scale" if bits in PACKED else ""
+    return Bits(WEIGHT, "w.bits", scale, size, bits, basis="b", group=group)
 
 
-def coded(values, bits):
-    scales = bit_scales(values, bits)
-    return BitRows(values if scales is None else packed_bits(values, scales, bits), scales)
+def coded(values, bits, group=0):
+    scales = bit_scales(values, bits, group)
+    if scales is None:
+        return BitRows(values)
+    return BitRows(packed_bits(values, scales, bits, group), scales)
+
+
+def largest(values, group):
+    """What rows of groups decode to, one group after the other."""
+    out = torch.zeros_like(values)
+    for row, found in zip(values.tolist(), out, strict=True):
+        starts = range(0, len(row), group)
+        places = [max(range(s, s + group), key=lambda at: abs(row[at])) for s in starts]
+        size = sum(abs(row[at]) for at in places) / len(places)
+        for at in places:
+            found[at] = size if row[at] >= 0 else -size
+    return out
 
 
 def plain(values, bits):
@@ -74,7 +89,7 @@ def test_rows_decode_to_what_they_should(bits, count, size, seed):
 def test_products_and_sums_are_those_of_decoded_rows(bits, other, count, size, scratch):
     torch.manual_seed(size)
     form, asked = form_of(size, bits), form_of(size, other)
-    assert form.same_layout(asked)
+    assert form.same_layout(asked) == (bits == other or other not in PACKED)
     train, queries = coded(torch.randn(count, size), bits), coded(torch.randn(3, size), other)
     dense, left = form.restore(train), asked.restore(queries)
     close = torch.testing.assert_close
@@ -85,6 +100,42 @@ def test_products_and_sums_are_those_of_decoded_rows(bits, other, count, size, s
     if bits == other:
         found = form.dot(queries, train, compute="dense", scratch=scratch)
         close(found, left @ dense.t(), rtol=1e-4, atol=1e-5)
+
+
+@given(
+    st.integers(1, 128),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.integers(1, 60),
+    st.integers(0, 99),
+)
+def test_of_a_group_the_largest_is_kept_in_a_byte(group, groups, count, kinds, seed):
+    torch.manual_seed(seed)
+    size = group * groups
+    values = torch.randn(count, size)
+    form, rows = form_of(size, 1, group), coded(values, 1, group)
+    assert rows.codes.dtype == torch.uint8
+    assert rows.codes.shape == (count, groups)
+    wanted, close = largest(values, group), torch.testing.assert_close
+    close(form.restore(rows), wanted)
+    close(form.squared_norms(rows), wanted.square().sum(1))
+    directions = torch.randn(kinds, size)
+    found = form.along(rows, directions, scratch=1 << 20)
+    close(found, directions @ wanted.t(), rtol=1e-4, atol=1e-4)
+    asked = coded(torch.randn(3, size), 32)
+    assert form.same_layout(form_of(size, 32))
+    assert not form.same_layout(form_of(size, 1))
+    found = form.dot(asked, rows, compute="dense", scratch=1 << 20)
+    close(found, asked.codes @ wanted.t(), rtol=1e-4, atol=1e-4)
+    weights = torch.randn(2, count)
+    close(form.weighted_sum(rows, weights), weights @ wanted, rtol=1e-4, atol=1e-5)
+    close(form.weighted_squares(rows, weights), weights @ wanted.square(), rtol=1e-4, atol=1e-5)
+
+
+def test_groups_that_do_not_come_out_even_are_refused():
+    for size, group in ((10, 3), (258, 129), (4, -1)):
+        with pytest.raises(errors.QueryError, match="groups"):
+            form_of(size, 1, group)
 
 
 def test_a_row_of_zeros_stays_one():
@@ -106,7 +157,7 @@ def test_it_is_written_into_a_schema_and_read_again():
     form = form_of(12, 4)
     assert form_from_fields(form_to_fields(form)) == form
     assert not form.exact
-    assert form.approximate == "whitened coordinates of 4 bits each"
+    assert form.approximate == "whitened coordinates, 4 bits each"
     with pytest.raises(errors.QueryError, match="bits"):
         form_of(12, 3)
 

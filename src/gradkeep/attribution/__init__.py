@@ -4,6 +4,7 @@ from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._combine import combine
 from gradkeep.attribution._label_noise import LabelNoise, SuspicionThreshold
 from gradkeep.attribution._method import Method, NoOptions, Scorer
+from gradkeep.attribution._once import attribute_once
 from gradkeep.attribution._question import AttributionQuestion, CheckpointView, RunCheckpoint
 from gradkeep.attribution._registry import methods, register_method, unregister_method
 from gradkeep.attribution._scores import RankedRows, Scores
@@ -44,6 +45,7 @@ __all__ = [
     "add_damped_scores",
     "add_products",
     "attribute",
+    "attribute_once",
     "attribute_tokens",
     "combine",
     "methods",

@@ -6,8 +6,10 @@ from gradkeep.capturing._calls import LayerCall
 from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
+from gradkeep.capturing._loader import Batches, batches_of
 from gradkeep.capturing._mode import Mode, in_mode
 from gradkeep.capturing._plan import CapturePlan, PlannedLayer, plan
+from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._recording import GradientRecording, recording
 from gradkeep.capturing._report import (
     Captured,
@@ -18,8 +20,10 @@ from gradkeep.capturing._report import (
     layers,
 )
 from gradkeep.capturing._token_replay import ReplayedTokens, replay_tokens
+from gradkeep.capturing._tracer import Traced, Tracer
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
 from gradkeep.capturing.coordinates._keep import Keep
+from gradkeep.capturing.coordinates._moments import MomentsSoon, measure_moments
 from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis, by_sample
 from gradkeep.capturing.rules._rules import (
     LayerRule,
@@ -35,6 +39,7 @@ from gradkeep.capturing.tasks._task import Measured, Task
 
 __all__ = [
     "AdamState",
+    "Batches",
     "CapturePlan",
     "CaptureSettings",
     "CaptureWarning",
@@ -52,14 +57,18 @@ __all__ = [
     "ListedLayer",
     "Measured",
     "Mode",
+    "MomentsSoon",
     "PlannedLayer",
     "PreparedCapture",
     "Regression",
     "ReplayedTokens",
     "SampleAxis",
     "Task",
+    "Traced",
+    "Tracer",
     "Weights",
     "batch_size",
+    "batches_of",
     "by_sample",
     "capture",
     "completions",
@@ -68,10 +77,12 @@ __all__ = [
     "layer_rules",
     "layers",
     "load_weights",
+    "measure_moments",
     "plan",
     "prepare_capture",
     "put_weights",
     "read_adam",
+    "ready",
     "recording",
     "register_layer_rule",
     "replay_tokens",

@@ -20,7 +20,7 @@ from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._keeping import choose_storage, storage_named
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
-from gradkeep.capturing.coordinates._keep import Keep, parse_keep
+from gradkeep.capturing.coordinates._keep import QUERIES, Keep, parse_keep
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import unit_gradients
@@ -369,7 +369,7 @@ def prepare_capture(
 def _wanted(
     units: Sequence[LayerUnit], keep: KeepChoice, as_before: Mapping[str, Storage]
 ) -> dict[LayerUnit, Storage | None]:
-    if keep is None or isinstance(keep, int | Keep):
+    if isinstance(keep, int | Keep) or keep in (None, QUERIES) or parse_keep(keep) is not None:
         return {unit: as_before.get(unit.name) for unit in units}
     if isinstance(keep, str):
         return dict.fromkeys(units, storage_named(keep))

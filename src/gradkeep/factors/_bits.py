@@ -314,7 +314,12 @@ def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | 
     even levels.
     """
     if group:
-        return coordinates.view(len(coordinates), -1, group).abs().amax(2).mean(1)
+        return (
+            coordinates.view(len(coordinates), coordinates.shape[1] // group, group)
+            .abs()
+            .amax(2)
+            .mean(1)
+        )
     if bits not in PACKED:
         return None
     if bits == 1:
@@ -329,7 +334,7 @@ def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int 
     tensor([[5]], dtype=torch.uint8)
     """
     if group:
-        groups = coordinates.view(len(coordinates), -1, group)
+        groups = coordinates.view(len(coordinates), coordinates.shape[1] // group, group)
         places = groups.abs().argmax(2)
         below = groups.gather(2, places.unsqueeze(2)).squeeze(2) < 0
         return (places + MOST_IN_GROUP * below).to(torch.uint8)

@@ -78,7 +78,7 @@ def _layer(
     for part in row_parts(gradients, name, memory_budget, held=held):
         for one in sums:
             one.add(part.factors, part.slopes)
-    bases = [_basis(one, name) for one in sums]
+    bases = [fisher_basis(one, name) for one in sums]
     del sums
     if not corrected:
         return LayerFisher(tuple(bases))
@@ -119,7 +119,8 @@ def _sums(
     return matrix_moments(piece, form, room=limit // 32)
 
 
-def _basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
+def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
+    """The eigenbasis of a block's moments, with products of eigenvalues; sides without products stay."""
     if isinstance(sums, VectorMoments):
         moment = _finite(sums.mean(), layer)
         values, vectors = (moment, None) if moment.dim() == 1 else eigen(moment)

@@ -1,0 +1,178 @@
+"""A question that is asked once: nothing is kept, the training rows pass by the queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from gradkeep._annotations import checked
+from gradkeep._budgets import format_bytes, parse_bytes
+from gradkeep._progress import progress as shown
+from gradkeep.attribution._scores import Scores
+from gradkeep.attribution.kronecker import Damping, LayerFisher, fisher_basis
+from gradkeep.capturing import (
+    CaptureSettings,
+    LayerGradients,
+    Task,
+    batch_size,
+    batches_of,
+    in_mode,
+    measure_moments,
+    prepare_capture,
+    ready,
+    rows_of,
+    to_device,
+)
+from gradkeep.errors import AttributionError, BudgetError
+from gradkeep.factors import RESTORED, Dense, DenseRows
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+    from gradkeep.capturing import LayerUnit, Measured, Mode, Tracer
+    from gradkeep.query import LayerChoice
+
+_DIRECTIONS = 4 << 30
+_TRIED = 4
+_SUMMARY = {
+    "dot": "inner product of the loss gradients",
+    "kfac": "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each "
+    "layer a Kronecker product",
+}
+
+
+@checked(AttributionError)
+def attribute_once(
+    model: nn.Module,
+    train: Iterable[Any],
+    queries: Iterable[Any],
+    *,
+    task: Task,
+    method: Literal["kfac", "dot"] = "kfac",
+    damping: float = 0.1,
+    layers: LayerChoice = None,
+    mode: Mode | None = None,
+    memory_budget: float | str | None = None,
+    progress: bool = False,
+) -> Scores:
+    """Score every training row of a loader for a few queries, without keeping anything.
+
+    The queries' gradients are restored, and for `kfac` solved with the Fisher matrix of the
+    training rows; then all training rows pass by them. Exact products, nothing is projected or
+    rounded. Cost: one pass over the training rows, for `kfac` two, and Q x P numbers in memory
+    (`memory_budget`, 4 GiB by default).
+
+    >>> import gradkeep as gk
+    >>> model = torch.nn.Linear(4, 3)
+    >>> rows = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    >>> gk.attribute_once(model, rows, [(torch.randn(2, 4), torch.tensor([0, 1]))],
+    ...     task=gk.Classification()).shape
+    (2, 6)
+    """
+    rows, asked = batches_of(train, None), batches_of(queries, None)
+    added = Damping(damping)
+    with ready(model), in_mode(model, mode), shown("attribute once", "rows") as report:
+        device = next(model.parameters()).device
+        first = rows_of(rows.first, 0, min(_TRIED, batch_size(rows.first)))
+        settings = CaptureSettings(layers, of="loss")
+        tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
+        limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
+        directions, query_ids = _restored(tracer, asked, device, limit)
+        if method == "kfac":
+            found = measure_moments(tracer, (batch for _, batch in rows), device)
+            for unit in tracer.units:
+                fisher = LayerFisher(
+                    tuple(fisher_basis(one, unit.name) for one in found.moments.pop(unit))
+                )
+                directions[unit] = fisher.solved(directions[unit], added)
+        passing = _Passing(directions)
+        ids = []
+        total = rows.num_rows
+        for own, batch in rows:
+            tracer.run(to_device(batch, device), soon=passing)
+            passing.finish(len(own))
+            ids.append(own)
+            if progress:
+                report(sum(map(len, ids)), total or sum(map(len, ids)))
+    values = torch.cat(passing.done, 1).cpu().numpy()
+    if not np.isfinite(values).all():
+        raise AttributionError(
+            "some scores are no numbers",
+            found="NaN or infinity",
+            fix="look for exploded losses, or take an earlier checkpoint",
+        )
+    return Scores(
+        values=values,
+        query_ids=query_ids,
+        train_ids=np.concatenate(ids),
+        method=method,
+        layers=tuple(unit.name for unit in tracer.units),
+        scale=_SUMMARY[method],
+        exact=method == "dot",
+        approximate=None
+        if method == "dot"
+        else "layers are independent, and each one's Fisher matrix is a Kronecker product",
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Passing:
+    """Multiplies the gradients of training rows with directions while the backward pass goes on."""
+
+    directions: Mapping[LayerUnit, Tensor]
+    done: list[Tensor] = field(default_factory=list)
+    """`[Q, B]` of each batch"""
+    _sum: Tensor | None = None
+
+    @property
+    def units(self) -> Collection[LayerUnit]:
+        """All layers."""
+        return list(self.directions)
+
+    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+        """Nothing is left of the gradients but their products."""
+        del measured
+        rows = piece.rows.widened()
+        moved = self.directions[unit].to(rows.example)
+        found = piece.form.along(rows, moved, scratch=RESTORED).float()
+        self._sum = found if self._sum is None else self._sum.add_(found)
+        nothing = rows.example.new_empty(len(rows), 0)
+        return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(nothing))
+
+    def finish(self, rows: int) -> None:
+        """A batch is over."""
+        assert self._sum is not None
+        assert self._sum.shape[1] == rows
+        self.done.append(self._sum)
+        self._sum = None
+
+
+def _restored(
+    tracer: Tracer, asked: Any, device: torch.device, limit: int
+) -> tuple[dict[LayerUnit, Tensor], np.ndarray[Any, np.dtype[np.int64]]]:
+    """The queries' gradients `[Q, P]` layer by layer, and their ids."""
+    size = sum(4 * unit.size for unit in tracer.units)
+    parts: dict[LayerUnit, list[Tensor]] = {unit: [] for unit in tracer.units}
+    ids = []
+    for own, batch in asked:
+        ids.append(own)
+        count = sum(map(len, ids))
+        if 2 * count * size > limit:
+            raise BudgetError(
+                "the gradients of all queries do not fit into memory",
+                found=f"{count} queries or more of {format_bytes(size)}",
+                expected=f"at most {limit // (2 * size)} queries in {format_bytes(limit)}",
+                fix="ask about fewer queries or layers at a time; or gk.capture(..., keep='4KiB') and "
+                "gk.attribute, which take any number",
+            )
+        traced = tracer.run(to_device(batch, device))
+        with torch.no_grad():
+            for unit in tracer.units:
+                piece = traced.pieces[unit]
+                parts[unit].append(piece.form.restore(piece.rows.widened()).float())
+    return {unit: torch.cat(found) for unit, found in parts.items()}, np.concatenate(ids)

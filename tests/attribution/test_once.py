@@ -1,0 +1,93 @@
+"""A question asked once, against captures of the same rows and against autograd."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradkeep as gk
+from gradkeep.data import GPT
+from gradkeep.errors import AttributionError, BudgetError, CaptureError
+
+
+@pytest.fixture
+def language():
+    torch.manual_seed(0)
+    model = GPT(vocabulary=13, length=7, dim=8, heads=2, layers=1, tied=False).eval()
+    tokens = torch.randint(13, (20, 7))
+    return model, list(tokens.split(6)), list(torch.randint(13, (3, 7)).split(2))
+
+
+def captured(store, model, train, queries, keep):
+    for split, batches in (("train", train), ("test", queries)):
+        gk.capture(
+            store,
+            model,
+            batches,
+            task=gk.LanguageModelling(),
+            split=split,
+            keep=keep,
+            progress=False,
+        )
+
+
+def near(found, wanted, bound):
+    assert found.shape == wanted.shape
+    assert np.linalg.norm(found.numpy() - wanted.numpy()) < bound * np.linalg.norm(wanted.numpy())
+
+
+def test_products_are_those_of_autograd(language):
+    model, train, queries = language
+    task = gk.LanguageModelling()
+    found = gk.attribute_once(model, train, queries, task=task, method="dot")
+    gradients = []
+    for batch in (*train, *queries):
+        for row in batch:
+            model.zero_grad()
+            task.losses(model, row[None]).sum().backward()
+            gradients.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
+    whole = torch.stack(gradients)
+    wanted = (whole[20:] @ whole[:20].t()).numpy()
+    assert np.linalg.norm(found.numpy() - wanted) < 1e-5 * np.linalg.norm(wanted)
+    assert found.exact
+    assert found.train_ids.tolist() == list(range(20))
+
+
+def test_it_says_what_a_capture_says(language, tmp_path):
+    model, train, queries = language
+    captured(tmp_path, model, train, queries, "factors")
+    task = gk.LanguageModelling()
+    found = gk.attribute_once(model, train, queries, task=task, damping=0.3)
+    # Layers that share a prefix keep positions that only one of them uses: other moments, a little.
+    near(found, gk.attribute(tmp_path, method="kfac", damping=0.3), 0.03)
+    assert not found.exact
+
+
+def test_convolutions_and_norms_too(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
+    train = [(torch.randn(5, 1, 6, 6), torch.randint(3, (5,))) for _ in range(3)]
+    queries = [(torch.randn(2, 1, 6, 6), torch.randint(3, (2,)))]
+    task = gk.Classification()
+    for split, rows in (("train", train), ("test", queries)):
+        gk.capture(
+            tmp_path, model, rows, task=task, split=split, keep="factors", of="loss", progress=False
+        )
+    for method, options in (("dot", {}), ("kfac", {"damping": 0.1})):
+        wanted = gk.attribute(tmp_path, method=method, **options)
+        near(gk.attribute_once(model, train, queries, task=task, method=method), wanted, 1e-3)
+
+
+def test_what_cannot_be_done_is_refused(language):
+    model, train, queries = language
+    task = gk.LanguageModelling()
+    with pytest.raises(BudgetError, match="fewer queries"):
+        gk.attribute_once(model, train, queries, task=task, memory_budget="1kB")
+    with pytest.raises(AttributionError, match="method"):
+        gk.attribute_once(model, train, queries, task=task, method="magic")
+    with pytest.raises(AttributionError, match="damping"):
+        gk.attribute_once(model, train, queries, task=task, damping=0.0)
+    with pytest.raises(CaptureError, match="only once"):
+        gk.attribute_once(model, iter(train), queries, task=task)
