@@ -11,6 +11,7 @@ import torch
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import fill
 from gradkeep.capturing._columns import column_choice, without_columns
+from gradkeep.capturing._fingerprints import RowFingerprints
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing._columns import Columns
-    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._loader import Batches, Ids
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.coordinates._basis import CaptureBasis
     from gradkeep.capturing.rules._units import LayerUnit
@@ -78,6 +79,8 @@ def replay_tokens(
     all K directions at once.
     """
     _check_task(train, task)
+    if not len(train_ids):
+        raise CaptureError("no training rows were asked about", fix="pass ids of some rows")
     facts: Any = train.block.schema.fingerprints
     model, mode = uncompiled(model), facts.get("mode")
     with ready(model), in_mode(model, mode):
@@ -99,8 +102,8 @@ def replay_tokens(
             checks=sequence_checks(model, task),
             columns=column_choice(columns),
         )
-        first = without_columns(batches.first)
-        device = device_of(model)
+        rows = _CapturedRows(train, batches)
+        first, device = rows.first(), device_of(model)
         probe = to_device(rows_of(first, 0, min(2, batch_size(first))), device)
         prepared = prepare_capture(model, task, probe, CaptureSettings(of=facts.get("of")))
         units = [unit for unit in prepared.tracer.units if unit.name in train.forms]
@@ -111,7 +114,7 @@ def replay_tokens(
             _directions(store, train, asked, forms, device),
             whole=train.of == "loss",
         )
-        return replay.over(_chosen(batches, train, train_ids), train_ids, device)
+        return replay.over(rows.chosen(train_ids), train_ids, device)
 
 
 class _Replay:
@@ -230,36 +233,48 @@ def _basis(store: Store, fingerprint: str) -> CaptureBasis:
     )
 
 
-def _chosen(
-    batches: Iterable[tuple[Any, Any]], train: Gradients, ids: np.ndarray[Any, Any]
-) -> Iterator[tuple[list[int], Any]]:
-    """Runs of wanted rows with their ids, once their contents are seen to be those of the capture."""
-    wanted = {int(number) for number in ids}
-    missing = set(wanted)
-    kept = train.block.column("example") if "example" in train.block.names else None
-    for own, batch in batches:
-        found = digests(batch)
-        at = [row for row, number in enumerate(own.tolist()) if number in missing]
-        missing -= {int(own[row]) for row in at}
-        for row in at:
-            number = int(own[row])
-            place = int(train.positions([number])[0])
-            if kept is not None and kept[place] != found[row]:
-                raise CaptureError(
-                    f"sample {number} is not what it was when {train.key.split} was captured",
-                    found="other contents under the same id",
-                    fix="give the loader of then; with ids= if its order was another",
-                )
-        for start, stop in _runs(at):
+class _CapturedRows:
+    """The rows of a loader, of which those of the capture must have the contents that it saw."""
+
+    def __init__(self, train: Gradients, batches: Batches) -> None:
+        self._train, self._batches, self._known = train, batches, None
+        if "example" in train.block.names:
+            self._known = RowFingerprints.of(train.ids, train.block.column("example"))
+
+    def first(self) -> Any:
+        """The first batch."""
+        own, batch = next(iter(self._batches))
+        self._check(own, batch)
+        return without_columns(batch)
+
+    def chosen(self, ids: np.ndarray[Any, Any]) -> Iterator[tuple[list[int], Any]]:
+        """Wanted rows with their ids, as many at a time as stand beside each other."""
+        missing = {int(number) for number in ids}
+        for own, batch in self._batches:
+            self._check(own, batch)
+            at = [row for row, number in enumerate(own.tolist()) if number in missing]
+            missing -= {int(own[row]) for row in at}
             given = without_columns(batch)
-            yield [int(own[row]) for row in range(start, stop)], rows_of(given, start, stop)
-        if not missing:
+            for start, stop in _runs(at):
+                yield [int(own[row]) for row in range(start, stop)], rows_of(given, start, stop)
+            if not missing:
+                return
+        raise CaptureError(
+            "the loader does not deliver all rows that are asked about",
+            found=f"no sample {sorted(missing)[:5]}",
+            fix="give the loader that the rows were captured from",
+        )
+
+    def _check(self, own: np.ndarray[Any, Any], batch: Any) -> None:
+        if self._known is None:
             return
-    raise CaptureError(
-        "the loader does not deliver all rows that are asked about",
-        found=f"no sample {sorted(missing)[:5]}",
-        fix="give the loader that the rows were captured from",
-    )
+        changed = self._known.changed(own, digests(batch))
+        if len(changed):
+            raise CaptureError(
+                f"sample {changed[0]} is not what it was when {self._train.key.split} was captured",
+                found="other contents under the same id",
+                fix="give the loader of then, with loader_ids= and columns= as the capture had them",
+            )
 
 
 def _runs(at: list[int]) -> Iterator[tuple[int, int]]:
