@@ -171,9 +171,10 @@ class Replay:
     def _compressed(
         self, prepared: PreparedCapture, key: CaptureKey, weights: str
     ) -> CoordinateMaker | None:
-        """What makes coordinates; None where the exact gradients take no more bytes."""
+        """What makes coordinates; None where the exact gradients of every row take no more bytes."""
         keep = self.settings.compressed
-        if keep is not None and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
+        ragged = any(array.ragged for keeping in prepared.kept for array in keeping.arrays)
+        if keep is not None and not ragged and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
             return None
         request = BasisRequest(
             store=self.store,
