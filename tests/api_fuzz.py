@@ -164,6 +164,13 @@ class World:
             )
         self.train = gk.gradients(self.store, split="train")
         self.test = gk.gradients(self.store, split="test")
+        self.read = {"model": gk.data.GPT(vocabulary=7, length=5, dim=4, heads=2, layers=1).eval()}
+        self.read |= {"loader": [{"input_ids": torch.randint(7, (4, 5))}]}
+        self.read |= {"task": gk.LanguageModelling()}
+        gk.capture(
+            self.store, split="texts", run="texts", keep="factors", progress=False, **self.read
+        )
+        self.texts = gk.gradients(self.store, split="texts", run="texts")
         self.scores = gk.attribute(self.store, method="dot")
         self.scores.save("kept", store=self.store)
         planted = dm.planted(40, 6, 2)
@@ -207,6 +214,10 @@ def calls(w: World) -> list[Call]:
     asked = {"store": w.store, "method": "dot", "queries": "test", "train": "train", "layers": None}
     asked |= {"run": "main", "name": "main", "compute": None, "memory_budget": "1GiB", "ids": [1]}
     asked |= {"checkpoints": None, "per_layer": False, "subsets": None, "save": None}
+    told = {key: asked[key] for key in ("store", "layers", "run", "name", "memory_budget", "ids")}
+    told |= {"queries": "texts", "train": "texts", "train_ids": [2], "method": "ekfac"}
+    told |= {"checkpoints": None, "loader_ids": None, "run": "texts"}
+    asked |= {"documents": [7, 7, 8, 8, 9, 9], "query_documents": None}
     options = {"masks": w.masks, "outputs": w.outputs, "penalty": "l1", "lambdas": 3, "folds": None}
     options |= {"share": 0.5, "tolerance": 1e-4, "max_steps": 100, "dtype": "float32", "seed": 0}
     options |= {"lam": None, "held_out": None, "prior": None, "variances": None, "device": "cpu"}
@@ -224,6 +235,16 @@ def calls(w: World) -> list[Call]:
         "query.along": (
             query.along,
             {"gradients": w.train, "directions": query.mean(w.train), "memory_budget": None},
+        ),
+        "query.tokens": (
+            query.tokens,
+            {"queries": w.texts, "train": w.texts, "ids": [0], "train_ids": [1, 2]}
+            | {"memory_budget": "1GiB"},
+        ),
+        "query.along_tokens": (
+            query.along_tokens,
+            {"gradients": w.texts, "directions": query.mean(w.texts), "ids": [3]}
+            | {"memory_budget": None},
         ),
         "query.gradients": (query.gradients, kept),
         "query.gradients_of": (
@@ -258,6 +279,12 @@ def calls(w: World) -> list[Call]:
         "Gradients.positions": (w.train.positions, {"ids": [0, 1]}),
         "Gradients.restore": (w.train.restore, {"ids": [0, 1]}),
         "attribute": (gk.attribute, asked),
+        "attribute_tokens": (gk.attribute_tokens, told),
+        "attribute_tokens again": (gk.attribute_tokens, told | w.read | {"columns": None}),
+        "Scores.by_document": (
+            w.scores.by_document,
+            {"train": [0, 0, 1, 1, 2, 2], "queries": ["a", "b", "a", "b", "c", "c"]},
+        ),
         "attribute kernel": (gk.attribute, {"store": w.store, "method": "kernel", "damping": 1.0}),
         "attribute trak": (gk.attribute, {"store": w.store, "method": "trak", "dim": 8}),
         "combine": (gk.combine, {"scores": [w.scores, w.scores], "how": "mean"}),
@@ -488,7 +515,8 @@ def calls(w: World) -> list[Call]:
 CALLED = {"progress", "retrain", "keep_models", "dataset", "train_fn", "job", "model", "engine"}
 LONG = {
     *(("farm.run", "workers", "None"), ("Study.run", "workers", "None")),
-    *(("capture", "ids", "class"), ("remat.simulate", "budget", "inf")),
+    *(("capture", "ids", "class"), ("attribute_tokens again", "loader_ids", "class")),
+    *(("remat.simulate", "budget", "inf"),),
     *(("remat.simulate", "limit", "inf"), ("Rows.read", "fill", "nan")),
     *(("Rows.claim", "owner", kind) for kind in ("nul", "surrogate")),
     *(("Rows.claim", name, "huge") for name in ("count", "max_attempts")),

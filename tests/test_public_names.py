@@ -31,8 +31,8 @@ NAMES = {
     "gradkeep": """
         Array CaptureKey CaptureWarning Captured Checkpoint CheckpointView Classification
         GradkeepError LanguageModelling Layer LayerGradients LayerRule Measured Method
-        Projection Ragged Regression Run Schema Scorer Scores ScoresKey Store Task Weights
-        attribute attribution capture capturing combine data datamodels errors factors farm
+        Projection Ragged Regression Run Schema Scorer Scores ScoresKey Store Task TokenScores Weights
+        attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
     Keep attribute_once """,
@@ -42,20 +42,21 @@ NAMES = {
         OuterProducts OuterRows Parameter ProductSize RESTORED Spans Storage Tied TiedRows
         VALUE WHOLE WeightBlock WeightMatrix WeightVector form_from_fields form_to_fields
         pad pairwise row_of spans squared_lengths sum_rows tiles widened
-    BitRows BitWidth Bits BlockProjection LayerProjection MOST_IN_GROUP PACKED bit_scales bits_told packed_bits squared """,
+    BitRows BitWidth Bits BlockProjection LayerProjection MOST_IN_GROUP PACKED
+        PositionProducts bit_scales bits_told packed_bits squared sum_columns   """,
     "gradkeep.capturing": """
         AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
-        ListedLayer Measured Mode PlannedLayer PreparedCapture Regression SampleAxis Task
-        Weights batch_size by_sample capture fingerprint_weights in_mode layer_rules layers
+        ListedLayer Measured Mode PlannedLayer PreparedCapture Regression ReplayedTokens SampleAxis Task
+        Weights batch_size by_sample capture completions fingerprint_weights in_mode layer_rules layers
         load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
-        rows_at_once rows_of to_device unregister_layer_rule
-    Keep Batches MomentsSoon Traced Tracer batches_of measure_moments ready """,
+        replay_tokens rows_at_once rows_of to_device unregister_layer_rule
+    Keep  Batches MomentsSoon Traced Tracer batches_of measure_moments ready """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
-        RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold
+        RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold TokenScores
         add_damped_scores add_products
-        attribute combine methods project project_dense project_layers project_parameters
+        attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
     attribute_once """,
@@ -80,9 +81,9 @@ NAMES = {
     "gradkeep.query": """
         ComputeChoice ComputeWish DEFAULT_BUDGET Directions FactorBatch GradientOf
         GradientPair Gradients LayerChoice MemoryShares NamedLayer ProductEngine ProductTile
-        Products QueryPlan QueryStep TopRows along check_pairs choose_compute cosine dot
+        Products QueryPlan QueryStep TokenProducts TopRows along along_tokens check_pairs choose_compute cosine dot
         gradients gradients_of gram machine_speeds mean memory_shares open_capture
-        select_layers squares top total variance
+        select_layers squares tokens top total variance
     """,
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget

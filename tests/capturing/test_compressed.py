@@ -14,6 +14,8 @@ from gradkeep.errors import AttributionError, CaptureError, QueryError
 from gradkeep.factors import form_from_fields
 
 VOCABULARY = 13
+# Data are noise here: there is hardly anything that ranks could agree on.
+pytestmark = pytest.mark.filterwarnings("ignore:ranks from what is kept agree only")
 
 
 class Recurrent(nn.Module):
@@ -280,6 +282,31 @@ def test_what_products_mean_decides_what_can_be_asked(store):
     np.testing.assert_allclose(layered.per_layer.sum(0), layered.numpy(), rtol=1e-4, atol=1e-5)
 
 
+def test_questions_about_coordinates_are_answered_or_refused(store):
+    capture(store, "tied", gk.Keep(600, rows=16))
+    rows = gk.gradients(store, split="train")
+    with pytest.raises(QueryError, match="cannot be restored"):
+        rows.restore([1])
+    mean = gk.query.mean(rows)
+    with pytest.raises(QueryError, match="cannot be restored"):
+        mean.parameters()
+    values = torch.cat(
+        [f.restore(rows.rows(range(24)).factors[n]) for n, f in rows.forms.items()], 1
+    )
+    whole = torch.cat(list(mean.layers.values()), 1)
+    torch.testing.assert_close(whole[0].float(), values.mean(0), rtol=1e-3, atol=1e-5)
+    products = gk.query.along(rows, mean)[0]
+    torch.testing.assert_close(products, values @ values.mean(0), rtol=1e-3, atol=1e-3)
+    spread = torch.cat(list(gk.query.variance(rows).layers.values()), 1)[0].float()
+    torch.testing.assert_close(spread, values.var(0, correction=0), rtol=1e-3, atol=1e-4)
+    squares = torch.cat(list(gk.query.squares(rows).layers.values()), 1)[0].float()
+    torch.testing.assert_close(squares, values.square().sum(0), rtol=1e-3, atol=1e-3)
+    gram = gk.query.gram(rows).values
+    torch.testing.assert_close(gram, values @ values.t(), rtol=1e-3, atol=1e-2)
+    best = gk.query.top(rows, rows, 2).ids
+    assert best.tolist() == gram.topk(2).indices.tolist()
+
+
 def test_random_coordinates_estimate_products_of_gradients(store):
     keep = gk.Keep("2KiB", coordinates="random", bits=16)
     capture(store, "tied", keep, layers="*")
@@ -366,6 +393,11 @@ def test_a_memory_budget_drops_activations_and_changes_nothing(tmp_path):
     for name in a.names:
         one, other = a.column(name), b.column(name)
         assert np.array_equal(np.asarray(one), np.asarray(other)), name
+
+
+def test_ranks_that_hardly_agree_are_warned_of(store):
+    with pytest.warns(gk.CaptureWarning, match=r"agree only .* on \d+ rows"):
+        capture(store, "positions", gk.Keep(200, bits=32, rows=16))
 
 
 def test_functional_forms_of_the_dial(store):

@@ -17,6 +17,7 @@ from gradkeep.attribution._solve import (
     streamed_gram,
 )
 from gradkeep.attribution._suspects import Suspects, suspects
+from gradkeep.attribution._tokens import TokenScores, attribute_tokens
 from gradkeep.attribution.projections import (
     Projection,
     project,
@@ -40,10 +41,12 @@ __all__ = [
     "StreamedRows",
     "Suspects",
     "SuspicionThreshold",
+    "TokenScores",
     "add_damped_scores",
     "add_products",
     "attribute",
     "attribute_once",
+    "attribute_tokens",
     "combine",
     "methods",
     "project",

@@ -52,6 +52,8 @@ def attribute(
     memory_budget: float | str | None = None,
     per_layer: bool = False,
     subsets: Any = None,
+    documents: Any = None,
+    query_documents: Any = None,
     save: str | None = None,
     progress: bool = False,
     **options: Any,
@@ -65,7 +67,9 @@ def attribute(
     in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
     else is an option of the method: `gk.methods()` lists methods and what they need. An option
     "auto" is chosen by the outcomes of models trained on `subsets`: the name of a set in the
-    store, or (masks `[m, N]`, outputs `[m, Q]`).
+    store, or (masks `[m, N]`, outputs `[m, Q]`). Where rows are chunks, `documents` `[N]` says which
+    document each training row is of and `query_documents` `[Q]` the same of queries: scores are
+    summed, as `Scores.by_document` does.
 
     >>> import gradkeep as gk, tempfile, torch
     >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
@@ -110,6 +114,8 @@ def attribute(
             scores = dataclasses.replace(scores, chosen=why)
         else:
             scores = _computed(chosen, question, told, follow)
+    if documents is not None or query_documents is not None:
+        scores = scores.by_document(documents, queries=query_documents)
     if save is not None:
         save_scores(store, save, scores)
     return scores
@@ -134,7 +140,7 @@ def _computed(
     )
     step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
     scorer: Scorer | None = None
-    kept = _kept_as(chosen, question)
+    kept = kept_as(chosen, question)
     pooled = None if chosen.pool is None else chosen.pool(question, told)
     for number, at in enumerate(question.at(pooled)):
         # The last checkpoint's factorisation goes before the next one's is made.
@@ -171,7 +177,7 @@ def _computed(
     )
 
 
-def _kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
+def kept_as(chosen: Method, question: AttributionQuestion) -> str | None:
     """What the captures hold in place of gradients; an error if the method needs those."""
     told: dict[str, None] = {}
     for at in question.at():

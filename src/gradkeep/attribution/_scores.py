@@ -9,6 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep.attribution._documents import summed_by_document
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
 
@@ -124,6 +125,22 @@ class Scores:
         order = np.argsort(-self.of(query), kind="stable")
         places[order] = np.arange(1, len(order) + 1)
         return places
+
+    @checked(AttributionError)
+    def by_document(self, train: Any = None, *, queries: Any = None) -> Scores:
+        """Scores `[queries, documents]` of documents whose chunks are the rows: sums over chunks.
+
+        `train` `[N]` says which document each training row is of, `queries` `[Q]` the same of
+        queries; a document that is named again is the same one. Whole numbers are the new ids;
+        texts are the new labels, and ids count them. Documents come in the order in which they
+        are first named.
+
+        >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
+        >>> summed = scores.by_document([5, 4, 5])
+        >>> summed.train_ids.tolist(), summed.numpy().tolist()
+        ([5, 4], [[4.0, -2.0]])
+        """
+        return summed_by_document(self, train, queries, type(self))
 
     @checked(AttributionError)
     def save(self, name: str, *, store: Store | None = None) -> None:

@@ -19,6 +19,7 @@ from gradkeep.capturing._report import (
     ListedLayer,
     layers,
 )
+from gradkeep.capturing._token_replay import ReplayedTokens, replay_tokens
 from gradkeep.capturing._tracer import Traced, Tracer
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
 from gradkeep.capturing.coordinates._keep import Keep
@@ -31,6 +32,7 @@ from gradkeep.capturing.rules._rules import (
     unregister_layer_rule,
 )
 from gradkeep.capturing.rules._units import LayerUnit
+from gradkeep.capturing.tasks._completions import completions
 from gradkeep.capturing.tasks._language import LanguageModelling
 from gradkeep.capturing.tasks._supervised import Classification, Regression
 from gradkeep.capturing.tasks._task import Measured, Task
@@ -59,6 +61,7 @@ __all__ = [
     "PlannedLayer",
     "PreparedCapture",
     "Regression",
+    "ReplayedTokens",
     "SampleAxis",
     "Task",
     "Traced",
@@ -68,6 +71,7 @@ __all__ = [
     "batches_of",
     "by_sample",
     "capture",
+    "completions",
     "fingerprint_weights",
     "in_mode",
     "layer_rules",
@@ -81,6 +85,7 @@ __all__ = [
     "ready",
     "recording",
     "register_layer_rule",
+    "replay_tokens",
     "rows_at_once",
     "rows_of",
     "to_device",

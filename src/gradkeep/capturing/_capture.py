@@ -130,6 +130,8 @@ def capture(
     `checkpoints` names the weights that the model has now; a mapping of names to state dicts, files
     or folders captures one after the other, puts the model's weights back and gives a list. Each
     layer is kept as `keep` says: "exact" (the default) as factors or dense, whichever is smaller;
+    `keep="4KiB"` keeps so many bytes a row, the coordinates that tell most about it (`gk.Keep`), and
+    `keep="queries"` the same coordinates unrounded, for rows that will be asked about;
     `keep="losses"` keeps no gradients at all, only losses, outputs, labels and the probabilities of
     classes, for `gk.suspects`. Cost: about one forward and backward pass, without the gradients of
     weights (of losses: one forward pass). Interrupted, it resumes after the last whole segment, once

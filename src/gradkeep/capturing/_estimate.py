@@ -22,7 +22,6 @@ from gradkeep.capturing.coordinates._choice import (
 )
 from gradkeep.capturing.coordinates._keep import OVERHEAD
 from gradkeep.capturing.coordinates._maker import CODES, SCALE
-from gradkeep.capturing.coordinates._sample import rows_sampled
 from gradkeep.factors import PACKED, Bits
 from gradkeep.factors.kronecker import WIDE
 from gradkeep.store import Array, Ragged
@@ -169,7 +168,7 @@ def coordinate_cost(
     forms = {unit: pieces[unit].form for unit in units}
     sizes = block_sizes(forms.values())
     side = side_of(sizes, keep, list(pieces))
-    used = rows_sampled(keep.rows, rows)
+    used = keep.sample(max(k.positions for k in shaped.prepared.kept), rows)
     pairs = {u: _pairs(exact[u], forms[u], side, used if keep.whitened else None) for u in units}
     there = sum(pairs.values())
     size, group, fold = sizes_kept(there, keep)
@@ -208,7 +207,9 @@ def coordinate_cost(
 
 
 def keeps_exact(shaped: ShapedCapture, keep: Keep) -> bool:
-    """Whether whole gradients take no more than the bytes that are asked for."""
+    """Whether the whole gradients of every row take no more than the bytes that are asked for."""
+    if any(array.ragged for keeping in shaped.prepared.kept for array in keeping.arrays):
+        return False
     return shaped.prepared.row_bytes + OVERHEAD <= keep.row_bytes
 
 

@@ -20,7 +20,7 @@ from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._keeping import choose_storage, storage_named
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
-from gradkeep.capturing.coordinates._keep import Keep, parse_keep
+from gradkeep.capturing.coordinates._keep import QUERIES, Keep, parse_keep
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import unit_gradients
@@ -63,6 +63,8 @@ class ChosenRules:
     aside: frozenset[LayerUnit]
     """Those of the unused whose modules the backward pass came by all the same."""
     skipped: tuple[LayerUnit, ...]
+    tokens: int | None
+    """T, where samples have tokens `[B, T]`."""
 
 
 def choose_rules(
@@ -75,7 +77,7 @@ def choose_rules(
     """
     rows = batch_size(batch)
     modules = [*watched(units), *tracer.model.modules()]
-    _, target, calls = tracer.forward(modules, batch)
+    measured, target, calls = tracer.forward(modules, batch)
     weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
     wanted = torch.autograd.grad(
         (target * weights).sum(), tensors(units), retain_graph=True, allow_unused=True
@@ -127,6 +129,7 @@ def choose_rules(
         unused=tuple(unused),
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
+        tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
 
 
@@ -339,10 +342,12 @@ def prepare_capture(
     settings: CaptureSettings,
     *,
     as_before: Mapping[str, Storage] | None = None,
+    placed: bool = True,
 ) -> PreparedCapture:
     """Find out and prove how each chosen layer is captured, and choose how it is kept.
 
-    `as_before` gives the storage of layers that an earlier run of the same capture has chosen.
+    `as_before` gives the storage of layers that an earlier run of the same capture has chosen;
+    `placed` whether layers keep which tokens their positions are.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
@@ -352,7 +357,11 @@ def prepare_capture(
     )
     wanted = storages_wanted(settled.units, settings.keep, as_before or {})
     kept = choose_storage(
-        settled.pieces, encoding=settings.encoding, wanted=wanted, tolerance=settings.tolerance
+        settled.pieces,
+        encoding=settings.encoding,
+        wanted=wanted,
+        tolerance=settings.tolerance,
+        tokens=settled.tokens if placed else None,
     )
     return PreparedCapture(tracer, tuple(kept), settled.skipped, settled.pieces)
 
@@ -361,7 +370,7 @@ def storages_wanted(
     units: Sequence[LayerUnit], keep: KeepChoice, as_before: Mapping[str, Storage]
 ) -> dict[LayerUnit, Storage | None]:
     """The storage that was asked for, or chosen before, for each unit; None: whichever is smallest."""
-    if keep is None or isinstance(keep, int | Keep):
+    if isinstance(keep, int | Keep) or keep in (None, QUERIES) or parse_keep(keep) is not None:
         return {unit: as_before.get(unit.name) for unit in units}
     if isinstance(keep, str):
         return dict.fromkeys(units, storage_named(keep))

@@ -48,6 +48,8 @@ class LayerKeeping:
     positions: float
     """T, the mean number of positions of a row."""
     tolerance: float = 0.0
+    places: Array | None = None
+    """The array that says which tokens its positions are, where rows have tokens and it has positions."""
 
     @property
     def dense_bytes(self) -> int:
@@ -72,11 +74,13 @@ def choose_storage(
     encoding: Encoding,
     wanted: Mapping[LayerUnit, Storage | None],
     tolerance: float,
+    tokens: int | None = None,
 ) -> list[LayerKeeping]:
     """The smallest way to keep each layer that is allowed, measured on the pieces of one batch.
 
     Cutting the rank is allowed by a tolerance above 0. A prefix that several layers read is kept
-    once.
+    once. Where samples have so many `tokens`, layers with as many positions keep which ones those
+    are: idle ones are left out.
     """
     kept: list[LayerKeeping] = []
     owners: list[tuple[torch.Tensor, LayerKeeping]] = []
@@ -110,7 +114,27 @@ def choose_storage(
             elif best.storage == "factors":
                 owners.append((piece.source, best))
         kept.append(best)
-    return kept
+    if tokens is None:
+        return kept
+    return [_with_places(one, pieces[one.unit], tokens) for one in kept]
+
+
+def _with_places(keeping: LayerKeeping, piece: LayerGradients, tokens: int) -> LayerKeeping:
+    """The same with an array of places, if its positions are tokens; a shared one is its owner's."""
+    if keeping.storage != "factors" or piece.sequence != tokens:
+        return keeping
+    name = keeping.form.places_array
+    if name is None:
+        return keeping
+    array = Array(name, dtype="int32", kind="data", layer=keeping.unit.name, ragged=True)
+    if name != piece.form.places_array:
+        return dataclasses.replace(keeping, places=array)
+    return dataclasses.replace(
+        keeping,
+        places=array,
+        arrays=(*keeping.arrays, array),
+        row_bytes=keeping.row_bytes + array.row_bytes * keeping.positions + 8,
+    )
 
 
 def _keeping(
@@ -170,7 +194,7 @@ def rows_to_store(
         form, rows = stored(keeping.unit.name, piece, keeping.storage, tolerance=keeping.tolerance)
         _check_same(keeping, form)
         factors[keeping.unit] = rows
-    _drop_idle_positions(kept, factors, pieces)
+    used = _drop_idle_positions(kept, factors, pieces)
     arrays: dict[str, Any] = {}
     for keeping in kept:
         rows = factors[keeping.unit]
@@ -178,18 +202,37 @@ def rows_to_store(
         for name, values in keeping.form.tensors(rows).items():
             if name in own:
                 arrays[name] = as_stored(own[name], values, keeping.form, rows)
+        if keeping.places is not None and keeping.places.name in own:
+            arrays[keeping.places.name] = _places(pieces[keeping.unit], used.get(keeping.unit))
     return factors, arrays
+
+
+def _places(piece: LayerGradients, used: torch.Tensor | None) -> Ragged:
+    """Which token every kept position is; -1 where a batch has no such sequence."""
+    count = len(piece.rows)
+    total = int(piece.rows.positions)
+    places = torch.full((total,), -1, dtype=torch.int32)
+    if piece.sequence is not None:
+        places = torch.arange(piece.sequence, dtype=torch.int32).repeat(count)
+    each = torch.full((count,), total // max(1, count))
+    if used is not None:
+        taken = used.cpu()
+        each = taken.view(count, -1).sum(1) if total else each
+        places = places[taken]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)])
+    return Ragged(places.numpy(), offsets.numpy())
 
 
 def _drop_idle_positions(
     kept: Sequence[LayerKeeping],
     factors: dict[LayerUnit, GradientRows],
     pieces: Mapping[LayerUnit, LayerGradients],
-) -> None:
+) -> dict[LayerUnit, torch.Tensor]:
     """Leave out positions whose suffix is zero in every layer that shares the prefix.
 
-    With a loss at one token, or padding, that is most of them.
+    With a loss at one token, or padding, that is most of them. Gives which were left in, `[S]`.
     """
+    left: dict[LayerUnit, torch.Tensor] = {}
     groups: dict[str, list[LayerKeeping]] = {}
     for keeping in kept:
         prefix = keeping.form.prefix_array
@@ -215,6 +258,8 @@ def _drop_idle_positions(
             rows = factors[keeping.unit]
             assert isinstance(rows, OuterRows)
             factors[keeping.unit] = rows.at_positions(used)
+            left[keeping.unit] = used
+    return left
 
 
 def _reads(

@@ -148,7 +148,10 @@ class Replay:
         batch = to_device(rows_of(first, 0, rows), self.device)
         as_before = None if earlier is None or small else earlier.storages
         settings = self.settings.exact if small else self.settings
-        prepared = prepare_capture(self.model, self.task, batch, settings, as_before=as_before)
+        placed = earlier is None or earlier.placed  # a capture that was begun without goes on so
+        prepared = prepare_capture(
+            self.model, self.task, batch, settings, as_before=as_before, placed=placed
+        )
         if not prepared.kept:
             raise CaptureError(
                 "nothing is left to capture: no chosen layer has a gradient",
@@ -168,9 +171,10 @@ class Replay:
     def _compressed(
         self, prepared: PreparedCapture, key: CaptureKey, weights: str
     ) -> CoordinateMaker | None:
-        """What makes coordinates; None where the exact gradients take no more bytes."""
+        """What makes coordinates; None where the exact gradients of every row take no more bytes."""
         keep = self.settings.compressed
-        if keep is not None and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
+        ragged = any(array.ragged for keeping in prepared.kept for array in keeping.arrays)
+        if keep is not None and not ragged and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
             return None
         request = BasisRequest(
             store=self.store,
@@ -178,6 +182,7 @@ class Replay:
             keep=keep,
             weights=weights,
             task=self.task.describe(),
+            trained_as=self.task.trained_as(),
             chosen=self.settings.layers is not None,
         )
         basis = find_basis(request, prepared, self.batches, self.device)

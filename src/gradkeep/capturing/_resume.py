@@ -66,6 +66,12 @@ class EarlierRun:
             found[layer.name] = form_from_fields(layer.form).storage
         return found
 
+    @property
+    def placed(self) -> bool:
+        """Whether it keeps which tokens the positions of its layers are."""
+        forms = (form_from_fields(layer.form) for layer in self.schema.layers if layer.form)
+        return any(form.places_array in self.block.names for form in forms)
+
     def check(self, ids: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
         """Raise if a sample that is in the store has other contents now."""
         changed = self.contents.changed(ids, found)

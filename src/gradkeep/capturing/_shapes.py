@@ -28,12 +28,13 @@ from gradkeep.capturing._keeping import choose_storage
 from gradkeep.capturing._mode import in_mode
 from gradkeep.capturing._stand_ins import LOW
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer
+from gradkeep.capturing.rules._embedding import tied_pieces
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.capturing.rules._linear import linear_gradients
 from gradkeep.capturing.rules._rules import unit_gradients
 from gradkeep.capturing.rules._units import HINT, LayerUnit, tensors, units_of, watched
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows, Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
+from gradkeep.factors import Dense, DenseRows, Lookup, LookupRows
 from gradkeep.query import select_layers
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def shaped_capture(
         encoding=settings.encoding,
         wanted=_of_known_rank(storages_wanted(list(pieces), settings.keep, {})),
         tolerance=0.0,
+        tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
     tracer = dataclasses.replace(tracer, units=tuple(pieces), unused=tuple(unused))
     prepared = PreparedCapture(tracer, tuple(kept), (), pieces)
@@ -304,15 +306,7 @@ class _Pieces:
         high = linear_gradients(
             unit.name, read[0].module, unit.parameters, read, rows=self._rows, axis=unit.axis
         )
-        assert isinstance(low.form, Lookup)
-        assert isinstance(low.rows, LookupRows)
-        assert isinstance(high.form, Outer)
-        assert isinstance(high.rows, OuterRows)
-        lookup = dataclasses.replace(
-            low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
-        )
-        form = Tied(unit.parameters, lookup, high.form)
-        return LayerGradients(form, TiedRows(low.rows, high.rows))
+        return tied_pieces(unit, low, high)
 
     def _lookup(self, unit: LayerUnit, calls: list[LayerCall], *, shared: bool) -> LayerGradients:
         """As many tokens as are different in the real batch, or all of them where it is not known."""

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 _PREVIEW = 60
 """Characters of a text that are shown of a row."""
-MethodOption = Annotated[str, typer.Option("--method", help="`gradkeep methods` lists them.")]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method", help="`gradkeep methods` lists them; by default the one that won for the task."
+    ),
+]
 OptionOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,7 +53,7 @@ BudgetOption = Annotated[
 
 def attribute(
     store: StoreArgument,
-    method: MethodOption = "kernel",
+    method: MethodOption = None,
     option: OptionOption = None,
     queries: QueriesOption = "test",
     train: TrainOption = "train",
@@ -123,7 +128,7 @@ def why(
         int,
         typer.Argument(metavar="QUERY", min=-(2**63), max=2**63 - 1, help="The id of the query."),
     ],
-    method: MethodOption = "kernel",
+    method: MethodOption = None,
     option: OptionOption = None,
     queries: QueriesOption = "test",
     train: TrainOption = "train",
@@ -164,7 +169,7 @@ def why(
             {**fact, "score": value} for fact, (_, value) in zip(facts, found, strict=True)
         ]
     if json:
-        print_json({"query": asked[0], "method": method, **sides})
+        print_json({"query": asked[0], "method": scores.method, **sides})
         return
     print(f"{queries} {_line(asked[0])}")
     for side, rows in sides.items():

@@ -39,6 +39,7 @@ from gradkeep.factors._form import (
     GradientRows,
     OuterProducts,
     Parameter,
+    PositionProducts,
     Storage,
     form_of_kinds,
     form_to_fields,
@@ -47,7 +48,7 @@ from gradkeep.factors._form import (
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._projection import BlockProjection, LayerProjection
-from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_rows
+from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_columns, sum_rows
 from gradkeep.factors._tied import Tied, TiedRows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
@@ -96,6 +97,7 @@ __all__ = [
     "OuterProducts",
     "OuterRows",
     "Parameter",
+    "PositionProducts",
     "ProductSize",
     "Spans",
     "Storage",
@@ -115,6 +117,7 @@ __all__ = [
     "spans",
     "squared",
     "squared_lengths",
+    "sum_columns",
     "sum_rows",
     "tiles",
     "widened",

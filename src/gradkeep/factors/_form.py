@@ -112,6 +112,16 @@ class OuterProducts:
     first: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PositionProducts:
+    """Products of single positions of some rows with K directions."""
+
+    values: Tensor
+    """`[K, S]`"""
+    spans: Spans
+    """Which positions belong to each of the rows."""
+
+
 R = TypeVar("R", bound=GradientRows)
 
 
@@ -201,6 +211,11 @@ class Form(Protocol[R]):
     @property
     def prefix_array(self) -> str | None:
         """The array of the prefix, where other layers that read the same input may share it."""
+        return None
+
+    @property
+    def places_array(self) -> str | None:
+        """The array that says which token every kept position is, where a capture has it."""
         return None
 
     def with_prefix(self, array: str) -> Self:
@@ -367,6 +382,15 @@ class Form(Protocol[R]):
             out[:, start:stop] = pairwise(directions, dense)
             del dense  # before the next is made
         return out
+
+    def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
+        """What each position adds to `along`, for each use of the weight; None: it has no positions.
+
+        The sum over a row's positions and over all uses is its product with each of the dense
+        directions `[K, P]`.
+        """
+        del rows, directions
+        return None
 
     def restored_tiles(self, rows: R, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
         """`(start, stop, gradients [stop - start, P])`, with about `scratch` bytes for each tile."""

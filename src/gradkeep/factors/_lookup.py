@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, inner, squared_lengths
-from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
+from gradkeep.factors._form import (
+    Compute,
+    Form,
+    OuterProducts,
+    Parameter,
+    PositionProducts,
+    nbytes,
+    widened,
+)
 from gradkeep.factors._outer import summed_products
 from gradkeep.factors._ragged import Spans, row_of, spans, sum_columns, sum_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
@@ -200,6 +208,16 @@ class Lookup(Form[LookupRows]):
                     products, parts.cut(start, stop)
                 )
         return out
+
+    def along_positions(
+        self, rows: LookupRows, directions: Tensor
+    ) -> tuple[PositionProducts, ...] | None:
+        """`g_t . W[id_t]` of every kept token, `[K, S]`; 2 K S width operations."""
+        table = directions.view(len(directions), self.rows, self.width)
+        out = rows.g.new_empty(len(directions), len(rows.g))
+        for one, into in zip(table, out, strict=True):
+            torch.sum(one[rows.ids] * rows.g, 1, out=into)
+        return (PositionProducts(out, rows.spans),)
 
     def temporaries(self, rows: LookupRows) -> int:
         """Values of the temporaries of a row while it is restored: its places, as integers."""

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, inner, pairwise, squared_lengths, tiles
 from gradkeep.factors._cost import VALUE
-from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, Storage, nbytes, widened
+from gradkeep.factors._form import (
+    Compute,
+    Form,
+    OuterProducts,
+    Parameter,
+    PositionProducts,
+    Storage,
+    nbytes,
+    widened,
+)
 from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_columns, sum_pairs, sum_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
@@ -152,6 +161,11 @@ class Outer(Form[OuterRows]):
     def prefix_array(self) -> str | None:
         """The array of the prefix."""
         return self.prefix
+
+    @property
+    def places_array(self) -> str | None:
+        """That of the prefix: layers that share it have the same positions."""
+        return f"{self.prefix}.places"
 
     def with_prefix(self, array: str) -> Outer:
         """The same with the prefix in another array."""
@@ -304,6 +318,26 @@ class Outer(Form[OuterRows]):
                     summed.t(), parts.cut(start, stop)
                 )
         return out
+
+    def along_positions(
+        self, rows: OuterRows, directions: Tensor
+    ) -> tuple[PositionProducts, ...] | None:
+        """`g_t . (W x_t)` of every position, `[K, S]`; None where the rank was cut: they are mixed.
+
+        2 K S d_in d_out operations, one direction at a time.
+        """
+        if self.error > 0:
+            return None
+        left, right = (rows.g, rows.x[:, : self.d_in])
+        if self.transposed:
+            left, right = right, left
+        weight, bias = self.split(directions)
+        out = rows.x.new_empty(len(directions), len(rows.g))
+        for one, into in zip(weight, out, strict=True):
+            torch.sum((right @ one.t()).mul_(left), 1, out=into)
+        if bias is not None:
+            out += bias @ self._bias_terms(rows).t()
+        return (PositionProducts(out, rows.spans),)
 
     def split(self, dense: Tensor) -> tuple[Tensor, Tensor | None]:
         """Views of dense gradients `[B, P]`: the weights in their layout, and the biases `[B, d_out]`."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradkeep.factors._weights import WeightVector
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -51,6 +53,19 @@ class BlockProjection:
             return found.mul_(weights[0])
         return torch.einsum("bfk,fk->bk", found.view(len(found), *weights.shape), weights)
 
+    def pulled_back(self, coordinates: Tensor) -> Tensor:
+        """Matrices `[K, G, R, C]` whose product with W is that of coordinates `[K, k]` with W's own."""
+        groups, r, c = self.left.shape[0], self.left.shape[2], self.right.shape[2]
+        weights = self.weights.to(coordinates)
+        each = (coordinates.unsqueeze(1) * weights).flatten(1)
+        if self.chosen is None:
+            inner = each
+        else:
+            inner = each.new_zeros(len(each), groups * r * c)
+            inner.index_add_(1, self.chosen.flatten().to(each.device), each)
+        left, right = self.left.to(each), self.right.to(each)
+        return left @ inner.view(-1, groups, r, c) @ right.mT
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerProjection:
@@ -85,3 +100,18 @@ class LayerProjection:
             if own is not None
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def pulled_back(self, form: Form[GradientRows], coordinates: Tensor) -> Tensor:
+        """Dense directions `[K, P]`, whose products with gradients are those of coordinates `[K, size]`.
+
+        `<directions, gradient> = <coordinates, applied(gradient)>`: the transposed map.
+        """
+        out = coordinates.new_zeros(len(coordinates), form.gradient_size)
+        at = 0
+        for own, block in zip(self.blocks, form.weight_blocks(), strict=True):
+            if own is None:
+                continue
+            found = own.pulled_back(coordinates[:, at : at + own.size])
+            block.put(found.flatten(1) if isinstance(block, WeightVector) else found, out)
+            at += own.size
+        return out

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradkeep.factors._arithmetic import RESTORED
-from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter
+from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, PositionProducts
 from gradkeep.factors._outer import Outer, OuterRows, count_pair_sums, pair_tile
 from gradkeep.factors._ragged import sum_pairs
 
@@ -93,6 +93,11 @@ class Tied(Form[TiedRows]):
             return rows.lookup.offsets
         return rows.outer.offsets
 
+    @property
+    def places_array(self) -> str | None:
+        """That of the linear layer; equal tokens of the embedding are added up."""
+        return self.outer.places_array
+
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """The matrix that both uses add up to."""
         return self.outer.weight_blocks()
@@ -156,6 +161,15 @@ class Tied(Form[TiedRows]):
         out = self.outer.half(rows.outer, directions, scratch=scratch)
         weights = directions[:, : self.lookup.rows * self.lookup.width]
         return out.add_(self.lookup.half(rows.lookup, weights, scratch=scratch))
+
+    def along_positions(
+        self, rows: TiedRows, directions: Tensor
+    ) -> tuple[PositionProducts, ...] | None:
+        """Those of the linear layer, then those of the embedding's tokens."""
+        outer = self.outer.along_positions(rows.outer, directions)
+        weights = directions[:, : self.lookup.rows * self.lookup.width]
+        lookup = self.lookup.along_positions(rows.lookup, weights)
+        return None if outer is None or lookup is None else (*outer, *lookup)
 
     def temporaries(self, rows: TiedRows) -> int:
         """Values of the temporaries of a row while it is restored: one use beside the other."""

@@ -2,7 +2,7 @@
 
 >>> from gradkeep import query
 >>> [name for name in query.__all__ if name.islower()][:6]
-['along', 'check_pairs', 'choose_compute', 'cosine', 'dot', 'gradients']
+['along', 'along_tokens', 'check_pairs', 'choose_compute', 'cosine', 'dot']
 """
 
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_compute
 from gradkeep.query._products import Products, TopRows, cosine, dot, gram, top
 from gradkeep.query._sums import Directions, along, mean, squares, total, variance
+from gradkeep.query._tokens import TokenProducts, along_tokens, tokens
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that may exist
     __getattr__ = lazy_names(
@@ -59,8 +60,10 @@ __all__ = [
     "Products",
     "QueryPlan",
     "QueryStep",
+    "TokenProducts",
     "TopRows",
     "along",
+    "along_tokens",
     "check_pairs",
     "choose_compute",
     "cosine",
@@ -74,6 +77,7 @@ __all__ = [
     "open_capture",
     "select_layers",
     "squares",
+    "tokens",
     "top",
     "total",
     "variance",

@@ -159,6 +159,7 @@ class Gradients:
         >>> {k: v.shape for k, v in gk.gradients(store, split="train").restore([2, 0]).items()}
         {'weight': torch.Size([2, 3, 4]), 'bias': torch.Size([2, 3])}
         """
+        check_restorable(self.forms)
         at = self.positions(ids)
         some = self.rows(at)
         slopes = self.slopes()
@@ -177,6 +178,18 @@ class Gradients:
     def _arrays(self) -> list[str]:
         named = dict.fromkeys(array for form in self.forms.values() for array in form.arrays)
         return list(named)
+
+
+def check_restorable(forms: Mapping[str, AnyForm]) -> None:
+    """Raise if only some coordinates of gradients are kept: what was left out is gone."""
+    for name, form in forms.items():
+        if form.restored_parameters != form.parameters:
+            raise QueryError(
+                f"the gradient of layer {name} cannot be restored",
+                found=form.approximate,
+                expected="gradients that are kept whole",
+                fix="capture these rows with keep='exact', under another name=",
+            )
 
 
 @overload

@@ -14,6 +14,7 @@ from gradkeep._annotations import checked
 from gradkeep.errors import QueryError
 from gradkeep.factors import tiles
 from gradkeep.query._engine import memory_shares
+from gradkeep.query._gradients import check_restorable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +37,7 @@ class Directions:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """One tensor `[K, *shape]` per parameter of the model."""
+        check_restorable(self.forms)
         found: dict[str, torch.Tensor] = {}
         for name, values in self.layers.items():
             at = 0

@@ -50,7 +50,7 @@ def influence(
         if (rows := kept_coordinates(name, layer, damping)) is not None
     }
     left = _left(at, fisher.nbytes)
-    otherwise = _Solved(at, solve, left)
+    otherwise = SolvedQueries(at, solve, left)
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
         if name not in direct and name not in kept:
@@ -69,7 +69,7 @@ def influence(
     return layer_by_layer(at, layer_scores, approximate)
 
 
-class _Solved:
+class SolvedQueries:
     """Layer after layer some queries are restored and solved, and the training rows pass by."""
 
     def __init__(self, at: CheckpointView, solve: Solve, memory_budget: int | None) -> None:

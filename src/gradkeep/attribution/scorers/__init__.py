@@ -1,5 +1,6 @@
 """Every method, one file each; the default first."""
 
+from gradkeep.attribution.scorers._adam import ADAM
 from gradkeep.attribution.scorers._baselines import LABEL_MATCH, LOSS, RANDOM, SIMILARITY
 from gradkeep.attribution.scorers._datainf import DATA_INF
 from gradkeep.attribution.scorers._gradient_products import COS, DOT, SELF, TRACIN
@@ -16,6 +17,7 @@ ALL = (
     DOT,
     COS,
     TRACIN,
+    ADAM,
     SELF,
     KFAC,
     EKFAC,

@@ -14,6 +14,10 @@ from gradkeep.attribution.scorers._gradient_products import cosines, products
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from gradkeep.attribution._question import CheckpointView
 
 _DAMPING = 0.3
@@ -65,8 +69,36 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
     return influence(at, found, damping, approximate=_APPROXIMATE)
 
 
+def fisher_solver(
+    at: CheckpointView, options: KfacOptions, method: str
+) -> Callable[[str, Tensor], Tensor] | None:
+    """What multiplies a layer's dense gradients `[B, P]` with (Fisher + damping)^-1.
+
+    None for whitened coordinates, in whose products it is already.
+    """
+    if options.unit_norm:
+        raise AttributionError(
+            "scores of rows of one length are no sums over tokens", fix="leave unit_norm out"
+        )
+    if all(form.whitened for form in at.train().forms.values()):
+        _check_whitened(options)
+        return None
+    relative = _DAMPING if options.damping is None else options.damping
+    damping = Damping.told(relative, options.absolute_damping)
+    rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
+    budget = at.question.memory_budget
+    found = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
+    return lambda layer, dense: found.layers[layer].solved(dense, damping)
+
+
 def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
     """Products of whitened coordinates: the inverse of the Fisher matrix is in them already."""
+    _check_whitened(options)
+    found = cosines(at) if options.unit_norm else products(at, "loss")
+    return dataclasses.replace(found, approximate=_APPROXIMATE)
+
+
+def _check_whitened(options: KfacOptions) -> None:
     told = (options.damping, options.absolute_damping, options.fisher)
     if told != (None, None, "empirical"):
         raise AttributionError(
@@ -74,8 +106,6 @@ def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
             found=f"damping={options.damping!r}, fisher={options.fisher!r}",
             fix="capture with gk.Keep('4KiB', damping=...) under another name=",
         )
-    found = cosines(at) if options.unit_norm else products(at, "loss")
-    return dataclasses.replace(found, approximate=_APPROXIMATE)
 
 
 KFAC = Method(

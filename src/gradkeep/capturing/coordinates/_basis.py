@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ class CaptureBasis:
     @property
     def whitened(self) -> bool:
         """Whether its coordinates are divided by the roots of eigenvalues."""
-        return '"coordinates": "eigen"' in self.settings
+        return bool(json.loads(self.settings)["coordinates"] == "eigen")
 
     @property
     def size(self) -> int:

@@ -42,6 +42,8 @@ class BasisRequest:
     weights: str
     """The fingerprint of the model's weights."""
     task: str
+    trained_as: str
+    """The task that training rows have, if a query asks for a part of it."""
     chosen: bool
     """Whether the user chose the layers."""
 
@@ -60,24 +62,32 @@ def find_basis(
             path=request.store.backend.describe(request.key.folder),
             fix="capture the training rows first, with keep='4KiB' and the same name=",
         )
-    made = make_basis(request, request.keep, prepared.tracer, batches, device)
+    positions = max((keeping.positions for keeping in prepared.kept), default=1.0)
+    sample = request.keep.sample(positions, batches.num_rows)
+    made = make_basis(request, request.keep, prepared.tracer, batches, device, sample=sample)
     save_basis(request.store, request.key, made)
     return made
 
 
 def make_basis(
-    request: BasisRequest, keep: Keep, tracer: Tracer, batches: Batches, device: torch.device
+    request: BasisRequest,
+    keep: Keep,
+    tracer: Tracer,
+    batches: Batches,
+    device: torch.device,
+    *,
+    sample: int,
 ) -> CaptureBasis:
-    """A basis from some rows of the loader; about two passes over them, forward and back."""
+    """A basis from a sample of rows of the loader; a pass over them, forward and back, and a few more."""
     every = list(tracer.units)
     if not request.chosen:
         tracer = dataclasses.replace(tracer, units=worth_keeping(tracer.units, keep))
-    moments = measure_moments(tracer, sample_batches(batches, keep.rows), device)
+    moments = measure_moments(tracer, sample_batches(batches, sample), device)
     agreement, compared = None, 0
     if keep.whitened:
         layers = leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
-        again = sample_batches(batches, keep.rows)
+        again = sample_batches(batches, sample)
         agreement, compared = measure_agreement(tracer, again, layers, chosen, keep, device)
     else:
         chosen = random_coordinates(moments, keep)
@@ -116,7 +126,7 @@ def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture
             path=path,
             fix="name the checkpoint otherwise, or load the weights that it had",
         )
-    if found.task != request.task:
+    if found.task not in (request.task, request.trained_as):
         raise CaptureError(
             "the basis was found with another task", path=path, found=found.task, fix="pass name="
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from gradkeep._annotations import check_fields
-from gradkeep._arguments import count, number, one_of
+from gradkeep._arguments import count, number, one_of, optional
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors import MOST_IN_GROUP, BitWidth
@@ -22,6 +23,7 @@ OVERHEAD = 64
 """Bytes of a row that are not its coordinates: id, fingerprint, loss, length, scale and a checksum's
 share."""
 LEAST = 192
+_ROWS, _MOST_ROWS, _POSITIONS = 64, 2048, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ class Keep:
     """Coordinates that are added up, with random signs, to one that is kept; groups are not folded."""
     damping: float = 0.1
     """Added to eigenvalues, times the layer's mean one."""
-    rows: int = 64
-    """Rows that the basis is found with; of fewer than twice as many one in two, but 32 at least."""
+    rows: int | None = None
+    """Rows that the basis is found with; None: 64, more of rows with few positions. Of few rows only
+    one in two is taken, if they have positions enough."""
     seed: int = 0
     basis: str | None = None
     """The checkpoint whose basis is used; None: that of the captured checkpoint itself."""
@@ -67,7 +70,7 @@ class Keep:
                     fix="pass group=0, or leave bits and coordinates out",
                 )
         number("damping", self.damping, error=CaptureError, least=1e-12, most=1e12)
-        count("rows", self.rows, error=CaptureError, least=2)
+        optional(count, "rows", self.rows, error=CaptureError, least=2)
         count("seed", self.seed, error=CaptureError)
         object.__setattr__(self, "bytes", _bytes(self.bytes))
         if self.group is None:
@@ -102,6 +105,23 @@ class Keep:
     def most(self) -> int:
         """The most coordinates that can be made use of."""
         return self.room * self.group if self.group else self.sums * self.fold
+
+    def sample(self, positions: float, there: int | None = None) -> int:
+        """How many rows of so many positions a basis is found with: moments are sums over positions.
+
+        Of the rows that are `there` at most one in two, or a pass over them would cost as much as the
+        capture; but so many that there are positions enough.
+
+        >>> Keep("4KiB").sample(128), Keep("4KiB").sample(1)
+        (64, 2048)
+        >>> [Keep("4KiB").sample(512, there) for there in (20, 64, 100, 1000)]
+        [20, 32, 50, 64]
+        """
+        enough = math.ceil(_POSITIONS / max(1.0, positions))
+        wanted = min(_MOST_ROWS, max(_ROWS, enough)) if self.rows is None else self.rows
+        if there is None:
+            return wanted
+        return min(wanted, max(there // 2, min(there, max(_ROWS // 2, enough))))
 
     @property
     def whitened(self) -> bool:

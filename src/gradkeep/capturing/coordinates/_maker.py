@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gradkeep.store import Encoding
 
 SCALE = "gradient.scale"
+_POOR = 0.3
 CODES: dict[BitWidth, Encoding] = {
     1: "plain",
     4: "plain",
@@ -136,8 +137,16 @@ class CoordinateMaker:
         }
 
     def notes(self) -> list[str]:
-        """Nothing to be warned of."""
-        return []
+        """That ranks hardly agree with those of whole gradients, where that was seen."""
+        agreement = self.basis.agreement
+        if agreement is None or agreement >= _POOR:
+            return []
+        told = (
+            f"ranks from what is kept agree only {agreement:.2f} with those of whole gradients on "
+            f"{self.basis.compared} rows: keep more bytes, or find the basis with more rows "
+            "(gk.Keep(..., rows=))"
+        )
+        return [told]
 
     def facts(self) -> list[str]:
         """What is kept, and which layers are not."""

@@ -19,27 +19,11 @@ _REACH = 64
 """Rows are looked for among so many times as many: a data set may be too long to go through."""
 
 
-_SHARE, _LEAST = 2, 32
-"""A basis is found with at most one row in two, unless so many rows are not reached by that."""
-
-
-def rows_sampled(wanted: int, there: int | None) -> int:
-    """How many of the rows that are there a basis is found with.
-
-    >>> [rows_sampled(96, there) for there in (20, 40, 64, 150, 1000)]
-    [20, 32, 32, 75, 96]
-    """
-    if there is None:
-        return wanted
-    return min(wanted, max(there // _SHARE, min(there, _LEAST)))
-
-
 def sample_batches(batches: Batches, rows: int) -> Iterator[Any]:
     """About `rows` rows, a few of each of the chosen batches, which lie evenly.
 
-    Of few rows no more than half are taken: a pass over all would cost as much as the capture. Rows that lie together are taken together: they have been padded to one length.
+    Rows that lie together are taken together: they have been padded to one length.
     """
-    rows = rows_sampled(rows, batches.num_rows)
     size = batch_size(batches.first)
     # Of a loader that does not know its rows, the first: beyond them there may be none.
     total = rows if batches.num_rows is None else min(batches.num_rows, rows * _REACH)

@@ -83,6 +83,11 @@ def tied_gradients(
     weight = unit.parameters[:1]
     low = embedding_gradients(unit.name, looked[0].module, weight, looked, rows=rows, axis=axis)
     high = linear_gradients(unit.name, read[0].module, unit.parameters, read, rows=rows, axis=axis)
+    return tied_pieces(unit, low, high)
+
+
+def tied_pieces(unit: LayerUnit, low: LayerGradients, high: LayerGradients) -> LayerGradients:
+    """Both uses of a table, as an embedding and as a linear layer, as one."""
     assert isinstance(low.form, Lookup)
     assert isinstance(low.rows, LookupRows)
     assert isinstance(high.form, Outer)
@@ -90,4 +95,5 @@ def tied_gradients(
     lookup = dataclasses.replace(
         low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
     )
-    return LayerGradients(Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows))
+    form, kept = Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows)
+    return LayerGradients(form, kept, sequence=high.sequence)

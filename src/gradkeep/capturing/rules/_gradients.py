@@ -19,6 +19,8 @@ class LayerGradients:
     rows: GradientRows
     source: torch.Tensor | None = None
     """The tensor that the prefix was read from, untouched: layers that read one share it."""
+    sequence: int | None = None
+    """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
 
 
 SampleAxis = Literal["first", "second", "flat", "shared"]

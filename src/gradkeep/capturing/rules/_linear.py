@@ -58,4 +58,6 @@ def linear_gradients(
         transposed=is_turned(module),
     )
     kept = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
-    return LayerGradients(form, kept, calls[0].original if len(calls) == 1 else None)
+    once = len(calls) == 1
+    sequence = positions if once and inputs[0].dim() == 3 else None
+    return LayerGradients(form, kept, calls[0].original if once else None, sequence)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
-from gradkeep.factors import Dense, DenseRows
+from gradkeep.factors import Dense, DenseRows, widened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +64,25 @@ def norm_gradients(
         total = gradient if total is None else total + gradient
     assert total is not None
     return LayerGradients(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
+
+
+def norm_terms(
+    call: LayerCall, parameters: tuple[Parameter, ...], *, rows: int, axis: SampleAxis
+) -> torch.Tensor | None:
+    """What each position adds to the gradients of scale and shift, `[B, T, P]`.
+
+    None where the norm is not one over the last dimension of `[B, T, d]`.
+    """
+    g = widened(call.suffix())
+    if not (isinstance(call.module, nn.LayerNorm) or _is_rms(call.module)):
+        return None
+    if any(parameter.size != g.shape[-1] for parameter in parameters):
+        return None
+    terms = [
+        g if p.name.endswith("bias") else _normalised(call.module, call.input.to(g.dtype)) * g
+        for p in parameters
+    ]
+    return torch.cat([by_sample(term, rows, axis) for term in terms], 2)
 
 
 def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -24,11 +24,42 @@ class LanguageModelling(Task):
     `reduction="mean"`, which divides by that sequence's own number of tokens.
 
     `shift=False` predicts the token at the same place (masked language models).
+
+    `span=(start, stop)` asks about some tokens only, as a Python slice of the batch's labels
+    `[B, T]` along T: negative ends count from the end, None is the end itself. The name of an entry
+    of the batch with `[B, 2]` such ends gives each row its own. Losses of disjoint spans that cover
+    all tokens add up to that of the sequence, also of `reduction="mean"`: the number of tokens that
+    it divides by is that of the whole sequence. Training rows are captured without a span, queries
+    with one.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    >>> batch = {"input_ids": torch.randint(9, (2, 6))}
+    >>> parts = [LanguageModelling(span=s).losses(model, batch) for s in ((0, 3), (3, None))]
+    >>> torch.allclose(sum(parts), LanguageModelling().losses(model, batch))
+    True
     """
 
     ignore_index: int = -100
     reduction: Literal["sum", "mean"] = "sum"
     shift: bool = True
+    span: tuple[int | None, int | None] | str | None = field(default=None, metadata={"later": True})
+
+    def __post_init__(self) -> None:
+        if self.span is None or isinstance(self.span, str):
+            return
+        ends = self.span
+        whole = isinstance(ends, tuple | list) and len(ends) == 2
+        if not whole or any(e is not None and type(e) is not int for e in ends):
+            raise CaptureError(
+                "a span is (start, stop)",
+                found=repr(ends),
+                expected="two whole numbers, or None for an end; or the name of an entry of batches",
+            )
+        object.__setattr__(self, "span", tuple(ends))
+
+    def trained_as(self) -> str:
+        """The same without a span: what training rows are captured with."""
+        return self.describe() if self.span is None else replace(self, span=None).describe()
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss `[B]` of each sequence"""
@@ -37,6 +68,7 @@ class LanguageModelling(Task):
     def measure(self, model: nn.Module, batch: Any) -> Measured:
         """Losses of sequences and of their tokens from one forward pass."""
         inputs, targets, shift = self._split(batch)
+        ends = self._ends(batch, targets)
         logits = logits_of(call(model, inputs))
         if logits.dim() != 3 or targets.shape != logits.shape[:2]:
             raise CaptureError(
@@ -45,6 +77,9 @@ class LanguageModelling(Task):
                 expected="logits [B, T, V], targets [B, T]",
             )
         targets = targets.to(logits.device, torch.int64)
+        everything = targets if ends is not None else None
+        if ends is not None:
+            targets = self._within(targets, ends, shift=shift)
         if shift:
             # The last token predicts nothing. Logits are not cut: a cut would be copied twice.
             targets = F.pad(targets[:, 1:], (0, 1), value=self.ignore_index)
@@ -58,8 +93,50 @@ class LanguageModelling(Task):
         valid = targets != self.ignore_index
         losses = flat.sum(1)
         if self.reduction == "mean":
-            losses = losses / valid.sum(1).clamp(min=1)
+            counted = valid.sum(1)
+            if everything is not None:
+                all_targets = everything[:, 1:] if shift else everything
+                counted = (all_targets != self.ignore_index).sum(1)
+            losses = losses / counted.clamp(min=1)
         return Measured(losses, tokens=flat.detach().masked_fill(~valid, torch.nan))
+
+    def _ends(self, batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
+        """Where the span of each row starts and stops, `[B, 2]`; None: it is all of them."""
+        if self.span is None:
+            return None
+        length = targets.shape[1] if targets.dim() > 1 else 0
+        if not isinstance(self.span, str):
+            start, stop, _ = slice(*self.span).indices(length)
+            return torch.tensor([[start, stop]]).expand(len(targets), 2)
+        given = batch.get(self.span) if isinstance(batch, Mapping) else None
+        if given is None or tuple(torch.as_tensor(given).shape) != (len(targets), 2):
+            found = None if given is None else tuple(torch.as_tensor(given).shape)
+            raise CaptureError(
+                f"no spans of rows in the batch's entry {self.span!r}",
+                found="no such entry" if found is None else f"shape {found}",
+                expected=f"start and stop of each row, [{len(targets)}, 2]",
+            )
+        ends = torch.as_tensor(given).long()
+        return torch.where(ends < 0, ends + length, ends).clamp(0, length)
+
+    def _within(self, targets: torch.Tensor, ends: torch.Tensor, *, shift: bool) -> torch.Tensor:
+        """The targets with all that is outside of the spans ignored."""
+        places = torch.arange(targets.shape[1], device=targets.device)
+        ends = ends.to(targets.device)
+        inside = (places >= ends[:, :1]) & (places < ends[:, 1:])
+        kept = targets.masked_fill(~inside, self.ignore_index)
+        counted = (kept[:, 1:] if shift else kept) != self.ignore_index
+        empty = ~counted.any(1)
+        if bool(empty.any()):
+            row = int(empty.nonzero()[0])
+            raise CaptureError(
+                "a row has no token in its span whose loss is asked for",
+                found=f"row {row} of the batch, tokens {ends[row].tolist()} of {targets.shape[1]}",
+                expected="at least one label that is not ignored"
+                + (", after the first token, which nothing predicts" if shift else ""),
+                fix="choose another span, or leave the row out",
+            )
+        return kept
 
     def _check_targets(self, targets: torch.Tensor, tokens: int) -> None:
         if not holds_numbers(targets):
@@ -81,7 +158,8 @@ class LanguageModelling(Task):
 
     def _split(self, batch: Any) -> tuple[Any, torch.Tensor, bool]:
         if isinstance(batch, Mapping):
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            aside = ("labels", self.span) if isinstance(self.span, str) else ("labels",)
+            inputs = {name: value for name, value in batch.items() if name not in aside}
             targets = batch.get("labels", batch.get("input_ids"))
             if targets is None:
                 raise CaptureError(

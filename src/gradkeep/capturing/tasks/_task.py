@@ -82,6 +82,10 @@ class Task(abc.ABC):
             settings = ", ".join(f"{p.name}={v!r}" for p, v in told)
         return f"{name}({settings})"
 
+    def trained_as(self) -> str:
+        """The description of the task that training rows are captured with; a query may ask for less."""
+        return self.describe()
+
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """The model's answer to the inputs of a batch: `model(x)`, `model(*xs)` or `model(**xs)`."""

@@ -1,0 +1,246 @@
+"""Which tokens of a training row carry its products with queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gradkeep._annotations import checked
+from gradkeep._budgets import parse_bytes
+from gradkeep.errors import QueryError
+from gradkeep.factors import sum_columns
+from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs
+from gradkeep.query._gradients import Gradients
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.factors import GradientRows, PositionProducts
+    from gradkeep.query._sums import Directions
+
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenProducts:
+    """What each token of some training rows adds to their products with queries."""
+
+    values: Tensor
+    """`[Q, N, T]` float32; zeros behind the last token of a shorter row, whose number is in `lengths`"""
+    lengths: Tensor
+    """`[N]` int64: from which token on nothing is kept of a row, as of padding"""
+    rest: Tensor
+    """`[Q, N]` float32: what layers without positions add to the row as a whole"""
+    query_ids: Ids
+    """`[Q]`"""
+    train_ids: Ids
+    """`[N]`"""
+    layers: tuple[str, ...]
+    """Layers of which positions are told apart."""
+    rest_layers: tuple[str, ...] = ()
+    """Layers that add to `rest`, with all that they are or with a part of it."""
+
+    @property
+    def sums(self) -> Tensor:
+        """`[Q, N]`: tokens and rest together, which is the product of whole rows."""
+        return self.values.double().sum(2).add_(self.rest).float()
+
+
+@checked(QueryError)
+def tokens(
+    queries: Gradients,
+    train: Gradients,
+    *,
+    ids: Any = None,
+    train_ids: Any = None,
+    memory_budget: float | str | None = None,
+) -> TokenProducts:
+    """How much each token of training rows carries of their products with queries, `[Q, N, T]`.
+
+    With g_q the query's gradient, layers that keep prefixes x_t and suffixes h_t give
+    `h_t . (g_q x_t)` at the token t that they read. What has no positions is in `rest`, row by row:
+    norms and layers kept dense, embeddings, of which equal tokens of a row are added up, and
+    convolutions. `ids` picks queries, `train_ids` training rows; without them it is all of each, and
+    Q N T numbers. Cost: 2 Q T P operations a row, layer by layer, with the queries restored.
+
+    >>> import gradkeep as gk, tempfile
+    >>> from gradkeep.data import GPT
+    >>> store, model = gk.open(tempfile.mkdtemp()), GPT(vocabulary=9, length=8, dim=4, heads=2)
+    >>> data = [{"input_ids": torch.randint(9, (3, 8))}]
+    >>> _ = gk.capture(store, model, data, task=gk.LanguageModelling(), split="train",
+    ...                keep="factors")
+    >>> train = gk.gradients(store, split="train")
+    >>> found = gk.query.tokens(train, train, ids=[0], train_ids=[2, 1])
+    >>> whole = gk.query.dot(train, train, ids=[0]).values[:, [2, 1]]
+    >>> found.values.shape, torch.allclose(found.sums, whole, rtol=1e-4, atol=1e-5)
+    (torch.Size([1, 2, 8]), True)
+    """
+    check_pairs([GradientPair(queries, train)])
+    asked = np.arange(len(queries)) if ids is None else queries.positions(ids)
+    _check_some("queries", asked)
+    rows = _TokenRows(train, train_ids, len(asked), memory_budget)
+    slopes = queries.slopes()
+    for layer in rows.layers:
+        form = queries.forms[layer]
+        for start in range(0, len(asked), rows.queries_at_once(layer)):
+            some = asked[start : start + rows.queries_at_once(layer)]
+            dense = form.restore(queries.rows(some).factors[layer].widened())
+            if slopes is not None:
+                dense = dense * slopes[torch.from_numpy(some), None].to(dense.dtype)
+            rows.add(layer, dense, start)
+    return rows.found(queries.ids[asked])
+
+
+@checked(QueryError)
+def along_tokens(
+    gradients: Gradients,
+    directions: Directions,
+    *,
+    ids: Any = None,
+    memory_budget: float | str | None = None,
+) -> TokenProducts:
+    """What each token of rows adds to their products with given directions: `along`, token by token.
+
+    The directions are the K queries, numbered from 0.
+    """
+    if directions.weights != gradients.weights:
+        raise QueryError(
+            "directions and rows were captured at different weights",
+            fix="make the directions from a capture at the same checkpoint",
+        )
+    count = len(directions.groups)
+    rows = _TokenRows(gradients, ids, count, memory_budget)
+    for layer in rows.layers:
+        if layer not in directions.layers:
+            raise QueryError(
+                "directions and rows hold different layers", found=f"no directions of {layer}"
+            )
+        rows.add(layer, directions.layers[layer], 0)
+    return rows.found(np.arange(count))
+
+
+class _TokenRows:
+    """Products of some rows' tokens, added up layer by layer."""
+
+    def __init__(
+        self, train: Gradients, ids: Any, queries: int, memory_budget: float | str | None
+    ) -> None:
+        self.train, self.budget = train, memory_budget
+        self.at = np.arange(len(train)) if ids is None else train.positions(ids)
+        _check_some("training rows", self.at)
+        self.layers = tuple(train.forms)
+        self._check_positions()
+        self.places = {layer: self._places(layer) for layer in self.layers}
+        self.lengths = torch.zeros(len(self.at), dtype=torch.int64)
+        for found in self.places.values():
+            for row, places in enumerate(found or ()):
+                if len(places):
+                    self.lengths[row] = max(int(self.lengths[row]), int(places.max()) + 1)
+        shape = (queries, len(self.at), int(self.lengths.max()))
+        self._check_budget(shape)
+        self.values = torch.zeros(shape)
+        self.rest = torch.zeros(shape[:2])
+        self.rest_layers: dict[str, None] = {}
+
+    def queries_at_once(self, layer: str) -> int:
+        """Queries whose restored gradients, with a copy, take a quarter of the budget."""
+        limit = DEFAULT_BUDGET if self.budget is None else parse_bytes(self.budget)
+        return max(1, limit // 4 // (16 * self.train.forms[layer].gradient_size))
+
+    def add(self, layer: str, directions: Tensor, start: int) -> None:
+        """Add the products of one layer with directions `[K, P]`, which are queries from `start` on."""
+        form = self.train.forms[layer]
+        slopes = self.train.slopes()
+        stop = start + len(directions)
+        one = Gradients(self.train.key, self.train.block, {layer: form}, self.train.of)
+        for row, position in enumerate(self.at.tolist()):
+            factors = one.rows([position]).factors[layer].widened()
+            moved = directions.to(factors.example.dtype)
+            scale = 1.0 if slopes is None else float(slopes[position])
+            values, rest = self._row(layer, factors, moved, row)
+            if values is not None:
+                into = self.values[start:stop, row, : values.shape[1]]
+                into += scale * values.float()
+            if rest is not None:
+                self.rest[start:stop, row] += scale * rest.float()
+                self.rest_layers[layer] = None
+
+    def _row(
+        self, layer: str, factors: GradientRows, directions: Tensor, row: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the tokens `[K, T]` of one row add, and what is not told apart `[K]`."""
+        form, places = self.train.forms[layer], self.places[layer]
+        parts = None if places is None else form.along_positions(factors, directions)
+        if parts is None or places is None:
+            return None, form.along(factors, directions, scratch=DEFAULT_BUDGET // 16)[:, 0]
+        first, *others = parts
+        values = first.values.new_zeros(len(directions), int(self.lengths[row]))
+        values.index_add_(1, places[row], first.values)
+        # Equal tokens that an embedding reads were added up: where they stood is not kept.
+        return values, _summed(others) if others else None
+
+    def found(self, query_ids: Ids) -> TokenProducts:
+        """The answer."""
+        return TokenProducts(
+            values=self.values,
+            lengths=self.lengths,
+            rest=self.rest,
+            query_ids=query_ids,
+            train_ids=self.train.ids[self.at],
+            layers=tuple(layer for layer in self.layers if self.places[layer] is not None),
+            rest_layers=tuple(self.rest_layers),
+        )
+
+    def _places(self, layer: str) -> list[Tensor] | None:
+        """The token of every position, row by row; None: it is not known for all of them."""
+        name = self.train.forms[layer].places_array
+        if name is None or name not in self.train.block.names:
+            return None
+        kept: Any = self.train.block.read_rows(self.at, [name])[name]
+        places = torch.from_numpy(np.array(kept.values)).long()
+        if bool((places < 0).any()):
+            return None
+        return list(torch.split(places, np.diff(kept.offsets).tolist()))
+
+    def _check_positions(self) -> None:
+        names = self.train.block.names
+        forms = self.train.forms.values()
+        if any(form.places_array in names for form in forms):
+            return
+        split = self.train.key.split
+        if any(form.basis is not None for form in forms):
+            raise QueryError(
+                f"{split} is kept as coordinates of whole rows: their tokens are not told apart",
+                fix="gk.attribute_tokens(store, ..., model=model, loader=loader, task=task) runs the "
+                "chosen rows again",
+            )
+        raise QueryError(
+            f"no layer of {split} is kept token by token",
+            found=", ".join(sorted({form.kind for form in forms})),
+            expected="factors of a task with tokens, such as gk.LanguageModelling",
+            fix="capture with keep='factors' under another name=, or run the rows again: "
+            "gk.attribute_tokens(store, ..., model=model, loader=loader, task=task)",
+        )
+
+    def _check_budget(self, shape: tuple[int, ...]) -> None:
+        limit = DEFAULT_BUDGET if self.budget is None else parse_bytes(self.budget)
+        if 4 * int(np.prod(shape)) > limit:
+            raise QueryError(
+                "too many tokens for one answer",
+                found=f"{shape[0]} queries x {shape[1]} rows x {shape[2]} tokens",
+                expected=f"at most {limit // 4} numbers",
+                fix="choose rows and queries with train_ids= and ids=, or raise memory_budget=",
+            )
+
+
+def _summed(parts: list[PositionProducts]) -> Tensor:
+    """The sums `[K]` of the positions of a single row."""
+    return torch.stack([sum_columns(part.values, part.spans)[:, 0] for part in parts]).sum(0)
+
+
+def _check_some(what: str, rows: Ids) -> None:
+    if not len(rows):
+        raise QueryError(f"no {what} were asked about", fix="pass ids of some rows")
