@@ -7,6 +7,7 @@ chosen on, with 95 % intervals over queries and halves. Queries are kept unround
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,9 @@ def table(name: str, found: truths.Truth) -> bool:
                     verdict = "reaches" if shares[0] >= bar else "MISSES"
                     told += f"  {verdict} {bar:.0%}; {below} of exact"
                     missed |= shares[0] < bar
+            if row.size is not None and row.bytes > gk.Keep(row.size).row_bytes:
+                told += "  MISSES the bytes that were said"
+                missed = True
             print(told, flush=True)
     return missed
 
@@ -152,4 +156,4 @@ def bm25(queries: torch.Tensor, train: torch.Tensor, k: float = 1.2) -> np.ndarr
 
 
 def _pairs(tokens: Sequence[int]) -> list[str]:
-    return [f"{one} {two}" for one, two in zip(tokens, tokens[1:], strict=False)]
+    return [f"{one} {two}" for one, two in itertools.pairwise(tokens)]

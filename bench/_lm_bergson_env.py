@@ -1,0 +1,2 @@
+def compare(rows: int, rounds: int) -> bool:
+    return False
