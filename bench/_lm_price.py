@@ -8,7 +8,6 @@ thread, plain passes and captures taking turns; peak memory of processes of thei
 
 from __future__ import annotations
 
-import resource
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -214,13 +214,20 @@ def compare(name: str, rows: int, rounds: int) -> bool:
             flush=True,
         )
         missed |= late or large
+    return missed
+
+
+def remembers(name: str) -> bool:
+    """Print the peaks of memory of one model; whether a bar was missed."""
+    missed = False
+    print(f"\n{NAMES[name]}: peak memory of {FEW} rows in batches of {BATCH}")
     whole, own = peak(name, "train")
-    print(f"  peak memory: training with Adam {whole:.0f} MiB, {own:.0f} of it after the imports")
+    print(f"  training with Adam {whole:.0f} MiB, {own:.0f} of it after the imports")
     for keep in ("exact", *KEPT):
         most, more = peak(name, keep)
         late = most > MEMORY * whole
         print(
-            f"    keep={keep:6} {most:.0f} MiB, {more:.0f}: {most / whole:.2f} x, {more / own:.2f} x"
+            f"  keep={keep:6} {most:.0f} MiB, {more:.0f}: {most / whole:.2f} x, {more / own:.2f} x"
             f" {'MISSES' if late else 'reaches'} {MEMORY}",
             flush=True,
         )
@@ -243,7 +250,9 @@ def main(name: str, what: str) -> None:
 
 
 def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """MiB. Not `ru_maxrss`: that of a process begins with the peak of the one that started it."""
+    told = Path("/proc/self/status").read_text()
+    return int(told.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Language models: what a capture costs, what it keeps, and how bergson does on the same model.
 
-`./x bench lm [price] [bergson] [lds]`: all three by default.
-price: CPU time, bytes and memory of captures of three models, exact and in 4 and 16 KiB a row,
-against plain passes and training. `--rows N` (2000) of the compressed captures, `--rounds N` (1);
-`--quick` is 256 rows in three rounds.
+`./x bench lm [price] [memory] [bergson] [lds]`: all of them by default.
+price: CPU time and bytes of captures of three models, exact and in 4 and 16 KiB a row, against plain
+passes. `--rows N` (2000) of the compressed captures, `--rounds N` (1); `--quick` is 256 rows in
+three rounds; `--models gpt llama lora` leaves some out.
+memory: the peaks of such captures, against training with Adam.
 bergson: its default projection of 16 a side, on the same model and rows, in an environment of its
 own, which is made at first; skipped with a message where it cannot be.
 lds: how well few bytes predict retraining (`./x bench lds gpt stories260k`).
@@ -21,7 +22,7 @@ import torch
 import gradkeep as gk
 from bench import _lm_bergson_env, _lm_price, lds
 
-PARTS = ("price", "bergson", "lds")
+PARTS = ("price", "memory", "bergson", "lds")
 
 
 def main() -> int:
@@ -36,6 +37,8 @@ def main() -> int:
     missed = []
     if "price" in given.parts:
         missed += [_lm_price.compare(name, rows, rounds) for name in given.models]
+    if "memory" in given.parts:
+        missed += [_lm_price.remembers(name) for name in given.models]
     if "bergson" in given.parts:
         missed.append(_lm_bergson_env.compare(rows, rounds))
     if "lds" in given.parts:
