@@ -4,7 +4,9 @@
 each (MNIST: 60 and 3); a method is scored by how well the sums of its scores over each half rank
 what those models say of each test example, averaged over the test examples. Settings: digits,
 digits64 (larger batches and steps; most methods score lower there, and the bars are missed),
-mnist-logistic, mnist-mlp; all of them by default, MNIST where its files are there.
+mnist-logistic, mnist-mlp; all of them by default, MNIST where its files are there. And, when they
+are named, two language models: gpt and stories260k, by method and bytes a row, with bars for what
+4 and 16 KiB must keep of the score of exact EK-FAC.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 
 import gradkeep as gk
 from bench import _lds_truth as truths
+from bench import _lm_lds, _lm_truth
 from gradkeep.errors import GradkeepError
 
 RUNS = (1, 5, 10)
@@ -182,19 +185,23 @@ def compare(name: str, setting: truths.Setting, *, subsets: int, seeds: int) -> 
         sys.stdout.flush()
 
 
-def main(wanted: Sequence[str]) -> None:
-    known = settings()
+def main(wanted: Sequence[str]) -> int:
+    known, missed = settings(), False
     for name in wanted or known:
+        if name in _lm_lds.NAMES:
+            missed |= _lm_lds.table(name, _lm_truth.truth(_lm_lds.NAMES[name]()))
+            continue
         if name not in known:
-            sys.exit(f"no setting {name!r}; there are {', '.join(known)}")
+            sys.exit(f"no setting {name!r}; there are {', '.join((*known, *_lm_lds.NAMES))}")
         if name.startswith("mnist") and not (truths.DATA / "mnist").exists():
             print(f"\n{name}: skipped, no MNIST files under GRADKEEP_DATA")
             continue
         few = name.startswith("mnist")
         compare(name, known[name](), subsets=60 if few else 100, seeds=3 if few else 5)
+    return int(missed)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", gk.CaptureWarning)
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,346 @@
+"""bergson and gradkeep on one model of transformers, in an environment that has both.
+
+`python -m bench._lm_bergson ROWS ROUNDS`, run by `_lm_bergson_env`. First the price on a GPT-2 of
+4 x 256: bytes a row, CPU time of capturing against plain passes and of scoring 50 queries. Then
+what scores predict of retraining: the GPT of `_lm_truth`, its weights in a GPT-2 of transformers,
+bergson as its command trackstar does by default, ours in a quarter of its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bergson.build import build
+from bergson.cli.trackstar import trackstar
+from bergson.collection import collect_gradients
+from bergson.config.config import (
+    DataConfig,
+    HessianConfig,
+    HessianPipelineConfig,
+    IndexConfig,
+    PreprocessConfig,
+    QuerySetConfig,
+    ScoreConfig,
+    TrackstarConfig,
+    TrackstarIndexConfig,
+)
+from bergson.data import allocate_batches, column_offsets, load_gradients, load_scores
+from bergson.gradients import GradientProcessor
+from bergson.hessians.pipeline import hessian_pipeline
+from bergson.query.attributor import Attributor
+from bergson.utils import weighted_causal_lm_ce
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import gradkeep as gk
+from bench import _lm_price, _lm_truth
+from gradkeep.data import GPT
+
+SIDE = 16
+"""Of its projections, by default."""
+QUERIES = 50
+KEPT = "4KiB"
+MORE = 0.25
+"""How much more LDS ours must have."""
+PRICE = 1.3
+
+
+def price(rows: int, rounds: int) -> bool:
+    """Both captures between plain passes of the same model, then both scorings."""
+    torch.manual_seed(0)
+    size = _lm_price.VOCABULARY, _lm_price.LENGTH
+    net = GPT2LMHeadModel(_config(*size, 256, 4, 4)).eval()
+    tokens = _lm_price.tokens(rows + QUERIES)
+    train, asked = tokens[:rows], tokens[rows:]
+    batches = list(train.split(_lm_price.BATCH))
+    passes = batches if len(batches) <= 16 else batches[: len(batches) // 4]
+    share = len(torch.cat(passes)) / rows
+    print(f"\nGPT-2 4x256 of transformers, tied; {rows} rows of {_lm_price.LENGTH} tokens")
+    plain(net, passes[:1])
+    ratios: dict[str, list[float]] = {"bergson": [], "ours": []}
+    plains: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        for turn in range(rounds):
+            before = _lm_price.cpu(lambda: plain(net, passes))
+            index = Path(place) / f"bergson-{turn}"
+            theirs = _lm_price.cpu(lambda at=index: collect(net, train, at))
+            net.requires_grad_(requires_grad=True).zero_grad(set_to_none=True)
+            middle = _lm_price.cpu(lambda: plain(net, passes))
+            net.zero_grad(set_to_none=True)
+            store = gk.open(Path(place) / f"ours-{turn}")
+            began = time.process_time()
+            report = capture(store, net, batches, KEPT)
+            ours = time.process_time() - began
+            after = _lm_price.cpu(lambda: plain(net, passes))
+            plains += [before, middle, after]
+            ratios["bergson"].append(theirs * share / ((before + middle) / 2))
+            ratios["ours"].append(ours * share / ((middle + after) / 2))
+        taken = {"bergson": _bytes(index, rows), "ours": report.bytes / report.rows}
+        collect(net, asked, Path(place) / "asked")
+        net.requires_grad_(requires_grad=True)
+        capture(store, net, [asked], "queries", split="test")
+        scoring = {
+            "bergson": min(_lm_price.cpu(lambda: cosines(index, place)) for _ in range(3)),
+            "ours": min(_lm_price.cpu(lambda: gk.attribute(store)) for _ in range(3)),
+        }
+    for name, found in ratios.items():
+        print(
+            f"  {name:8} {taken[name]:>8,.0f} bytes a row, captured at {statistics.median(found):.2f} x "
+            f"of a plain pass, {QUERIES} queries scored in {scoring[name]:.2f} CPU s"
+        )
+    spent = _lm_price.basis_seconds(net, batches[:8], KEPT) * share / statistics.median(plains)
+    many = statistics.median(ratios["ours"]) - spent + spent * min(1.0, rows / _lm_price.ROWS)
+    late = many > PRICE
+    print(
+        f"  ours: {spent:.2f} of it for the basis, {many:.2f} for {_lm_price.ROWS} rows "
+        f"{'MISSES' if late else 'reaches'} {PRICE}",
+        flush=True,
+    )
+    return late
+
+
+def cosines(index: Path, place: str) -> torch.Tensor:
+    """As its command query does by default, of queries whose gradients are there."""
+    found = Attributor(index, unit_norm=True)
+    return found.search(_gradients(Path(place) / "asked"), None)[0]
+
+
+def plain(net: nn.Module, batches: list[torch.Tensor]) -> None:
+    for batch in batches:
+        net.zero_grad(set_to_none=True)
+        logits = net(input_ids=batch, use_cache=False).logits
+        targets = nn.functional.pad(batch[:, 1:], (0, 1), value=-100)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()
+
+
+def collect(net: GPT2LMHeadModel, tokens: torch.Tensor, at: Path) -> None:
+    """Its index of projected gradients, written to `at`; leaves the model as it prepares it."""
+    config = IndexConfig(run_path=str(at), projection_dim=SIDE)
+    net.requires_grad_(requires_grad=False)
+    net.get_input_embeddings().requires_grad_(True)
+    net.loss_function = lambda logits, labels, **more: weighted_causal_lm_ce(
+        logits, labels, reduction=config.loss_reduction, **more
+    )
+    rows = _dataset(tokens)
+    config.partial_run_path.mkdir(parents=True)
+    collect_gradients(
+        net,
+        rows,
+        GradientProcessor(projection_dim=SIDE),
+        config,
+        batches=allocate_batches(rows["length"][:], config.token_batch_size),
+    )
+    config.partial_run_path.rename(at)
+
+
+def capture(
+    store: gk.Store,
+    net: nn.Module,
+    batches: list[torch.Tensor],
+    keep: int | str,
+    *,
+    split: str = "train",
+) -> gk.CaptureReport:
+    rows = [{"input_ids": batch} for batch in batches]
+    task = gk.LanguageModelling()
+    return gk.capture(store, net, rows, task=task, keep=keep, split=split, progress=False)
+
+
+def lds() -> bool:
+    """What both predict of retraining, from the same weights at the same epoch."""
+    found = _lm_truth.truth(_lm_truth.gpt())
+    setting, missed = found.setting, False
+    print(f"\n{setting.name}, in transformers; ceiling {found.ceiling:.3f}")
+    for epoch in (2, setting.epochs):
+        net = converted(found.model(epoch))
+        with torch.no_grad():
+            apart = net(setting.queries).logits - found.model(epoch)(setting.queries)
+        print(f"  epoch {epoch}: logits differ by {float(apart.abs().max()):.1e} at most")
+        assert float(apart.abs().max()) < 1e-4
+        scores, taken = by_bergson(net, setting.train, setting.queries)
+        kept = [_lm_truth.lds(values, found) for values in scores.values()]
+        default, best = kept[0], max(kept, key=lambda score: score.mean)
+        for name, score in zip(scores, kept, strict=True):
+            print(f"    {name:44} {taken:>7,.0f} bytes a row  {score}", flush=True)
+        streamed = _lm_truth.lds(streamed_ekfac(net, setting.train, setting.queries), found)
+        print(
+            f"    {'bergson, EK-FAC, rows read again to answer':44} {0:>7,} bytes a row  {streamed}"
+        )
+        for keep in (int(taken) // 4, KEPT):
+            score, size = ours(net, found, keep)
+            more = score.above(default)
+            told = f"    {f'ours, keep={keep!r}':44} {size:>7,.0f} bytes a row  {score}"
+            told += f"; above its default: {more}, above its best: {score.above(best)}"
+            if keep != KEPT:
+                few = more.mean < MORE or size > taken / 4
+                missed |= few
+                told += f"  {'MISSES' if few else 'reaches'} {MORE} in a quarter of its bytes"
+            print(told, flush=True)
+    return missed
+
+
+def converted(model: nn.Module) -> GPT2LMHeadModel:
+    """The same model in the layers of transformers: one for queries, keys and values, transposed."""
+    assert isinstance(model, GPT)
+    length, dim = model.wpe.weight.shape
+    heads = model.h[0].attn.heads
+    net = GPT2LMHeadModel(_config(len(model.wte.weight), length, dim, len(model.h), heads)).eval()
+    with torch.no_grad():
+        net.transformer.wte.weight.copy_(model.wte.weight)
+        net.transformer.wpe.weight.copy_(model.wpe.weight)
+        net.transformer.ln_f.load_state_dict(model.ln_f.state_dict())
+        for into, block in zip(net.transformer.h, model.h, strict=True):
+            attention = block.attn
+            parts = (attention.query, attention.key, attention.value)
+            into.attn.c_attn.weight.copy_(torch.cat([one.weight for one in parts]).T)
+            into.attn.c_attn.bias.copy_(torch.cat([one.bias for one in parts]))
+            for layer, found in (
+                (into.attn.c_proj, attention.out),
+                (into.mlp.c_fc, block.mlp.fc),
+                (into.mlp.c_proj, block.mlp.out),
+            ):
+                layer.weight.copy_(found.weight.T)
+                layer.bias.copy_(found.bias)
+            into.ln_1.load_state_dict(block.ln_1.state_dict())
+            into.ln_2.load_state_dict(block.ln_2.state_dict())
+    return net
+
+
+def by_bergson(
+    net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
+) -> tuple[dict[str, np.ndarray], float]:
+    """Scores `[Q, N]`, the default first, and the bytes of a row of its index."""
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        folder = Path(place)
+        common, asked = _written(folder, net, train, queries)
+        found = {}
+        for name, unit in (("default (trackstar)", False), ("unit norm (TrackStar's paper)", True)):
+            config = TrackstarIndexConfig(run_path=str(folder / f"unit-{unit}"), **common)
+            steps = TrackstarConfig(query=asked)
+            steps.preprocess_cfg.unit_normalize = unit
+            with _quiet():
+                trackstar(config, steps)
+            scores = load_scores(folder / f"unit-{unit}" / "scores")
+            found[f"bergson, {name}"] = np.asarray(scores[:], np.float64).T
+        index = IndexConfig(run_path=str(folder / "index"), projection_dim=SIDE, **common)
+        with _quiet():
+            build(index, PreprocessConfig())
+            by_value, places = Attributor(folder / "index", unit_norm=True).search(
+                _gradients(folder / "unit-False" / "query"), None
+            )
+        cosine = np.empty(by_value.shape)
+        np.put_along_axis(cosine, places.numpy(), by_value.numpy(), 1)
+        found["bergson, cosine (query)"] = cosine
+        return found, _bytes(folder / "index", len(train))
+
+
+def streamed_ekfac(net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor) -> np.ndarray:
+    """Scores `[Q, N]` of whole gradients, which it does not keep."""
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        folder = Path(place)
+        common, asked = _written(folder, net, train, queries)
+        with _quiet():
+            hessian_pipeline(
+                IndexConfig(run_path=str(folder / "run"), **common),
+                HessianConfig(method="kfac", ev_correction=True),
+                ScoreConfig(),
+                PreprocessConfig(),
+                HessianPipelineConfig(query=asked),
+            )
+        return np.asarray(load_scores(folder / "run" / "scores")[:], np.float64).T
+
+
+def _written(
+    folder: Path, net: GPT2LMHeadModel, train: torch.Tensor, queries: torch.Tensor
+) -> tuple[dict[str, Any], QuerySetConfig]:
+    """The model and both sets of rows as files: what its pipelines read."""
+    net.save_pretrained(folder / "model")
+    vocabulary = {f"t{number}": number for number in range(net.config.vocab_size)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "model")
+    for name, tokens in (("train", train), ("queries", queries)):
+        _dataset(tokens).save_to_disk(str(folder / name))
+    common = {
+        "model": str(folder / "model"),
+        # It refuses batches of more tokens than the model has positions.
+        "token_batch_size": net.config.n_positions,
+        "data": DataConfig(dataset=str(folder / "train")),
+    }
+    return common, QuerySetConfig(dataset=str(folder / "queries"))
+
+
+def ours(
+    net: GPT2LMHeadModel, found: _lm_truth.Truth, keep: int | str
+) -> tuple[_lm_truth.Lds, float]:
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        store = gk.open(place, durability="process")
+        report = capture(store, net, list(found.setting.train.split(25)), keep)
+        capture(store, net, [found.setting.queries], "queries", split="test")
+        score = _lm_truth.lds(gk.attribute(store).values, found)
+        return score, report.bytes / report.rows
+
+
+def _config(vocabulary: int, length: int, dim: int, layers: int, heads: int) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=length,
+        n_embd=dim,
+        n_layer=layers,
+        n_head=heads,
+        activation_function="gelu",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _dataset(tokens: torch.Tensor) -> Dataset:
+    return Dataset.from_dict(
+        {"input_ids": tokens.tolist(), "length": [tokens.shape[1]] * len(tokens)}
+    )
+
+
+def _gradients(at: Path) -> dict[str, torch.Tensor]:
+    sizes = json.loads((at / "info.json").read_text())["grad_sizes"]
+    rows = load_gradients(at)
+    return {
+        name: torch.from_numpy(np.array(rows[:, start:stop]))
+        for name, (start, stop) in column_offsets(sizes).items()
+    }
+
+
+def _bytes(index: Path, rows: int) -> float:
+    """Of all files of an index, a row."""
+    return sum(file.stat().st_size for file in index.rglob("*") if file.is_file()) / rows
+
+
+@contextlib.contextmanager
+def _quiet():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def main(rows: str, rounds: str) -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    return int(any([lds(), price(int(rows), int(rounds))]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""How few bytes a row predict retraining as well as everything: for `bench lds` and `bench lm`.
+
+For each setting of `_lm_truth` and two epochs, early and last: what scores predict of models
+trained on halves (LDS), by method and bytes a row, on all halves and on those that no recipe was
+chosen on, with 95 % intervals over queries and halves. Queries are kept unrounded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
+
+import gradkeep as gk
+from bench import _lm_truth as truths
+
+EARLY = 2
+BATCH = 25
+NAMES = {"gpt": truths.gpt, "stories260k": truths.stories}
+SIZES = ("1KiB", "2KiB", "4KiB", "16KiB")
+SHARES = {"4KiB": 0.90, "16KiB": 0.95}
+"""Of the LDS of exact EK-FAC, by what is kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A line of the table at one epoch."""
+
+    name: str
+    bytes: float
+    """Of a row; 0 where nothing of the model is kept."""
+    scores: np.ndarray
+    """`[Q, N]`"""
+    seconds: float
+    """CPU seconds of the capture."""
+    size: str | None = None
+    """What `keep` was, of ours."""
+
+
+def table(name: str, found: truths.Truth) -> bool:
+    """Print the table of one setting; whether a bar was missed."""
+    setting = found.setting
+    count, length = setting.train.shape
+    print(
+        f"\n{name}: {setting.name}; {count} rows of {length} tokens, {len(setting.queries)} queries, "
+        f"{len(found.masks)} halves x {setting.seeds} seeds, ceiling {found.ceiling:.3f}"
+    )
+    missed = False
+    for epoch in (EARLY, setting.epochs):
+        print(f"\n  {'epoch ' + str(epoch):34} {'bytes/row':>10} {'LDS, all halves':>22}", end="")
+        print(f" {'LDS, report halves':>22} {'of exact: all':>14} {'report':>7}  CPU s of capture")
+        exact: tuple[truths.Lds, truths.Lds] | None = None
+        for row in rows(found, epoch):
+            both = truths.lds(row.scores, found), truths.lds(row.scores, found, found.report)
+            if row.name == "ekfac, exact":
+                exact = both
+            told = f"  {row.name:34} {row.bytes:>10,.0f} {both[0]!s:>22} {both[1]!s:>22}"
+            if exact is not None:
+                shares = [one.mean / whole.mean for one, whole in zip(both, exact, strict=True)]
+                told += f" {shares[0]:>14.0%} {shares[1]:>7.0%}  {row.seconds:>6.1f}"
+                bar = SHARES.get(row.size or "")
+                if bar is not None:
+                    below = both[0].above(exact[0])
+                    verdict = "reaches" if shares[0] >= bar else "MISSES"
+                    told += f"  {verdict} {bar:.0%}; {below} of exact"
+                    missed |= shares[0] < bar
+            if row.size is not None and row.bytes > gk.Keep(row.size).row_bytes:
+                told += "  MISSES the bytes that were said"
+                missed = True
+            print(told, flush=True)
+    return missed
+
+
+def rows(found: truths.Truth, epoch: int) -> Iterator[Row]:
+    """Exact EK-FAC first: the others are measured by it."""
+    yield from exact(found, epoch)
+    for size in SIZES:
+        yield kept(f"ours, {size}", found, epoch, gk.Keep(size), size=size)
+    for size in ("4KiB", "16KiB"):
+        yield kept(f"1 bit, folded by 4, {size}", found, epoch, gk.Keep(size, group=0))
+        yield kept(f"4 bits, {size}", found, epoch, gk.Keep(size, bits=4))
+        random = gk.Keep(size, coordinates="random", bits=16)
+        yield kept(f"random (LoGra), 16 bits, {size}", found, epoch, random)
+    for name, method in (("bigrams, TF-IDF", tf_idf), ("bigrams, BM25", bm25)):
+        setting = found.setting
+        yield Row(name, 0, method(setting.queries, setting.train), 0)
+
+
+def exact(found: truths.Truth, epoch: int) -> Iterator[Row]:
+    """What is asked of whole gradients, from one capture."""
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        store, taken, seconds = captured(place, found, epoch, "exact", "exact")
+        for method in ("ekfac", "dot", "kernel", "random"):
+            options = {"damping": 0.1} if method == "ekfac" else {}
+            values = gk.attribute(store, method=method, **options).values
+            yield Row(f"{method}, exact", taken, values, seconds)
+
+
+def kept(
+    name: str, found: truths.Truth, epoch: int, keep: gk.Keep, *, size: str | None = None
+) -> Row:
+    """What is asked of so many bytes; of random coordinates, too, EK-FAC says most."""
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        store, taken, seconds = captured(place, found, epoch, keep, "queries")
+        return Row(name, taken, gk.attribute(store, method="ekfac").values, seconds, size)
+
+
+def captured(
+    place: str, found: truths.Truth, epoch: int, keep: object, queries: object
+) -> tuple[gk.Store, float, float]:
+    """The store, bytes of a training row, and CPU seconds of capturing the training rows."""
+    store = gk.open(place, durability="process")
+    setting, model = found.setting, found.model(epoch)
+    taken = seconds = 0.0
+    for split, tokens, how in (
+        ("train", setting.train, keep),
+        ("test", setting.queries, queries),
+    ):
+        began = time.process_time()
+        report = gk.capture(
+            store,
+            model,
+            list(tokens.split(BATCH)),
+            task=gk.LanguageModelling(),
+            checkpoints=f"epoch-{epoch}",
+            split=split,
+            keep=how,
+            progress=False,
+        )
+        if split == "train":
+            taken, seconds = report.bytes / report.rows, time.process_time() - began
+    return store, taken, seconds
+
+
+def tf_idf(queries: torch.Tensor, train: torch.Tensor) -> np.ndarray:
+    """Cosines `[Q, N]` of weighted counts of pairs of neighbouring tokens."""
+    counts = TfidfVectorizer(analyzer=_pairs, sublinear_tf=True)
+    rows = counts.fit_transform(train.tolist())
+    return (counts.transform(queries.tolist()) @ rows.T).toarray()
+
+
+def bm25(queries: torch.Tensor, train: torch.Tensor, k: float = 1.2) -> np.ndarray:
+    """`[Q, N]`; all rows are of one length, so that there is nothing to divide by it."""
+    counts = CountVectorizer(analyzer=_pairs)
+    rows = counts.fit_transform(train.tolist()).astype(np.float64)
+    holding = np.bincount(rows.indices, minlength=rows.shape[1])
+    rows.data *= (k + 1) / (rows.data + k)
+    rows.data *= np.log1p((len(train) - holding + 0.5) / (holding + 0.5))[rows.indices]
+    return (counts.transform(queries.tolist()) @ rows.T).toarray()
+
+
+def _pairs(tokens: Sequence[int]) -> list[str]:
+    return [f"{one} {two}" for one, two in itertools.pairwise(tokens)]

@@ -1,0 +1,259 @@
+"""What capturing language models costs, against the plain passes of the same run.
+
+A GPT of 4 x 256 with a tied head, a Llama of that size (grouped queries, SwiGLU), and adapters of
+rank 8 (LoRA) in all layers of the GPT; 4096 tokens, drawn by Zipf's law, T = 128. CPU time of one
+thread, plain passes and captures taking turns; peak memory of processes of their own.
+`python -m bench._lm_price MODEL WHAT` is such a process: it does one thing and prints its peak.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradkeep as gk
+from bench._lm_truth import Llama
+from gradkeep.data import GPT
+
+VOCABULARY, LENGTH, BATCH = 4096, 128, 16
+RANK = 8
+KEPT = ("4KiB", "16KiB")
+FEW = 128
+"""Rows of what is dear or does not grow with rows: exact captures, bases, peaks of memory."""
+ROWS = 2000
+"""Of the bars: with fewer rows, a larger share of the price is that of the basis."""
+PRICE, EXACT_PRICE, MEMORY = 1.3, 2.0, 1.3
+"""The bars, relative to a plain forward and backward pass, and to training with Adam."""
+
+
+def gpt() -> nn.Module:
+    return GPT(vocabulary=VOCABULARY, length=LENGTH, dim=256, heads=4, layers=4, tied=True)
+
+
+def llama() -> nn.Module:
+    return Llama(256, 688, 4, 8, 4, VOCABULARY)
+
+
+def lora() -> nn.Module:
+    """All of the GPT frozen but a pair of narrow layers beside each linear layer of its blocks."""
+    model = gpt().requires_grad_(requires_grad=False)
+    for block in model.h:
+        for name, layer in list(block.named_modules()):
+            if isinstance(layer, nn.Linear):
+                parent, _, own = name.rpartition(".")
+                setattr(block.get_submodule(parent), own, Adapted(layer))
+    return model
+
+
+class Adapted(nn.Module):
+    """A frozen layer and what is learned beside it, as if it had learned for a while."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, layer.out_features, bias=False)
+        nn.init.normal_(self.up.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + 2 * self.up(self.down(x))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "lora": lora}
+NAMES = {
+    "gpt": "GPT 4x256, tied",
+    "llama": "Llama 4x256, GQA, SwiGLU",
+    "lora": f"LoRA of rank {RANK} in GPT 4x256",
+}
+
+
+def model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+def tokens(rows: int) -> torch.Tensor:
+    """`[rows, LENGTH]`, the same first ones however many there are."""
+    chances = 1 / np.arange(1, VOCABULARY + 1)
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(VOCABULARY, size=(rows, LENGTH), p=chances / chances.sum())
+    return torch.from_numpy(drawn)
+
+
+def plain(net: nn.Module, batches: list[torch.Tensor]) -> None:
+    """Gradients of the summed loss, without a copy of the logits."""
+    for batch in batches:
+        net.zero_grad(set_to_none=True)
+        _loss(net, batch).backward()
+
+
+def _loss(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    targets = F.pad(batch[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(net(batch).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def train(net: nn.Module, batches: list[torch.Tensor]) -> None:
+    optimizer = torch.optim.Adam([one for one in net.parameters() if one.requires_grad])
+    for batch in batches:
+        optimizer.zero_grad()
+        _loss(net, batch).backward()
+        optimizer.step()
+
+
+def capture(
+    store: gk.Store, net: nn.Module, batches: list[torch.Tensor], keep: str, split: str = "train"
+) -> gk.CaptureReport:
+    task = gk.LanguageModelling()
+    return gk.capture(store, net, batches, task=task, keep=keep, split=split, progress=False)
+
+
+def cpu(do: Callable[[], object]) -> float:
+    began = time.process_time()
+    do()
+    return time.process_time() - began
+
+
+@dataclass(frozen=True)
+class Price:
+    """One line: what a capture cost."""
+
+    keep: str
+    rows: int
+    ratio: float
+    """Of the whole capture to a plain pass over its rows: the median of the rounds."""
+    least: float
+    most: float
+    basis: float
+    """What of it finding the basis took."""
+    row_bytes: float
+    plain: float
+    """CPU seconds of the plain pass, for 1000 tokens."""
+
+    @property
+    def of_many(self) -> float:
+        """The ratio for as many rows as the bars are about: the basis is found once."""
+        return self.ratio - self.basis + self.basis * min(1.0, self.rows / ROWS)
+
+
+def priced(net: nn.Module, keep: str, rows: int, rounds: int) -> Price:
+    """Each capture between two plain passes, whose mean it is divided by."""
+    batches = list(tokens(rows).split(BATCH))
+    few = batches[: -(-FEW // BATCH)]
+    passes = batches if len(batches) <= 2 * len(few) else batches[: len(batches) // 4]
+    scale = len(torch.cat(passes)) / rows
+    ratios, row_bytes, spent = [], 0.0, []
+    before = cpu(lambda: plain(net, passes))
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+            store = gk.open(place)
+            began = time.process_time()
+            report = capture(store, net, batches, keep)
+            took = time.process_time() - began
+            row_bytes = report.bytes / report.rows
+        net.zero_grad(set_to_none=True)
+        after = cpu(lambda: plain(net, passes))
+        ratios.append(took * scale / ((before + after) / 2))
+        spent += [before, after]
+        before = after
+    whole = statistics.median(spent) / scale
+    basis = 0.0 if keep == "exact" else basis_seconds(net, few, keep) / whole
+    ratio = statistics.median(ratios)
+    each = 1000 * whole / (rows * LENGTH)
+    return Price(keep, rows, ratio, min(ratios), max(ratios), basis, row_bytes, each)
+
+
+def basis_seconds(net: nn.Module, batches: list[torch.Tensor], keep: str) -> float:
+    """A capture that has to find the basis, less one that finds it in the store."""
+    with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+        store = gk.open(place)
+        first = cpu(lambda: capture(store, net, batches, keep))
+        return first - cpu(lambda: capture(store, net, batches, keep, split="again"))
+
+
+def peak(name: str, what: str) -> tuple[float, float]:
+    """MiB at most of a process of its own, and how much of it came after the imports."""
+    command = [sys.executable, "-m", "bench._lm_price", name, what]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(told[-2]), float(told[-1])
+
+
+def compare(name: str, rows: int, rounds: int) -> bool:
+    """Print what one model costs; whether a bar was missed."""
+    net = model(name)
+    trained = sum(one.numel() for one in net.parameters() if one.requires_grad)
+    print(f"\n{NAMES[name]}: {trained:,} trained parameters, T={LENGTH}, batches of {BATCH}")
+    plain(net, list(tokens(BATCH).split(BATCH)))
+    missed, first = False, True
+    for keep in ("exact", *KEPT):
+        found = priced(net, keep, FEW if keep == "exact" else rows, rounds)
+        if first:
+            print(f"  a plain forward and backward pass: {found.plain:.3f} CPU s for 1000 tokens")
+            first = False
+        bar = EXACT_PRICE if keep == "exact" else PRICE
+        late = found.of_many > bar
+        said = float("inf") if keep == "exact" else gk.Keep(keep).row_bytes
+        large = found.row_bytes > said
+        print(
+            f"  keep={keep:6} {found.rows:>5} rows: {found.ratio:.2f} x of a plain pass "
+            f"[{found.least:.2f}, {found.most:.2f}], {found.basis:.2f} of it for the basis;"
+            f" {found.of_many:.2f} for {ROWS} rows {'MISSES' if late else 'reaches'} {bar};"
+            f" {found.row_bytes:,.0f} bytes a row"
+            f"{' MISSES what was said' if large else ''}",
+            flush=True,
+        )
+        missed |= late or large
+    return missed
+
+
+def remembers(name: str) -> bool:
+    """Print the peaks of memory of one model; whether a bar was missed."""
+    missed = False
+    print(f"\n{NAMES[name]}: peak memory of {FEW} rows in batches of {BATCH}")
+    whole, own = peak(name, "train")
+    print(f"  training with Adam {whole:.0f} MiB, {own:.0f} of it after the imports")
+    for keep in ("exact", *KEPT):
+        most, more = peak(name, keep)
+        late = most > MEMORY * whole
+        print(
+            f"  keep={keep:6} {most:.0f} MiB, {more:.0f}: {most / whole:.2f} x, {more / own:.2f} x"
+            f" {'MISSES' if late else 'reaches'} {MEMORY}",
+            flush=True,
+        )
+        missed |= late
+    return missed
+
+
+def main(name: str, what: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", gk.CaptureWarning)
+    net, batches = model(name), list(tokens(FEW).split(BATCH))
+    imported = _peak()
+    if what == "train":
+        train(net.train(), batches)
+    else:
+        with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
+            capture(gk.open(place), net, batches, what)
+    most = _peak()
+    print(most, most - imported)
+
+
+def _peak() -> float:
+    """MiB. Not `ru_maxrss`: that of a process begins with the peak of the one that started it."""
+    told = Path("/proc/self/status").read_text()
+    return int(told.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Language models: what a capture costs, what it keeps, and how bergson does on the same model.
+
+`./x bench lm [price] [memory] [bergson] [lds]`: all of them by default.
+price: CPU time and bytes of captures of three models, exact and in 4 and 16 KiB a row, against plain
+passes. `--rows N` (2000) of the compressed captures, `--rounds N` (1); `--quick` is 256 rows in
+three rounds; `--models gpt llama lora` leaves some out.
+memory: the peaks of such captures, against training with Adam.
+bergson: its default projection of 16 a side, on the same model and rows, in an environment of its
+own, which is made at first; skipped with a message where it cannot be.
+lds: how well few bytes predict retraining (`./x bench lds gpt stories260k`).
+The exit code is 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+import torch
+
+import gradkeep as gk
+from bench import _lm_bergson_env, _lm_price, lds
+
+PARTS = ("price", "memory", "bergson", "lds")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="./x bench lm")
+    parser.add_argument("parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--models", nargs="*", choices=_lm_price.MODELS, default=_lm_price.MODELS)
+    given = parser.parse_args()
+    rows, rounds = (256, 3) if given.quick else (given.rows, given.rounds)
+    missed = []
+    if "price" in given.parts:
+        missed += [_lm_price.compare(name, rows, rounds) for name in given.models]
+    if "memory" in given.parts:
+        missed += [_lm_price.remembers(name) for name in given.models]
+    if "bergson" in given.parts:
+        missed.append(_lm_bergson_env.compare(rows, rounds))
+    if "lds" in given.parts:
+        missed.append(bool(lds.main(["gpt", "stories260k"])))
+    return int(any(missed))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", gk.CaptureWarning)
+    sys.exit(main())
