@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradkeep.factors import MachineSpeeds
     from gradkeep.query import GradientOf
 
-_MEASURED = 0.75
+_MEASURED = 1.5
 """Seconds that a measured pass may be predicted to take."""
 _TOUCHED = 4
 """Values that are read, computed or written for each that an operator writes."""
