@@ -19,9 +19,9 @@ CoordinateKind = Literal["eigen", "random", "sketch"]
 sparse random signs."""
 QUERIES = "queries"
 """What `keep` is for rows that will be asked about: the coordinates of the store's basis, unrounded."""
-OVERHEAD = 64
-"""Bytes of a row that are not its coordinates: id, fingerprint, loss, length, scale and a checksum's
-share."""
+OVERHEAD = 80
+"""Bytes of a row that are not its coordinates: id, fingerprint, loss, length, scale, and its share of
+the header and the checksums of a file of a few hundred rows."""
 LEAST = 192
 _ROWS, _MOST_ROWS, _POSITIONS = 64, 2048, 4096
 
@@ -37,7 +37,7 @@ class Keep:
     random signs, and `bits` kept of each sum. Products of such rows are EK-FAC influence.
 
     >>> Keep("4KiB").room, Keep("4KiB").group
-    (4032, 128)
+    (4016, 128)
     """
 
     bytes: int | str
