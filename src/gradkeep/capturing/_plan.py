@@ -161,7 +161,7 @@ def plan(
     >>> import gradkeep as gk
     >>> found = gk.plan(model, batch, task=gk.Classification(), rows=10**9, disk_budget="2TB")
     >>> found.fits, found.advice
-    (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='16KiB' fits: 1.33 TB")
+    (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='1KiB' fits: 996.18 GB")
     """
     model = uncompiled(model)
     unpacking = unpacking_for(model, task, mode)
