@@ -35,7 +35,7 @@ NAMES = {
         attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep attribute_once """,
+    Keep attribute_once text_similarity """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
@@ -59,7 +59,7 @@ NAMES = {
         attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
-    attribute_once """,
+    attribute_once text_similarity """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews

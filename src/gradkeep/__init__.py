@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         project,
         register_method,
         suspects,
+        text_similarity,
     )
     from gradkeep.capturing import (
         Captured,
@@ -83,7 +84,7 @@ _NAMES = {
     "attribution": (
         *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "TokenScores"),
         *("attribute", "attribute_once", "attribute_tokens", "combine", "methods"),
-        *("project", "register_method", "suspects"),
+        *("project", "register_method", "suspects", "text_similarity"),
     ),
     "capturing": (
         *("CaptureWarning", "Captured", "Classification", "Keep", "LanguageModelling"),
@@ -155,6 +156,7 @@ __all__ = [
     "remat",
     "store",
     "suspects",
+    "text_similarity",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that may exist

@@ -17,6 +17,7 @@ from gradkeep.attribution._solve import (
     streamed_gram,
 )
 from gradkeep.attribution._suspects import Suspects, suspects
+from gradkeep.attribution._text_similarity import text_similarity
 from gradkeep.attribution._tokens import TokenScores, attribute_tokens
 from gradkeep.attribution.projections import (
     Projection,
@@ -59,5 +60,6 @@ __all__ = [
     "signs_or_normals",
     "streamed_gram",
     "suspects",
+    "text_similarity",
     "unregister_method",
 ]
