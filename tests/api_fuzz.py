@@ -281,6 +281,31 @@ def calls(w: World) -> list[Call]:
         "attribute": (gk.attribute, asked),
         "attribute_tokens": (gk.attribute_tokens, told),
         "attribute_tokens again": (gk.attribute_tokens, told | w.read | {"columns": None}),
+        "attribute_once": (
+            gk.attribute_once,
+            {
+                "model": w.read["model"],
+                "train": w.read["loader"],
+                "queries": w.read["loader"],
+                "task": w.read["task"],
+                "method": "kfac",
+                "damping": 0.1,
+                "layers": None,
+                "mode": None,
+                "memory_budget": None,
+                "progress": False,
+            },
+        ),
+        "text_similarity": (
+            gk.text_similarity,
+            {
+                "queries": ["a b"],
+                "train": ["a", "b c"],
+                "words": 2,
+                "query_ids": [0],
+                "train_ids": [0, 1],
+            },
+        ),
         "Scores.by_document": (
             w.scores.by_document,
             {"train": [0, 0, 1, 1, 2, 2], "queries": ["a", "b", "a", "b", "c", "c"]},

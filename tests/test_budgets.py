@@ -24,6 +24,11 @@ def world(tmp_path_factory):
     return store, model, batch, gk.gradients(store, split="train")
 
 
+def adam_of(model):
+    second = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    return gk.capturing.AdamState({}, second, step=1, beta2=0.9, eps=1e-8)
+
+
 MASKS = np.random.default_rng(0).random((30, 8)) < 0.5
 ASKED = {
     **{
@@ -31,8 +36,11 @@ ASKED = {
             w[0], method=name, memory_budget=b
         )
         for method in gk.methods()
-        if method.name not in ("similarity", "knn-shapley", "influence", "arnoldi")
+        if method.name not in ("similarity", "knn-shapley", "influence", "arnoldi", "adam")
     },
+    "attribute adam": lambda w, b: gk.attribute(
+        w[0], method="adam", state=adam_of(w[1]), memory_budget=b
+    ),
     "dot": lambda w, b: gk.query.dot(w[3], w[3], memory_budget=b),
     "cosine": lambda w, b: gk.query.cosine(w[3], w[3], memory_budget=b),
     "gram": lambda w, b: gk.query.gram(w[3], memory_budget=b),

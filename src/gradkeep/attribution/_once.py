@@ -18,12 +18,12 @@ from gradkeep.capturing import (
     LayerGradients,
     Task,
     batch_size,
-    batches_of,
     in_mode,
     measure_moments,
     prepare_capture,
     ready,
     rows_of,
+    task_batches,
     to_device,
 )
 from gradkeep.errors import AttributionError, BudgetError
@@ -74,7 +74,7 @@ def attribute_once(
     ...     task=gk.Classification()).shape
     (2, 6)
     """
-    rows, asked = batches_of(train, None), batches_of(queries, None)
+    rows, asked = (task_batches(one, model, task, mode) for one in (train, queries))
     added = Damping(damping)
     with ready(model), in_mode(model, mode), shown("attribute once", "rows") as report:
         device = next(model.parameters()).device

@@ -3,10 +3,10 @@
 from gradkeep.capturing._adam import AdamState, read_adam
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._calls import LayerCall
-from gradkeep.capturing._capture import capture
+from gradkeep.capturing._capture import capture, task_batches
 from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
-from gradkeep.capturing._loader import Batches, batches_of
+from gradkeep.capturing._loader import Batches
 from gradkeep.capturing._mode import Mode, in_mode
 from gradkeep.capturing._plan import CapturePlan, PlannedLayer, plan
 from gradkeep.capturing._readiness import ready
@@ -68,7 +68,6 @@ __all__ = [
     "Tracer",
     "Weights",
     "batch_size",
-    "batches_of",
     "by_sample",
     "capture",
     "completions",
@@ -88,6 +87,7 @@ __all__ = [
     "replay_tokens",
     "rows_at_once",
     "rows_of",
+    "task_batches",
     "to_device",
     "unregister_layer_rule",
 ]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._first_batch import KeepChoice, Uncovered
-    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._loader import Batches, Ids
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing._report import Captured
     from gradkeep.query import GradientOf, LayerChoice
@@ -173,13 +173,7 @@ def capture(
     replay = Replay(
         store=gs.open(store),
         model=model,
-        batches=batches_of(
-            loader,
-            ids,
-            unpacking=unpacking_for(model, task, mode),
-            checks=sequence_checks(model, task),
-            columns=column_choice(columns),
-        ),
+        batches=task_batches(loader, model, task, mode, ids=ids, columns=columns),
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=texts("embeddings", embeddings, error=CaptureError),
@@ -222,3 +216,22 @@ def _checked(checkpoints: object) -> Checkpoints:
         expected = "a state dict, a file or a folder"
         instance("checkpoints", source, kinds, error=CaptureError, expected=expected)
     return found
+
+
+def task_batches(
+    loader: Iterable[Any],
+    model: nn.Module,
+    task: Task,
+    mode: Mode | None,
+    *,
+    ids: Ids | None = None,
+    columns: Any = None,
+) -> Batches:
+    """The batches of a loader as a task takes them: packs taken apart, tokens and labels checked."""
+    return batches_of(
+        loader,
+        ids,
+        unpacking=unpacking_for(model, task, mode),
+        checks=sequence_checks(model, task),
+        columns=column_choice(columns),
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution.kronecker._influence import SolvedQueries, layer_by_layer
 from gradkeep.capturing import AdamState
@@ -28,6 +29,8 @@ class AdamOptions:
 
 
 def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
+    budget = at.question.memory_budget
+    limit = None if budget is None else parse_bytes(budget)
     if not isinstance(options.state, AdamState):
         raise AttributionError(
             "adam needs the optimizer's second moments",
@@ -40,7 +43,7 @@ def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
     def solve(layer: str, dense: Tensor) -> Tensor:
         return dense / roots[layer].to(dense)
 
-    return layer_by_layer(at, SolvedQueries(at, solve, None).scores, None)
+    return layer_by_layer(at, SolvedQueries(at, solve, limit).scores, None)
 
 
 def _roots(state: AdamState, form: AnyForm) -> Tensor:

@@ -173,10 +173,13 @@ class LanguageModelling(Task):
             return inputs, targets, self.shift
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[0], batch[1], False
-        if isinstance(batch, torch.Tensor):
+        whole = isinstance(batch, torch.Tensor) and not batch.dtype.is_floating_point
+        if whole and batch.dim() > 1:
             return batch, batch, self.shift
         raise CaptureError(
-            "a batch that is no sequence",
-            found=type(batch).__name__,
+            "a batch that is no sequence of tokens",
+            found=f"{batch.dtype} {tuple(batch.shape)}"
+            if isinstance(batch, torch.Tensor)
+            else type(batch).__name__,
             expected="a dict with input_ids, (tokens, next tokens), or tokens [B, T]",
         )
