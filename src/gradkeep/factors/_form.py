@@ -279,7 +279,10 @@ class Form(Protocol[R]):
         )
         for start, stop, dense in self.restored_tiles(rows, RESTORED):
             taken = block.matrices(dense).to(left.dtype)
-            torch.matmul(left.mT @ taken, right, out=out[start:stop])
+            for group, into in enumerate(out[start:stop].unbind(1)):
+                # One large product for each side of all rows, not a small one for each row.
+                high = _flat_product(taken[:, group].mT, left[group]).mT
+                into.copy_(_flat_product(high, right[group]))
             del dense, taken  # before the next is made
         return out
 
@@ -503,6 +506,11 @@ def _value(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
     if isinstance(value, dict):
         return form_of_kinds(value, kinds)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _flat_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """`[B, m, d] @ [d, k]`, as a single product."""
+    return (rows.reshape(-1, rows.shape[2]) @ matrix).view(len(rows), rows.shape[1], -1)
 
 
 def widened(values: Tensor) -> Tensor:

@@ -232,8 +232,15 @@ class Outer(Form[OuterRows]):
         return out
 
     def between(self, rows: OuterRows, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
-        """`left^T W right` `[B, 1, r, c]` from moved factors; T (d_out r + d_in c + r c) products a row."""
-        del block
+        """`left^T W right` `[B, 1, r, c]` from moved factors; T (d_out r + d_in c + r c) products a row.
+
+        A narrow weight, as an adapter's, is made first and then moved: that is once a row, not T times.
+        """
+        (high, r), (wide, c) = left.shape[1:], right.shape[1:]
+        positions = rows.positions / max(1, len(rows))
+        moved_first = positions * (high * r + wide * c + r * c)
+        if positions * high * wide + r * wide * (high + c) < moved_first:
+            return Form.between(self, rows, block, left, right)
         x = rows.x @ right[0, : rows.x.shape[1]].to(rows.x.dtype)
         if self.bias and not self.ones:
             x += right[0, -1].to(x.dtype)

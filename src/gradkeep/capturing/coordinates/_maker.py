@@ -117,7 +117,7 @@ class CoordinateMaker:
         values = measured_values(traced.measured)
         values.pop("token_loss", None)  # four bytes a token: often more than all coordinates
         values |= vectors(seen, batch_size(batch))
-        values["norm"] = whole.double().square().sum(1).sqrt().float().cpu().numpy()
+        values["norm"] = torch.linalg.vector_norm(whole, dim=1).cpu().numpy()
         gradients: dict[str, Any] = {}
         for keeping in self.kept:
             for name, tensor in keeping.form.tensors(rows[keeping.unit]).items():
