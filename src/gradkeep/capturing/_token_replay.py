@@ -10,14 +10,12 @@ import torch
 
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import fill
-from gradkeep.capturing._columns import column_choice, without_columns
+from gradkeep.capturing._capture import task_batches
+from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._fingerprints import RowFingerprints
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._readiness import ready, uncompiled
-from gradkeep.capturing._sequence_checks import sequence_checks
-from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.coordinates._basis import load_basis
 from gradkeep.capturing.rules._positions import token_products
@@ -95,13 +93,7 @@ def replay_tokens(
                 f"{train.key.split} was captured in train mode, with numbers drawn at random",
                 fix="rows come out otherwise each time: capture with mode='eval'",
             )
-        batches = batches_of(
-            loader,
-            ids,
-            unpacking=unpacking_for(model, task, mode),
-            checks=sequence_checks(model, task),
-            columns=column_choice(columns),
-        )
+        batches = task_batches(loader, model, task, mode, ids=ids, columns=columns)
         rows = _CapturedRows(train, batches)
         first, device = rows.first(), device_of(model)
         probe = to_device(rows_of(first, 0, min(2, batch_size(first))), device)

@@ -198,14 +198,6 @@ class Bits(Form[BitRows]):
             out.addmm_(weights[:, start:stop], part)
         return out
 
-    def weighted_squares(self, rows: BitRows, weights: Tensor) -> Tensor:
-        """Weighted sums of squared coordinates `[K, size]`."""
-        out = weights.new_zeros(len(weights), self.size)
-        for start, stop in tiles(len(rows), self.size, 4, 4 * CACHED):
-            part = self.restore(rows.take(start, stop)).to(weights.dtype)
-            out.addmm_(weights[:, start:stop], part.square())
-        return out
-
     def products(
         self, queries: BitRows, train: BitRows, compute: Compute, *, scratch: int
     ) -> Tensor:

@@ -318,9 +318,9 @@ class Form(Protocol[R]):
 
     def weighted_squares(self, rows: R, weights: Tensor) -> Tensor:
         """Weighted sums of squared gradient entries: weights `[K, B]` -> `[K, P]`."""
-        out = weights.new_zeros(len(weights), self.gradient_size)
+        out = weights.new_zeros(len(weights), self.restored_size)
         for start, stop, dense in self.restored_tiles(rows, RESTORED):
-            out.addmm_(weights[:, start:stop], dense * dense)
+            out.addmm_(weights[:, start:stop], (dense * dense).to(out.dtype))
             del dense  # before the next is made
         return out
 
@@ -397,7 +397,7 @@ class Form(Protocol[R]):
 
     def restored_tiles(self, rows: R, scratch: int) -> Iterator[tuple[int, int, Tensor]]:
         """`(start, stop, gradients [stop - start, P])`, with about `scratch` bytes for each tile."""
-        values = self.gradient_size + self.temporaries(rows)
+        values = self.restored_size + self.temporaries(rows)
         item = rows.example.element_size()
         for start, stop in tiles(len(rows), values, item, min(scratch, RESTORED)):
             yield start, stop, self.restore(rows.take(start, stop))
