@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         data,
         datamodels,
         errors,
+        evaluate,
         factors,
         farm,
         query,
@@ -77,8 +78,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = (
-    *("attribution", "capturing", "data", "datamodels", "errors", "factors", "farm", "query"),
-    *("remat", "store"),
+    *("attribution", "capturing", "data", "datamodels", "errors", "evaluate", "factors"),
+    *("farm", "query", "remat", "store"),
 )
 _NAMES = {
     "attribution": (
@@ -140,6 +141,7 @@ __all__ = [
     "data",
     "datamodels",
     "errors",
+    "evaluate",
     "factors",
     "farm",
     "gradients",

@@ -6,6 +6,7 @@
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- DataError            example data or a model that is not what was asked for (also a ValueError)
     |-- DatamodelsError      masks, outputs or options that cannot be fitted (also a ValueError)
+    |-- EvaluationError      a figure that cannot be found honestly with what there is (also a ValueError)
     |-- FarmError            jobs that cannot be run, or none of which succeeds
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
@@ -48,6 +49,7 @@ __all__ = [
     "Damaged",
     "DataError",
     "DatamodelsError",
+    "EvaluationError",
     "EvidenceWarning",
     "FarmError",
     "FormatTooNew",
@@ -125,6 +127,10 @@ class DataError(GradkeepError, ValueError):
 
 class DatamodelsError(GradkeepError, ValueError):
     """Masks, outputs or options that no datamodel can be fitted with or asked about."""
+
+
+class EvaluationError(GradkeepError, ValueError):
+    """A figure cannot be found honestly with what there is."""
 
 
 class FarmError(GradkeepError):

@@ -19,6 +19,7 @@ from gradkeep.attribution._solve import (
 from gradkeep.attribution._suspects import Suspects, suspects
 from gradkeep.attribution._text_similarity import text_similarity
 from gradkeep.attribution._tokens import TokenScores, attribute_tokens
+from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.attribution.projections import (
     Projection,
     project,
@@ -29,6 +30,8 @@ from gradkeep.attribution.projections import (
 )
 
 __all__ = [
+    "FALLING",
+    "HALVES",
     "AttributionQuestion",
     "CheckpointView",
     "LabelNoise",
@@ -40,6 +43,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "StreamedRows",
+    "SubsetOutcomes",
     "Suspects",
     "SuspicionThreshold",
     "TokenScores",
@@ -59,6 +63,7 @@ __all__ = [
     "row_blocks",
     "signs_or_normals",
     "streamed_gram",
+    "subset_digests",
     "suspects",
     "text_similarity",
     "unregister_method",

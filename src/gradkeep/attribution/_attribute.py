@@ -67,7 +67,8 @@ def attribute(
     in the store under that name. Scores larger than `memory_budget` are made on disk. Everything
     else is an option of the method: `gk.methods()` lists methods and what they need. An option
     "auto" is chosen by the outcomes of models trained on `subsets`: the name of a set in the
-    store, or (masks `[m, N]`, outputs `[m, Q]`). Where rows are chunks, `documents` `[N]` says which
+    store, (masks `[m, N]`, outputs `[m, Q]`), or a ground truth (`gk.evaluate`), of which only the
+    half for choosing is looked at. Where rows are chunks, `documents` `[N]` says which
     document each training row is of and `query_documents` `[Q]` the same of queries: scores are
     summed, as `Scores.by_document` does.
 
@@ -104,14 +105,13 @@ def attribute(
     with shown(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
         if wants_choice(chosen, told):
-            scores, why = choose_option(
+            scores = choose_option(
                 chosen,
                 question,
                 told,
                 lambda one: _computed(chosen, question, one, follow),
                 subsets,
             )
-            scores = dataclasses.replace(scores, chosen=why)
         else:
             scores = _computed(chosen, question, told, follow)
     if documents is not None or query_documents is not None:

@@ -61,6 +61,7 @@ def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean")
         approximate=next((one.approximate for one in scores if one.approximate), None),
         options="{}",
         chosen=None,
+        chosen_on=tuple(dict.fromkeys(one for part in scores for one in part.chosen_on)),
         confidence=None,
         per_layer=None,
         plan=None,

@@ -67,6 +67,8 @@ class Scores:
     """What the method was told, as JSON."""
     chosen: str | None = None
     """What was chosen by the outcomes of subset models, and how."""
+    chosen_on: tuple[str, ...] = field(default=(), repr=False)
+    """The digests of those subsets: scores are not to be judged by what they were chosen by."""
     query_labels: Any = None
     """`[Q]`, where they were kept"""
     train_labels: Any = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from gradkeep._ranks import ranks
 from gradkeep.errors import AttributionError
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 MASKS = "masks"
+FALLING = "falling"
+"""The fingerprint of outputs that are smaller where a query is answered better, such as losses."""
+HALVES = "halves"
+"""The fingerprint of subset models that are a ground truth: every second subset is for reporting."""
 LEAST = 10
 """Fewer subset models than this choose nothing."""
 
@@ -34,7 +39,13 @@ class SubsetOutcomes:
     masks: AnyArray
     """`[m, N]` bool"""
     outputs: AnyArray
-    """`[m, Q]`"""
+    """`[m, Q]`, larger where the query is answered better"""
+
+
+def subset_digests(masks: AnyArray) -> tuple[str, ...]:
+    """A short name for each subset `[m, N]`: what tells whether two sets of models share some."""
+    packed = np.packbits(np.asarray(masks, bool), axis=1)
+    return tuple(xxhash.xxh3_64_hexdigest(row.tobytes()) for row in packed)
 
 
 def wants_choice(method: Method, told: Any) -> bool:
@@ -49,7 +60,7 @@ def choose_option(
     told: Any,
     compute: Callable[[Any], Scores],
     subsets: Any,
-) -> tuple[Scores, str]:
+) -> Scores:
     """The scores of the candidate that predicts the outcomes of subsets best, and why.
 
     For each query the outputs of the subset models are correlated, by ranks, with the sums of the
@@ -66,11 +77,11 @@ def choose_option(
             best = fit, value, scores
     assert best is not None
     fit, value, scores = best
-    told_why = (
+    why = (
         f"{method.tuned} {value:g} of {', '.join(f'{v:g}' for v in method.candidates)}, by the "
         f"outcomes of {len(found.masks)} models of {found.name} (rank correlation {fit:.3f})"
     )
-    return scores, told_why
+    return dataclasses.replace(scores, chosen=why, chosen_on=subset_digests(found.masks))
 
 
 def agreement(scores: AnyArray, found: SubsetOutcomes) -> float:
@@ -85,10 +96,16 @@ def agreement(scores: AnyArray, found: SubsetOutcomes) -> float:
 
 
 def subset_outcomes(question: AttributionQuestion, wanted: Any) -> SubsetOutcomes:
-    """The outcomes `[m, Q]` of subset models: a set in the store, or given as (masks, outputs)."""
+    """The outcomes `[m, Q]` of subset models: a set in the store, or given as (masks, outputs).
+
+    Of a ground truth, in the store or given, only the half that is for choosing is looked at.
+    """
     at = question.at()[0]
     rows, asked = len(at.train_block), len(at.query_block)
-    if wanted is not None and not isinstance(wanted, str):
+    wanted = getattr(wanted, "choosing", wanted)
+    if isinstance(wanted, SubsetOutcomes):
+        name, masks, outputs = wanted.name, wanted.masks, wanted.outputs
+    elif wanted is not None and not isinstance(wanted, str):
         masks, outputs = (np.asarray(part) for part in wanted)
         name = "the given subsets"
     else:
@@ -125,9 +142,18 @@ def _from_store(
             if array.shape == (asked,) and array.dtype.startswith("float")
         ]
         if MASKS in by_name and by_name[MASKS].shape == (rows,) and len(fitting) == 1:
+            told = found.schema.fingerprints
             done = found.done()
+            subset = done // int(told.get("repeats") or 1)
+            if told.get(HALVES):
+                done, subset = done[subset % 2 == 0], subset[subset % 2 == 0]
             read = found.read(done, [MASKS, fitting[0]])
-            return name, np.asarray(read[MASKS]), np.asarray(read[fitting[0]])
+            _, first, which = np.unique(subset, return_index=True, return_inverse=True)
+            # One outcome for each subset: the mean over the models that saw it.
+            outputs = np.zeros((len(first), asked))
+            np.add.at(outputs, which, np.asarray(read[fitting[0]], np.float64))
+            outputs /= np.bincount(which)[:, None]
+            return name, np.asarray(read[MASKS])[first], -outputs if told.get(FALLING) else outputs
     raise AttributionError(
         "nothing to choose by: the store holds no subset models of these rows and queries",
         path=store.location,

@@ -152,11 +152,13 @@ def delete(
 
 
 def _key(name: str) -> BlockKey:
-    from gradkeep.store import BasisKey, CaptureKey, ScoresKey
+    from gradkeep.store import BasisKey, CaptureKey, EvaluationKey, ScoresKey
 
     parts = name.strip("/").split("/")
     if len(parts) == 2 and parts[0] == "scores":
         return ScoresKey(parts[1])
+    if len(parts) == 2 and parts[0] == "evaluations":
+        return EvaluationKey(parts[1])
     if len(parts) == 4 and parts[0] == "bases":
         return BasisKey(parts[2], run=parts[1], capture=parts[3])
     if len(parts) == 4:
@@ -165,8 +167,8 @@ def _key(name: str) -> BlockKey:
     raise StoreError(
         "this names no capture",
         found=name,
-        expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, scores/NAME, or "
-        "bases/RUN/CHECKPOINT/CAPTURE",
+        expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, scores/NAME, "
+        "evaluations/NAME, or bases/RUN/CHECKPOINT/CAPTURE",
     )
 
 

@@ -2,7 +2,15 @@
 
 from gradkeep._public import lazy_names
 from gradkeep.store._gc import GcReport, gc
-from gradkeep.store._keys import BasisKey, BlockKey, CaptureKey, Checkpoint, Run, ScoresKey
+from gradkeep.store._keys import (
+    BasisKey,
+    BlockKey,
+    CaptureKey,
+    Checkpoint,
+    EvaluationKey,
+    Run,
+    ScoresKey,
+)
 from gradkeep.store._store import Store, open
 from gradkeep.store._verify import Damage, Verdict, verify
 from gradkeep.store.backends import (
@@ -45,6 +53,7 @@ __all__ = [
     "Durability",
     "Encoding",
     "Entry",
+    "EvaluationKey",
     "GcReport",
     "Layer",
     "Lease",

@@ -16,6 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
 BLOCKS = "blocks"
 SCORES = "scores"
 BASES = "bases"
+EVALUATIONS = "evaluations"
 ROWS = "datamodels"
 RUNS = "runs"
 HEADS = "heads"
@@ -122,8 +123,32 @@ class BasisKey:
         return {"run": self.run, "checkpoint": self.checkpoint, "capture": self.capture}
 
 
-BlockKey = CaptureKey | ScoresKey | BasisKey
-"""What names a block: a capture, saved scores, or a basis."""
+@dataclass(frozen=True, slots=True, order=True)
+class EvaluationKey:
+    """Which evaluation of an attribution.
+
+    >>> EvaluationKey("lds-kernel").folder
+    'evaluations/lds-kernel'
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        checked_name("evaluation", self.name)
+
+    @property
+    def folder(self) -> str:
+        """Where the evaluation lies in the store."""
+        return f"{EVALUATIONS}/{self.name}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The columns that tell this evaluation from others."""
+        return {"evaluation": self.name}
+
+
+BlockKey = CaptureKey | ScoresKey | BasisKey | EvaluationKey
+"""What names a block: a capture, saved scores, a basis, or an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

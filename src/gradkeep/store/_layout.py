@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from gradkeep.store._keys import BASES, BLOCKS, HEADS, ROWS, RUNS, SCORES
+from gradkeep.store._keys import BASES, BLOCKS, EVALUATIONS, HEADS, ROWS, RUNS, SCORES
 
 FileKind = Literal[
     "identity",
@@ -28,9 +28,10 @@ _N = r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}"
 _SIX = r"(?:\d{6}|[1-9]\d{6,17})"  # a number, padded to six digits
 _ONE = r"(?:0|[1-9]\d{0,17})"
 _HEX = r"[0-9a-f]{32}"
-_BLOCK = rf"(?:{BLOCKS}/{_N}/{_N}/{_N}/{_N}|{SCORES}/{_N}|{BASES}/{_N}/{_N}/{_N})"
+_BLOCK = rf"(?:{BLOCKS}/{_N}/{_N}/{_N}/{_N}|(?:{SCORES}|{EVALUATIONS})/{_N}|{BASES}/{_N}/{_N}/{_N})"
 _SET = rf"{ROWS}/{_N}"
 _RUN = rf"{RUNS}/{_N}"
+_TOP = "|".join((BASES, BLOCKS, EVALUATIONS, SCORES, ROWS, RUNS))
 _PATTERNS: dict[FileKind, str] = {
     "identity": r"(?P<folder>)STORE\.json",
     "run": rf"(?P<folder>{_RUN})/run\.json",
@@ -49,12 +50,13 @@ _PATTERNS: dict[FileKind, str] = {
 }
 _FILES = [(kind, re.compile(pattern)) for kind, pattern in _PATTERNS.items()]
 _FOLDERS = re.compile(
-    rf"{BASES}|{BLOCKS}|{SCORES}|{ROWS}|{RUNS}|{HEADS}|quarantine|{_BLOCK}/(?:seg|manifest)"
+    rf"{_TOP}|{HEADS}|quarantine|{_BLOCK}/(?:seg|manifest)"
     rf"|{_SET}/(?:manifest|packed|size|(?:rows|claims|failed)(?:/{_SIX})?)|{_RUN}/ckpt"
-    rf"|{HEADS}/(?:{BASES}|{BLOCKS}|{SCORES}|{ROWS}|{RUNS})(?:/.*)?"
+    rf"|{HEADS}/(?:{_TOP})(?:/.*)?"
 )
 _ABOVE = re.compile(
-    rf"(?:{BLOCKS}(?:/{_N}){{1,4}}|{BASES}(?:/{_N}){{1,3}}|(?:{SCORES}|{ROWS}|{RUNS})/{_N}|{_RUN}/ckpt/{_N})"
+    rf"(?:{BLOCKS}(?:/{_N}){{1,4}}|{BASES}(?:/{_N}){{1,3}}|(?:{SCORES}|{EVALUATIONS}|{ROWS}|{RUNS})/{_N}"
+    rf"|{_RUN}/ckpt/{_N})"
 )
 _OURS = (".json", ".safetensors")
 

@@ -18,6 +18,7 @@ from gradkeep.store._heads import head_keys, record_head
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
+    EVALUATIONS,
     HEADS,
     ROWS,
     RUNS,
@@ -25,6 +26,7 @@ from gradkeep.store._keys import (
     BasisKey,
     CaptureKey,
     Checkpoint,
+    EvaluationKey,
     Run,
     ScoresKey,
     checked_name,
@@ -92,7 +94,7 @@ class Store:
     def require_some(backend: Backend) -> None:
         """Raise unless there is a store, damaged or not, that this version understands."""
         names = {entry.name for entry in backend.list("")}
-        if not names & {STORE_FILE, BASES, BLOCKS, SCORES, ROWS, RUNS, HEADS}:
+        if not names & {STORE_FILE, BASES, BLOCKS, EVALUATIONS, SCORES, ROWS, RUNS, HEADS}:
             _check_free(backend, create=False)
         if STORE_FILE in names:
             # What a later version wrote is not damage, and must not be repaired as if it were.
@@ -264,8 +266,8 @@ class Store:
         return rows
 
     def blocks(self) -> list[BlockKey]:
-        """The keys of all captures, scores and bases, sealed or not."""
-        return [*self.captures(), *self.scores(), *self.bases()]
+        """The keys of all captures, scores, bases and evaluations, sealed or not."""
+        return [*self.captures(), *self.scores(), *self.bases(), *self.evaluations()]
 
     def captures(self) -> list[CaptureKey]:
         """The keys of all captures, sealed or not."""
@@ -279,6 +281,10 @@ class Store:
         """The keys of all bases that compressed captures are kept in."""
         return [address.basis for address in self._addresses("basis")]
 
+    def evaluations(self) -> list[EvaluationKey]:
+        """The keys of all saved evaluations."""
+        return [EvaluationKey(address.name) for address in self._addresses("evaluation")]
+
     def row_sets(self) -> list[str]:
         """The names of all sets of rows."""
         return [address.name for address in self._addresses("rows")]
@@ -289,7 +295,7 @@ class Store:
                 yield address
 
     def _derive(self, key: BlockKey, manifest: Manifest) -> None:
-        if samples_available() and not isinstance(key, BasisKey):
+        if samples_available() and not isinstance(key, BasisKey | EvaluationKey):
             block = self.read(key, version=manifest.version)
             ensure_samples(self.backend, block, key.labels, durability=self.durability)
 

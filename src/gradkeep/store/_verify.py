@@ -14,7 +14,16 @@ from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._fields import read_document
 from gradkeep.store._gc import YOUNG_SECONDS
 from gradkeep.store._heads import check_head
-from gradkeep.store._keys import BASES, CATALOG, ROWS, BasisKey, CaptureKey, ScoresKey
+from gradkeep.store._keys import (
+    BASES,
+    CATALOG,
+    EVALUATIONS,
+    ROWS,
+    BasisKey,
+    CaptureKey,
+    EvaluationKey,
+    ScoresKey,
+)
 from gradkeep.store._layout import (
     KnownFile,
     is_folder_name,
@@ -399,7 +408,8 @@ def _in_its_folder(key: str, file: KnownFile) -> bool:
 def _labels(folder: str) -> dict[str, str]:
     parts = folder.split("/")
     if len(parts) == 2:
-        return ScoresKey(parts[1]).labels
+        key = EvaluationKey if parts[0] == EVALUATIONS else ScoresKey
+        return key(parts[1]).labels
     if parts[0] == BASES:
         _, run, checkpoint, capture = parts
         return BasisKey(checkpoint, run=run, capture=capture).labels

@@ -54,10 +54,19 @@ class StudyJob:
             alpha=self.alpha,
             subsets=self.subsets,
         )
-        if self.stacked:
-            return self._together(numbers, masks)
-        seeds = [training_seed(self.seed, number) for number in numbers]
-        return [self.train_on(mask, seed) for mask, seed in zip(masks, seeds, strict=True)]
+        return self.train_all(masks, [training_seed(self.seed, number) for number in numbers])
+
+    def train_all(self, masks: AnyArray, seeds: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of models trained on masks `[K, n]`; those of equal size together, if they may be."""
+        if not self.stacked:
+            return [self.train_on(mask, seed) for mask, seed in zip(masks, seeds, strict=True)]
+        sizes, rows = masks.sum(1), [dict[str, Any]() for _ in seeds]
+        for size in np.unique(sizes):
+            places = np.flatnonzero(sizes == size).tolist()
+            found = self._together(masks[places], [seeds[place] for place in places])
+            for place, row in zip(places, found, strict=True):
+                rows[place] = row
+        return rows
 
     def __getstate__(self) -> dict[str, Any]:
         names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
@@ -102,12 +111,11 @@ class StudyJob:
             self._budget = TrainingBudget(self.memory_budget)
         return self._budget.training()
 
-    def _together(self, numbers: Sequence[int], masks: AnyArray) -> list[dict[str, Any]]:
+    def _together(self, masks: AnyArray, seeds: Sequence[int]) -> list[dict[str, Any]]:
         import torch
 
         assert isinstance(self.train_fn, Training)
         inputs, labels = tensors(self.data())
-        seeds = [training_seed(self.seed, number) for number in numbers]
         subsets = torch.from_numpy(np.stack([np.flatnonzero(mask) for mask in masks]))
         weights, ask = train_many(self.train_fn, inputs, labels, subsets, seeds)
         found = {}
@@ -171,13 +179,10 @@ class RetrainJob:
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The masks and outputs of these trainings."""
-        return [
-            self.job.train_on(
-                self.masks[[number % len(self.masks)]].numpy()[0],
-                training_seed(self.job.seed, number // len(self.masks)),
-            )
-            for number in numbers
-        ]
+        many = len(self.masks)
+        masks = self.masks[[number % many for number in numbers]].numpy()
+        seeds = [training_seed(self.job.seed, number // many) for number in numbers]
+        return self.job.train_all(masks, seeds)
 
 
 class TrainingBudget:

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 
 _RESERVED = ("checkpoint", "checkpoints", "run", "split")
+_RETRAINED = ".removals."
+"""Stands between a study's name and the digest of the masks that were trained beside it."""
 _Given = ParamSpec("_Given")
 
 
@@ -77,7 +79,8 @@ class Study:
     True for a `Training`, else a function that makes an untrained model. `memory_budget` trains each
     model inside a byte budget, or a fraction of what a step takes: the same models, to the bit.
     With `repeats` so many models, with seeds of their own, see each subset: `ceiling` then tells how
-    much of an output the subset can explain at all.
+    much of an output the subset can explain at all. `facts` are remembered with the study, which is not
+    opened with others. Without models of its own (`num_models=0`) it is there for `retrain` alone.
 
     >>> import tempfile, torch
     >>> from gradkeep.datamodels import margins
@@ -107,8 +110,9 @@ class Study:
         stacked: bool | None = None,
         repeats: int = 1,
         memory_budget: float | str | None = None,
+        facts: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
-        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
+        _arguments.count("num_models", num_models, error=StudyError, least=0, most=2**31 - 1)
         _arguments.count("seed", seed, error=StudyError)
         _arguments.count("repeats", repeats, error=StudyError, least=1)
         self.store = open_store(store)
@@ -135,7 +139,22 @@ class Study:
             memory_budget=None if memory_budget is None else parse_budget(memory_budget),
         )
         self.job.stacked = self._choose(data, stacked)
-        self.rows: Rows = self._enter(data, num_models)
+        self.schema = self._schema(data, facts or {})
+        if num_models and num_models > self.rows.num_rows:
+            self.rows.grow(num_models)
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The models in the store; entered there when they are first needed."""
+        try:
+            return self.store.rows(self.name, self.schema)
+        except SchemaMismatch as error:
+            raise SchemaMismatch(
+                "this study was begun differently; nothing was changed",
+                path=error.path,
+                found=error.found,
+                fix="make it as before, or give the new one another name",
+            ) from None
 
     @checked(StudyError)
     def run(self, *, workers: int | None = None, **options: Any) -> farm.Outcome:
@@ -274,7 +293,7 @@ class Study:
         As `gradkeep.datamodels.verify_removals`, with the trainings done by the farm (`options` are
         those of `run`) and kept in the store: called again, it trains only what is missing.
         """
-        job, output = self.job, self._output(output)
+        job = self.job
         whole = checked_base(base, job.num_examples)
         sets = [checked_ids("examples", removed, job.num_examples) for removed in removals]
         if control:
@@ -284,25 +303,9 @@ class Study:
             mask = whole.copy()
             mask[removed] = False
             wanted.append(mask)
-        alone = dataclasses.replace(
-            job, keep_models=False, stacked=False, outputs={output: job.outputs[output]}
-        )
-        retrain = RetrainJob(alone, Masks.of(np.stack(wanted)))
-        digest = xxhash.xxh3_64_hexdigest(retrain.masks.bits.tobytes() + output.encode())
-        name, known = f"{self.name}.removals.{digest}", self.rows.schema
-        arrays = (known.array(MASKS), known.array(output))
-        schema = stores.Schema(arrays, fingerprints=known.fingerprints)
-        rows = self.store.rows(name, schema, num_rows=len(wanted) * repeats)
-        outcome = farm.run(self.store, name, retrain, **options)
-        if not outcome.complete:
-            why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
-            raise StudyError(
-                "some of the trainings without these examples failed",
-                path=rows.path,
-                found="; ".join([str(outcome.progress), *why]),
-            )
+        found_outputs = self.retrain(np.stack(wanted), output=output, repeats=repeats, **options)
         answers = {
-            (mask.tobytes(), repeat): rows.read([repeat * len(wanted) + place], [output])[output][0]
+            (mask.tobytes(), repeat): found_outputs[place, repeat]
             for place, mask in enumerate(wanted)
             for repeat in range(repeats)
         }
@@ -315,6 +318,46 @@ class Study:
             control=control,
             seed=job.seed,
         )
+
+    @checked(StudyError)
+    def retrain(
+        self, masks: Any, *, output: str | None = None, repeats: int = 1, **options: Any
+    ) -> AnyArray:
+        """Outputs `[K, repeats, *shape]` of models trained on these masks `[K, n]`, not on random ones.
+
+        Every mask is trained with the same `repeats` seeds, so that part of the noise cancels between
+        masks. Kept in the store: called again, it trains only what is missing. `options` are those of
+        `run`. Cost: K x repeats trainings.
+        """
+        _arguments.count("repeats", repeats, error=StudyError, least=1)
+        output, wanted = self._output(output), Masks.of(masks)
+        if wanted.num_examples != self.job.num_examples:
+            raise StudyError(
+                "masks are of other examples",
+                found=f"{wanted.num_examples} columns",
+                expected=self.job.num_examples,
+            )
+        alone = dataclasses.replace(
+            self.job, keep_models=False, outputs={output: self.job.outputs[output]}
+        )
+        digest = xxhash.xxh3_64_hexdigest(wanted.bits.tobytes() + output.encode())
+        name, known = f"{self.name}{_RETRAINED}{digest}", self.schema
+        arrays = (known.array(MASKS), known.array(output))
+        schema = stores.Schema(arrays, fingerprints=known.fingerprints)
+        rows = self.store.rows(name, schema, num_rows=len(wanted) * repeats)
+        if alone.stacked:
+            options.setdefault("batch", MANY)
+        outcome = farm.run(self.store, name, RetrainJob(alone, wanted), **options)
+        if not outcome.complete:
+            why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
+            raise StudyError(
+                "some of the trainings without these examples failed",
+                path=rows.path,
+                found="; ".join([str(outcome.progress), *why]),
+            )
+        values = rows.read(np.arange(len(wanted) * repeats), [output])[output]
+        by_repeat = np.asarray(values).reshape(repeats, len(wanted), *values.shape[1:])
+        return np.asarray(by_repeat.swapaxes(0, 1))
 
     def _read(self, models: Sequence[int] | None, name: str) -> AnyArray:
         wanted = self.done() if models is None else np.asarray(models)
@@ -345,16 +388,15 @@ class Study:
             )
         if not possible or wanted is not None:
             return bool(wanted)
-        if self.name in self.store.row_sets():
+        for begun in self.store.row_sets():
             # A study goes on as it began: then no row depends on who trained it.
-            return bool(self.store.rows(self.name).schema.fingerprints.get("stacked"))
+            if begun == self.name or begun.startswith(f"{self.name}{_RETRAINED}"):
+                return bool(self.store.rows(begun).schema.fingerprints.get("stacked"))
         assert isinstance(job.train_fn, Training)
         size = int(draw_masks(0, [0], num_examples=job.num_examples, alpha=job.alpha).sum())
         return stacks_well(job.train_fn, *tensors(data), size)
 
-    def _enter(self, data: Any, num_models: int) -> Rows:
-        if type(num_models) is not int or num_models < 1:
-            raise StudyError("num_models is wrong", found=repr(num_models), expected="1 or more")
+    def _schema(self, data: Any, facts: Mapping[str, Any]) -> stores.Schema:
         job = self.job
         arrays = [stores.Array(MASKS, "bool", (job.num_examples,), kind="mask", encoding="bits")]
         for name, output in job.outputs.items():
@@ -362,9 +404,10 @@ class Study:
         if self._blank is not None:
             weights = sum(value.numel() for value in floats(self._blank().state_dict()).values())
             arrays.append(stores.Array(WEIGHTS, "float32", (weights,), kind="data"))
-        schema = stores.Schema(
+        return stores.Schema(
             tuple(arrays),
             fingerprints={
+                **facts,
                 "alpha": job.alpha,
                 "data": fingerprint_of(data),
                 "seed": job.seed,
@@ -374,18 +417,6 @@ class Study:
                 **({"repeats": job.repeats} if job.repeats > 1 else {}),
             },
         )
-        try:
-            rows = self.store.rows(self.name, schema)
-        except SchemaMismatch as error:
-            raise SchemaMismatch(
-                "this study was begun differently; nothing was changed",
-                path=error.path,
-                found=error.found,
-                fix="make it as before, or give the new one another name",
-            ) from None
-        if num_models > rows.num_rows:
-            rows.grow(num_models)
-        return rows
 
 
 def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] | None:

@@ -70,6 +70,7 @@ class StoreInfo:
     scores: tuple[BlockFacts, ...]
     row_sets: tuple[RowSetInfo, ...]
     bases: tuple[BlockFacts, ...] = ()
+    evaluations: tuple[BlockFacts, ...] = ()
 
     @property
     def captures(self) -> tuple[BlockFacts, ...]:
@@ -84,7 +85,8 @@ class StoreInfo:
     @property
     def blocks(self) -> tuple[BlockFacts, ...]:
         """Everything that holds rows."""
-        return (*self.captures, *self.bases, *self.scores, *(item.facts for item in self.row_sets))
+        row_sets = (item.facts for item in self.row_sets)
+        return (*self.captures, *self.bases, *self.scores, *row_sets, *self.evaluations)
 
     @property
     def bytes(self) -> int:
@@ -113,6 +115,8 @@ class StoreInfo:
         ]
         if self.bases:
             counts.append(_count(len(self.bases), "basis", "bases"))
+        if self.evaluations:
+            counts.append(_count(len(self.evaluations), "evaluation"))
         return f"Store {self.location!r}: {', '.join(counts)}, {format_size(self.bytes)}"
 
     def __repr__(self) -> str:
@@ -151,6 +155,7 @@ class StoreInfo:
             "scores": [_block_fields(block) for block in self.scores],
             "row_sets": [_row_set_fields(item) for item in self.row_sets],
             "bases": [_block_fields(block) for block in self.bases],
+            "evaluations": [_block_fields(block) for block in self.evaluations],
         }
 
 
@@ -159,6 +164,7 @@ def store_info(store: Store) -> StoreInfo:
     with current_catalog(store) as catalog:
         captures, scores = catalog.blocks("capture"), catalog.blocks("scores")
         row_sets, bases = catalog.blocks("rows"), catalog.blocks("basis")
+        evaluations = catalog.blocks("evaluation")
         runs = {run.name: run for run in catalog.runs()}
         checkpoints = catalog.checkpoints()
     names = dict.fromkeys([*runs, *(str(capture.address.run) for capture in captures)])
@@ -179,6 +185,7 @@ def store_info(store: Store) -> StoreInfo:
         scores=tuple(scores),
         row_sets=tuple(_row_set(store, facts) for facts in row_sets),
         bases=tuple(bases),
+        evaluations=tuple(evaluations),
     )
 
 

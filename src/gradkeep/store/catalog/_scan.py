@@ -17,6 +17,7 @@ from gradkeep.errors import Damaged, GradkeepError
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
+    EVALUATIONS,
     HEADS,
     ROWS,
     RUNS,
@@ -48,15 +49,17 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._manifest import Manifest
     from gradkeep.store.blocks._schema import Array, Schema
 
-BlockKind = Literal["capture", "scores", "rows", "basis"]
+BlockKind = Literal["capture", "scores", "rows", "basis", "evaluation"]
 BlockState = Literal["sealed", "open", "unreadable"]
+_NAMED: dict[BlockKind, str] = {"scores": SCORES, "rows": ROWS, "evaluation": EVALUATIONS}
+"""Where the kinds lie that a name alone tells apart."""
 LATEST = 253402214400.0
 """The last day that a calendar of four digits can show; a file can claim to be younger."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAddress:
-    """Which block: a capture, saved scores, a set of rows, or a basis."""
+    """Which block: a capture, saved scores, a set of rows, a basis, or an evaluation."""
 
     kind: BlockKind
     name: str
@@ -75,7 +78,7 @@ class BlockAddress:
             return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
         if self.kind == "basis":
             return self.basis.folder
-        return f"{SCORES if self.kind == 'scores' else ROWS}/{self.name}"
+        return f"{_NAMED[self.kind]}/{self.name}"
 
     @property
     def capture(self) -> CaptureKey:
@@ -152,7 +155,7 @@ class BlockFacts:
 
     @property
     def kind(self) -> BlockKind:
-        """A capture, saved scores, a set of rows, or a basis."""
+        """A capture, saved scores, a set of rows, a basis, or an evaluation."""
         return self.address.kind
 
     @property
@@ -211,12 +214,10 @@ def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddres
                 for split in folders(backend, f"{BLOCKS}/{run}/{checkpoint}"):
                     for name in folders(backend, f"{BLOCKS}/{run}/{checkpoint}/{split}"):
                         yield BlockAddress("capture", name, run, checkpoint, split)
-    if not kinds or "scores" in kinds:
-        for name in folders(backend, SCORES):
-            yield BlockAddress("scores", name)
-    if not kinds or "rows" in kinds:
-        for name in folders(backend, ROWS):
-            yield BlockAddress("rows", name)
+    for kind, place in _NAMED.items():
+        if not kinds or kind in kinds:
+            for name in folders(backend, place):
+                yield BlockAddress(kind, name)
     if not kinds or "basis" in kinds:
         for run in folders(backend, BASES):
             for checkpoint in folders(backend, f"{BASES}/{run}"):

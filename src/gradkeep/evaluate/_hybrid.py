@@ -1,0 +1,64 @@
+"""Scores and the outcomes of subset models, made into one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep._annotations import checked
+from gradkeep.attribution import Scores, subset_digests
+from gradkeep.datamodels import fit
+from gradkeep.errors import EvaluationError
+from gradkeep.evaluate._lds import fitting_queries
+
+if TYPE_CHECKING:
+    from gradkeep.evaluate._truth import GroundTruth
+
+
+@checked(EvaluationError)
+def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **options: Any) -> Scores:
+    """Datamodels of the choosing half with the scores as their prior: never far below either parent.
+
+    Weights shrink towards the scaled scores, as far as `variances [N]` allow each row to differ (the
+    mean 1 - p of a row is a good measure); the folds of `gk.datamodels.fit` choose how far, with the
+    scores alone among the choices. `options` are those of `fit`.
+    """
+    places = fitting_queries(scores, truth)
+    truth.refuse_chosen(scores.chosen_on, "reporting")
+    half = truth.choosing
+    prior = np.asarray(scores.values)
+    found = fit(half.masks, half.outputs[:, places], prior=prior, variances=variances, **options)
+    alone = bool(np.isinf(found.lam).all())
+    return dataclasses.replace(
+        scores,
+        values=np.ascontiguousarray(found.weights.T, np.float32),
+        method=f"hybrid of {scores.method}",
+        scale="weights of a datamodel with these scores as prior",
+        exact=False,
+        approximate=scores.approximate,
+        chosen=f"{'the prior alone' if alone else 'a datamodel'}, by {len(half.masks)} subsets of "
+        f"{half.name}",
+        chosen_on=tuple(dict.fromkeys((*scores.chosen_on, *subset_digests(half.masks)))),
+        confidence=None,
+        per_layer=None,
+        plan=None,
+    )
+
+
+@checked(EvaluationError)
+def datamodel_scores(truth: GroundTruth, **options: Any) -> Scores:
+    """The weights of datamodels of the choosing half as scores `[T, N]`; `options` are those of `fit`."""
+    half = truth.choosing
+    found = fit(half.masks, half.outputs, **options)
+    return Scores(
+        np.ascontiguousarray(found.weights.T, np.float32),
+        np.arange(truth.num_queries),
+        np.arange(truth.num_rows),
+        method="datamodel",
+        scale="change of the output with the row",
+        exact=False,
+        chosen=f"fitted to {len(half.masks)} subsets of {half.name}",
+        chosen_on=subset_digests(half.masks),
+    )

@@ -1,0 +1,330 @@
+"""What retraining without the rows that scores name really does, beside random rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gradkeep import _arguments
+from gradkeep._annotations import checked
+from gradkeep.errors import EvaluationError
+from gradkeep.evaluate._bootstrap import digest_of, draw_weights, rank_correlations
+from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes, interval_of
+from gradkeep.evaluate._lds import places_among, provenance_of, subject_of
+from gradkeep.evaluate._truth import ceiling_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.attribution import Scores
+    from gradkeep.evaluate._recipe import Recipe
+    from gradkeep.store import Store
+
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+_QUERIES = 10
+_RANDOM_SETS = 5
+"""Random sets of each size; they serve all queries."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemovalCurve:
+    """What became of queries when models were trained without the rows named for each, or with them alone."""
+
+    change: Evaluation
+    """How much more than random rows they changed the output, mean over sizes; the curve has all lines."""
+    flipped: Evaluation | None
+    """The share of queries answered right that were not any more, at the largest size."""
+
+    def __str__(self) -> str:
+        parts = [str(self.change), str(self.change.curve)]
+        if self.flipped is not None:
+            parts += [str(self.flipped), str(self.flipped.curve)]
+        return "\n".join(parts)
+
+
+@checked(EvaluationError)
+def removal_curve(
+    scores: Scores,
+    recipe: Recipe,
+    *,
+    store: Store | None = None,
+    sizes: Sequence[int] | None = None,
+    queries: Any = None,
+    against: Sequence[Scores] = (),
+    train: Literal["without", "with only"] = "without",
+    seeds: int = 3,
+    level: float = 0.95,
+    resamples: int = 1000,
+    **options: Any,
+) -> RemovalCurve:
+    """Retrain without the rows that helped each query most, and see how much worse it is answered.
+
+    `sizes` are numbers of rows (by default 1, 3 and 10 % of them), `queries` ids (by default ten).
+    `against` are scores of baselines, drawn beside random rows. `train="with only"` trains on the
+    named rows alone: how much of the answer they carry. Trainings are kept in the store; called
+    again, only what is missing is trained. Cost: (lines x queries + 5) x sizes x seeds trainings.
+    """
+    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
+    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    where = _store_of(scores, store)
+    lines = [scores, *against]
+    asked = _asked(scores, queries)
+    total = _fitting(lines, recipe)
+    counts = _sizes(sizes, total)
+    rng = np.random.default_rng(0)
+    sets: list[AnyArray] = []
+    for one in lines:
+        for query in asked:
+            order = np.argsort(-np.asarray(one.values[query]), kind="stable")
+            sets += [order[:count] for count in counts]
+    for count in counts:
+        sets += [rng.permutation(total)[:count] for _ in range(_RANDOM_SETS)]
+    masks = np.full((len(sets) + 1, total), train == "without")
+    masks[-1] = True
+    for mask, named in zip(masks, sets, strict=False):
+        mask[named] = train == "with only"
+    outputs = _retrained(recipe, where, masks, seeds, options)
+    outputs = outputs[:, :, places_among(scores.query_ids, outputs.shape[2])[asked]]
+    columns = np.arange(len(asked))
+    shape = (len(lines), len(asked), len(counts))
+    split = int(np.prod(shape))
+    named_outputs = outputs[:split].reshape(*shape, seeds, len(asked))
+    own = np.stack([named_outputs[:, q, :, :, q] for q in columns], axis=1)  # [L, Q, K, S]
+    random = outputs[split:-1].reshape(len(counts), _RANDOM_SETS, seeds, len(asked)).mean(axis=1)
+    random = np.moveaxis(random, -1, 0)[None]  # [1, Q, K, S]
+    whole = outputs[-1].T[None, :, None, :]  # [1, Q, 1, S]
+    every = np.concatenate([own, random])
+    drops = whole - every if train == "without" else every
+    names = (*(subject_of(one) for one in lines), "random rows")
+    universe = digest_of(
+        "removal", train, np.array(counts), scores.query_ids[asked], outputs[-1], level, resamples
+    )
+    sampler = _QueriesAndSeeds(len(asked), seeds, resamples, universe, level)
+    sizes_told = SampleSizes(queries=len(asked), seeds=seeds, rows=max(counts))
+    metric = "removal" if train == "without" else "retention"
+    change = sampler.evaluation(
+        metric,
+        scores,
+        (drops[0] - drops[-1]).mean(axis=1),
+        sizes=sizes_told,
+        truth=f"models trained {train} up to {max(counts)} rows",
+        curve=sampler.curve("rows", np.array(counts), names, drops),
+        item_ids=scores.query_ids[asked],
+    )
+    return RemovalCurve(
+        change, _flips(sampler, scores, every, whole, counts, names, asked, recipe, sizes_told)
+    )
+
+
+@checked(EvaluationError)
+def leave_one_out(
+    scores: Scores,
+    recipe: Recipe,
+    *,
+    store: Store | None = None,
+    rows: Any = 40,
+    seeds: int = 5,
+    level: float = 0.95,
+    resamples: int = 1000,
+    **options: Any,
+) -> Evaluation:
+    """The rank correlation over rows of their scores with what leaving each of them out really does.
+
+    `rows` are ids, or how many: half of them those with the largest scores, half at random. One row
+    hardly moves a model, so that chance rules: see the ceiling. Cost: (rows + 1) x seeds trainings.
+    """
+    _arguments.count("seeds", seeds, error=EvaluationError, least=1)
+    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    where = _store_of(scores, store)
+    total = _fitting([scores], recipe)
+    if isinstance(rows, int):
+        _arguments.count("rows", rows, error=EvaluationError, least=5, most=total)
+        strength = np.abs(np.asarray(scores.values, np.float64)).sum(axis=0)
+        largest = np.argsort(-strength, kind="stable")[: rows // 2]
+        others = np.setdiff1d(np.arange(total), largest)
+        drawn = np.random.default_rng(0).permutation(others)[: rows - len(largest)]
+        chosen = np.concatenate([largest, drawn])
+    else:
+        chosen = _places_of(_arguments.whole_numbers("rows", rows, error=EvaluationError), scores)
+    masks = np.ones((len(chosen) + 1, total), bool)
+    masks[np.arange(len(chosen)), chosen] = False
+    outputs = _retrained(recipe, where, masks, seeds, options)
+    places = places_among(scores.query_ids, outputs.shape[2])
+    drops = (outputs[-1] - outputs[:-1])[:, :, places]
+    universe = digest_of("loo", chosen, drops, level, resamples)
+    predicted = np.asarray(scores.values, np.float64)[:, chosen].T
+    found = rank_correlations(predicted, drops.mean(axis=1), resamples=resamples, universe=universe)
+    return Evaluation(
+        "leave-one-out",
+        subject_of(scores),
+        found.value,
+        interval_of(found.draws, found.value, level),
+        SampleSizes(queries=len(places), seeds=seeds, rows=len(chosen)),
+        "models trained without each row",
+        universe,
+        found.draws,
+        found.items,
+        scores.query_ids,
+        level=level,
+        ceiling=ceiling_of(drops),
+        spread_by_queries=found.by_queries,
+        provenance=provenance_of(scores),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _QueriesAndSeeds:
+    """Means over queries and seeds `[Q, S]`, with intervals over both."""
+
+    queries: int
+    seeds: int
+    resamples: int
+    universe: str
+    level: float
+    share: bool = False
+    """Whether the values are shares, which no interval leaves."""
+
+    def draws(self, values: AnyArray) -> AnyArray:
+        """The mean `[B]` in resamples of values `[Q, S]`."""
+        q = draw_weights(self.queries, self.resamples, self.universe, "queries") / self.queries
+        s = draw_weights(self.seeds, self.resamples, self.universe, "seeds") / self.seeds
+        return np.asarray(((q @ values) * s).sum(axis=1))
+
+    def evaluation(
+        self,
+        metric: str,
+        scores: Scores,
+        values: AnyArray,
+        *,
+        sizes: SampleSizes,
+        truth: str,
+        curve: Curve,
+        item_ids: AnyArray,
+    ) -> Evaluation:
+        """The evaluation that values `[Q, S]` come to."""
+        value, draws = float(values.mean()), self.draws(values)
+        draws = draws + value - draws.mean()
+        return Evaluation(
+            metric,
+            subject_of(scores),
+            value,
+            self._interval(draws, value),
+            sizes,
+            truth,
+            self.universe,
+            draws,
+            values.mean(axis=1),
+            item_ids,
+            level=self.level,
+            provenance=provenance_of(scores),
+            curve=curve,
+        )
+
+    def curve(self, along: str, at: AnyArray, names: tuple[str, ...], values: AnyArray) -> Curve:
+        """Lines of means of values `[lines, Q, K, S]`."""
+        means = values.mean(axis=(1, 3))
+        spans = np.array(
+            [
+                [self._interval(self.draws(line[:, k]), mean[k]) for k in range(len(at))]
+                for line, mean in zip(values, means, strict=True)
+            ]
+        )
+        return Curve(along, at, names, means, spans[..., 0], spans[..., 1])
+
+    def _interval(self, draws: AnyArray, value: float) -> tuple[float, float]:
+        low, high = interval_of(draws, value, self.level)
+        return (max(0.0, low), min(1.0, high)) if self.share else (low, high)
+
+
+def _flips(
+    sampler: _QueriesAndSeeds,
+    scores: Scores,
+    every: AnyArray,
+    whole: AnyArray,
+    counts: list[int],
+    names: tuple[str, ...],
+    asked: AnyArray,
+    recipe: Recipe,
+    sizes: SampleSizes,
+) -> Evaluation | None:
+    """Which margins that were positive are not any more; other outputs have no such line."""
+    right = whole[0, :, 0].mean(axis=1) > 0
+    if recipe.output is not None or right.sum() < 2:
+        return None
+    flipped = (every[:, right] <= 0).astype(np.float64)
+    few = _QueriesAndSeeds(
+        int(right.sum()),
+        sampler.seeds,
+        sampler.resamples,
+        f"{sampler.universe} flips",
+        sampler.level,
+        share=True,
+    )
+    return few.evaluation(
+        "brittleness",
+        scores,
+        flipped[0, :, -1],
+        sizes=SampleSizes(queries=int(right.sum()), seeds=sizes.seeds, rows=max(counts)),
+        truth=f"queries answered right, without {max(counts)} rows",
+        curve=few.curve("rows", np.array(counts), names, flipped),
+        item_ids=scores.query_ids[asked][right],
+    )
+
+
+def _retrained(
+    recipe: Recipe, store: Store, masks: AnyArray, seeds: int, options: dict[str, Any]
+) -> AnyArray:
+    """Outputs `[K, seeds, T]`, larger where a query is answered better."""
+    outputs = recipe.retraining(store).retrain(masks, repeats=seeds, **options)
+    sign = -1.0 if recipe.is_falling() else 1.0
+    return sign * np.asarray(outputs, np.float64)
+
+
+def _store_of(scores: Scores, store: Store | None) -> Store:
+    found = store or scores.store
+    if found is None:
+        raise EvaluationError("no store to keep trainings in", fix="pass store=gk.open(...)")
+    return found
+
+
+def _fitting(lines: Sequence[Scores], recipe: Recipe) -> int:
+    for one in lines:
+        if len(one.train_ids) != recipe.num_rows:
+            raise EvaluationError(
+                "the recipe trains on other rows than were scored",
+                found=f"{recipe.num_rows} rows, scores of {len(one.train_ids)} ({one.method})",
+            )
+    return recipe.num_rows
+
+
+def _sizes(sizes: Sequence[int] | None, total: int) -> list[int]:
+    if sizes is None:
+        return sorted({max(1, round(share * total)) for share in (0.01, 0.03, 0.1)})
+    for count in sizes:
+        _arguments.count("sizes", count, error=EvaluationError, least=1, most=total - 1)
+    if not len(sizes):
+        raise EvaluationError("sizes name no number of rows")
+    return sorted(set(sizes))
+
+
+def _asked(scores: Scores, queries: Any) -> AnyArray:
+    """The places of the queries that are asked about."""
+    if queries is None:
+        count = min(_QUERIES, len(scores.query_ids))
+        return np.linspace(0, len(scores.query_ids) - 1, count).round().astype(np.int64)
+    ids = _arguments.whole_numbers("queries", queries, error=EvaluationError)
+    return np.array([_place_of_id(scores.query_ids, number, "query") for number in ids.tolist()])
+
+
+def _places_of(ids: AnyArray, scores: Scores) -> AnyArray:
+    return np.array([_place_of_id(scores.train_ids, number, "row") for number in ids.tolist()])
+
+
+def _place_of_id(ids: AnyArray, number: int, what: str) -> int:
+    found = np.flatnonzero(ids == number)
+    if not len(found):
+        raise EvaluationError(f"no {what} with id {number} was scored")
+    return int(found[0])

@@ -1,0 +1,105 @@
+"""Evaluations in a store: one block each, a single row with all that was found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep._annotations import checked
+from gradkeep.errors import EvaluationError, NotSealed, SchemaMismatch
+from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes
+from gradkeep.store import Array, EvaluationKey, Schema, Store
+from gradkeep.store import open as open_store
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+_TEXTS = ("metric", "subject", "truth", "universe", "provenance")
+_NUMBERS = ("value", "level", "ceiling", "spread_by_subsets", "spread_by_queries")
+_SIZES = ("queries", "subsets", "seeds", "rows")
+_BETWEEN = "\n"
+
+
+def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
+    """Write an evaluation under a name; the same again is free, another one is refused."""
+    told: dict[str, Any] = {part: getattr(found, part) for part in (*_TEXTS, *_NUMBERS)}
+    told |= {part: getattr(found.sizes, part) for part in _SIZES}
+    told |= {"low": found.interval[0], "high": found.interval[1]}
+    values: dict[str, AnyArray] = {
+        "draws": np.asarray(found.draws, np.float64),
+        "items": np.asarray(found.items, np.float64),
+        "item_ids": np.asarray(found.item_ids, np.int64),
+    }
+    if found.curve is not None:
+        told |= {"along": found.curve.along, "lines": _BETWEEN.join(found.curve.names)}
+        values |= {
+            "curve_at": np.asarray(found.curve.at, np.float64),
+            "curve": np.stack([found.curve.values, found.curve.low, found.curve.high]),
+        }
+    arrays = tuple(
+        Array(part, str(value.dtype), value.shape, kind="data", nan="keep")
+        if value.dtype.kind == "f"
+        else Array(part, str(value.dtype), value.shape, kind="data")
+        for part, value in values.items()
+    )
+    try:
+        with store.write(EvaluationKey(name), Schema(arrays, num_rows=1, fingerprints=told)) as out:
+            if out.needs(1):
+                out.append(np.zeros(1, np.int64), {part: v[None] for part, v in values.items()})
+            else:
+                out.skip(np.zeros(1, np.int64))
+    except SchemaMismatch as error:
+        raise EvaluationError(
+            f"another evaluation is saved as {name!r}",
+            path=error.path,
+            found=error.found,
+            fix="use another name, or delete it: gradkeep delete STORE evaluations/NAME --yes",
+        ) from None
+
+
+def load_evaluation(store: Store, name: str) -> Evaluation:
+    """Read an evaluation back."""
+    known = [key.name for key in store.evaluations()]
+    if name not in known:
+        raise EvaluationError(
+            f"no evaluation {name!r}",
+            path=store.location,
+            found=", ".join(known) or "no saved evaluations",
+            fix="gradkeep evaluate keeps what it finds; Evaluation.save does so too",
+        )
+    try:
+        block = store.read(EvaluationKey(name))
+    except NotSealed as error:
+        raise EvaluationError(
+            f"the evaluation {name!r} was not written to the end", path=error.path, fix="save again"
+        ) from error
+    told: Mapping[str, Any] = block.schema.fingerprints
+    values = {part: np.asarray(block.column(part))[0] for part in block.names}
+    curve = None
+    if "curve" in values:
+        middle, low, high = values["curve"]
+        names = tuple(str(told["lines"]).split(_BETWEEN))
+        curve = Curve(str(told["along"]), values["curve_at"], names, middle, low, high)
+    texts: Any = {part: str(told[part]) for part in _TEXTS}
+    numbers: Any = {part: told[part] for part in _NUMBERS}
+    return Evaluation(
+        **texts,
+        **numbers,
+        interval=(float(told["low"]), float(told["high"])),
+        sizes=SampleSizes(**{part: int(told[part]) for part in _SIZES}),
+        draws=values["draws"],
+        items=values["items"],
+        item_ids=values["item_ids"],
+        curve=curve,
+    )
+
+
+@checked(EvaluationError)
+def evaluations(store: Store | str | os.PathLike[str]) -> dict[str, Evaluation]:
+    """All evaluations saved in a store, by name."""
+    opened = open_store(store, create=False)
+    return {key.name: load_evaluation(opened, key.name) for key in opened.evaluations()}

@@ -1,0 +1,103 @@
+"""Agreement, retrieval, planted copies, and models of random weights."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import gradkeep as gk
+from gradkeep import evaluate
+from gradkeep._ranks import rank_correlation
+from gradkeep.errors import EvaluationError
+from tests.evaluate.test_lds import planted
+
+
+def scores(seed=0, queries=8, rows=50, method="given"):
+    values = np.random.default_rng(seed).standard_normal((queries, rows)).astype(np.float32)
+    return gk.Scores(values, np.arange(queries), np.arange(rows), method=method)
+
+
+def test_agreement_is_the_mean_of_rank_correlations_over_queries():
+    one, other = scores(0), scores(1)
+    mixed = dataclasses.replace(one, values=one.values + other.values)
+    found = evaluate.agreement(one, mixed, k=5)
+    each = [rank_correlation(a, b) for a, b in zip(one.values, mixed.values, strict=True)]
+    assert found.items == pytest.approx(each)
+    shared = np.mean(
+        [
+            len({*np.argsort(-a)[:5]} & {*np.argsort(-b)[:5]}) / 5
+            for a, b in zip(one.values, mixed.values, strict=True)
+        ]
+    )
+    assert f"{shared:.1%} of the 5" in found.provenance
+    assert not evaluate.agreement(one, other).from_zero
+    three = evaluate.stability([one, mixed, other])
+    pairs = [(one, mixed), (one, other), (mixed, other)]
+    assert three.value == pytest.approx(np.mean([evaluate.agreement(a, b).value for a, b in pairs]))
+    with pytest.raises(EvaluationError, match="different train ids"):
+        evaluate.agreement(one, scores(rows=40))
+
+
+def test_planted_copies_are_found_or_not():
+    found = scores()
+    values = found.values.copy()
+    copies = np.array([3, 4, 5, -1, 7, 8, 9, 10])
+    for query, row in enumerate(copies):
+        if row >= 0:
+            values[query, row] = 100 if query != 2 else values[query].max() - 1e-3
+    told = evaluate.leakage(dataclasses.replace(found, values=values), copies)
+    assert told.value == pytest.approx(6 / 7)
+    assert told.sizes.queries == 7
+    assert np.isnan(told.items[3])
+    again = evaluate.leakage(dataclasses.replace(found, values=values), copies, k=50)
+    assert again.value == 1
+    constant = dataclasses.replace(found, values=np.zeros_like(values))
+    assert evaluate.leakage(constant, copies).value == 0  # ties find nothing
+    with pytest.raises(EvaluationError, match="rows that were scored"):
+        evaluate.leakage(found, np.full(8, 99))
+
+
+def test_class_retrieval_counts_the_class_among_the_best():
+    found = scores(rows=60)
+    classes, own = np.arange(60) % 3, np.arange(8) % 3
+    told = evaluate.class_retrieval(found, own, classes, k=6)
+    best = [np.argsort(-row)[:6] for row in found.values]
+    each = [(classes[rows] == c).mean() for rows, c in zip(best, own, strict=True)]
+    assert told.items == pytest.approx(each)
+    assert "chance 0.333" in told.provenance
+    with pytest.raises(EvaluationError, match="classes of the query rows are not known"):
+        evaluate.class_retrieval(found)
+
+
+def test_a_random_twin_shares_nothing_but_its_shape():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.nn.Parameter(torch.arange(10.0))
+            self.layer = torch.nn.Linear(3, 2)
+
+    model = Odd()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    twin = evaluate.randomise(model, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, value in twin.state_dict().items():
+        assert not torch.equal(value, before[name])
+        assert torch.equal(model.state_dict()[name], before[name])
+    assert torch.equal(twin.own.sort().values, model.own)
+    again = evaluate.randomise(model, seed=1)
+    assert all(
+        torch.equal(a, b) for a, b in zip(twin.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_shuffled_scores_predict_nothing():
+    right, truth = planted(subsets=200, rows=60, queries=40)
+    random = dataclasses.replace(right, values=scores(3, 40, 60).values, method="random")
+    found = evaluate.sanity_check(right, truth, randomised=random)
+    assert found.passed
+    assert not found.shuffled.from_zero
+    assert not evaluate.sanity_check(random, truth).passed
+    assert not evaluate.sanity_check(right, truth, randomised=right).passed
+    assert "sanity passed" in str(found)
