@@ -41,3 +41,19 @@ def small_disk(tmp_path):
     yield mount
     if place.is_mount():
         subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def inline(tmp_path, monkeypatch, capsys):
+    """Run `gradkeep ARGUMENTS` in this process, for tests of many command lines."""
+    from gradkeep.cli._app import run
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            run([str(item) for item in arguments])
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, ended.value.code, out, err)
+
+    return call

@@ -64,19 +64,3 @@ def gradkeep(tmp_path):
         )
 
     return run
-
-
-@pytest.fixture
-def inline(tmp_path, monkeypatch, capsys):
-    """The same in this process, for tests of many command lines."""
-    from gradkeep.cli._app import run
-
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            run([str(item) for item in arguments])
-        out, err = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, ended.value.code, out, err)
-
-    return call

@@ -50,6 +50,14 @@ COMMANDS = (
     Command("attribute", "_attribute", "Score training rows for queries, from what is kept."),
     Command("why", "_attribute", "Show which training rows made the model answer so."),
     Command("suspects", "_attribute", "Show the rows whose labels are most likely wrong."),
+    Command("truth", "_evaluate", "Train models on subsets, to judge by.", "evaluate"),
+    Command("lds", "_evaluate", "Do scores predict what retraining does?", "evaluate"),
+    Command("labels", "_evaluate", "Are labels found that are known wrong?", "evaluate"),
+    Command("removal", "_evaluate", "Retrain without the rows scores name.", "evaluate"),
+    Command("leakage", "_evaluate", "Are planted copies the first rows named?", "evaluate"),
+    Command("sanity", "_evaluate", "Do shuffled scores predict nothing?", "evaluate"),
+    Command("all", "_evaluate", "All of these that can be done.", "evaluate"),
+    Command("compare", "_evaluate", "Do two kept evaluations differ?", "evaluate"),
     Command("methods", "_attribute", "List the methods: what each needs and costs."),
     Command("trak", "_maintenance", "Results of the released TRAK package.", "import"),
     Command("sweep", "_metastore", "Its four methods on its data: time and bytes.", "metastore"),
@@ -76,6 +84,7 @@ COMMANDS = (
 
 GROUPS = {
     "datamodels": "Models on many subsets: train them, fit how their outputs depend on the data.",
+    "evaluate": "Is this attribution true? Figures with intervals, against retraining.",
     "import": "Results of other systems, brought into a store.",
     "metastore": "MetaStore's experiments, from its own configuration file.",
     "remat": "Training in fewer bytes: record a step, simulate smaller budgets.",

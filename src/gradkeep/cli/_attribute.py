@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep.cli._edges import LARGEST, output_file
-from gradkeep.cli._output import JsonOption, StoreArgument, print_json
+from gradkeep.cli._output import (
+    CaptureOption,
+    CheckpointOption,
+    JsonOption,
+    QueriesOption,
+    RunOption,
+    StoreArgument,
+    TrainOption,
+    print_json,
+)
 from gradkeep.cli._runs import chosen_runs
 from gradkeep.errors import AttributionError
 
@@ -29,17 +38,10 @@ OptionOption = Annotated[
         "--option", metavar="NAME=VALUE", help="An option of the method; may be repeated."
     ),
 ]
-QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
-TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
-CheckpointOption = Annotated[
-    list[str] | None, typer.Option("--checkpoints", "--checkpoint", help="May be repeated.")
-]
 LayerOption = Annotated[
     list[str] | None,
     typer.Option("--layers", "--layer", help="A layer, glob, type or '!...'; may be repeated."),
 ]
-RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
-CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
 ComputeOption = Annotated[
     str | None,
     typer.Option(

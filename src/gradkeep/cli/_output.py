@@ -12,6 +12,13 @@ StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: its folder or URL.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
+TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
+CheckpointOption = Annotated[
+    list[str] | None, typer.Option("--checkpoints", "--checkpoint", help="May be repeated.")
+]
+RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
+CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
 
 
 def print_json(fields: Any) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import runpy
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._arguments import shown
-from gradkeep.cli._door import given_code
-from gradkeep.cli._edges import input_file, output_file
+from gradkeep.cli._edges import output_file
+from gradkeep.cli._imports import script_ended, script_names
 from gradkeep.cli._output import JsonOption, print_json
 from gradkeep.errors import RematError
 
@@ -165,21 +162,7 @@ def _lines(points: Sequence[BudgetPoint]) -> list[tuple[str, str, str]]:
 
 def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:
     """The function of that name in a Python file; the file is run, but not as `__main__`."""
-    path = input_file(script, error=RematError)
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        compile(path.read_bytes(), str(path), "exec")
-        names = runpy.run_path(str(path), run_name="__gradkeep__")
-    except (SyntaxError, ValueError) as error:
-        if given_code(error):
-            raise
-        said = str(error)
-        raise RematError("this is no Python script", path=path, found=said) from error
-    except SystemExit as error:
-        raise _ended(path, error) from error
-    finally:
-        sys.path.remove(folder)
+    names, path = script_names(script, error=RematError), Path(script)
     found = names.get(function)
     if not callable(found):
         defined = sorted(
@@ -201,14 +184,4 @@ def run_step(step: Callable[[], Any], script: str | os.PathLike[str]) -> None:
     try:
         step()
     except SystemExit as error:
-        raise _ended(script, error) from error
-
-
-def _ended(script: str | os.PathLike[str], error: SystemExit) -> RematError:
-    return RematError(
-        "the script ended itself",
-        path=script,
-        found=f"sys.exit({'' if error.code is None else shown(error.code)})",
-        expected="a function that does one training step and returns",
-        fix='put what ends it under `if __name__ == "__main__":`',
-    )
+        raise script_ended(script, error, RematError) from error

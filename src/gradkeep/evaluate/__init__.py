@@ -9,6 +9,7 @@ from gradkeep.evaluate._agreement import (
 )
 from gradkeep.evaluate._evaluation import Curve, Difference, Evaluation, SampleSizes, compare
 from gradkeep.evaluate._hybrid import datamodel_scores, hybrid
+from gradkeep.evaluate._judging import JudgedMethod, Judgement, judge_methods
 from gradkeep.evaluate._labels import label_detection, rank_sum
 from gradkeep.evaluate._lds import lds
 from gradkeep.evaluate._recipe import Recipe
@@ -22,6 +23,8 @@ __all__ = [
     "Difference",
     "Evaluation",
     "GroundTruth",
+    "JudgedMethod",
+    "Judgement",
     "MoreModels",
     "Recipe",
     "RemovalCurve",
@@ -34,6 +37,7 @@ __all__ = [
     "evaluations",
     "ground_truth",
     "hybrid",
+    "judge_methods",
     "label_detection",
     "lds",
     "leakage",

@@ -1,0 +1,623 @@
+"""`gradkeep evaluate ...`: how true the attributions of a store are, and how sure that is."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradkeep._arguments import shown
+from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_text, output_folder
+from gradkeep.cli._imports import imported, script_names
+from gradkeep.cli._output import (
+    CaptureOption,
+    CheckpointOption,
+    JsonOption,
+    QueriesOption,
+    RunOption,
+    StoreArgument,
+    TrainOption,
+    print_json,
+)
+from gradkeep.cli._runs import chosen_runs
+from gradkeep.errors import EvaluationError, GradkeepError
+
+if TYPE_CHECKING:
+    from gradkeep.attribution import Scores
+    from gradkeep.evaluate import Evaluation, Judgement, Recipe
+    from gradkeep.store import Store
+
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="MODULE:NAME",
+        help="A gk.evaluate.Recipe, as module:name or file.py:name; by default the truth's.",
+    ),
+]
+TruthOption = Annotated[
+    str | None, typer.Option("--truth", metavar="NAME", help="Which; by default the only one.")
+]
+MethodsOption = Annotated[
+    list[str] | None, typer.Option("--method", help="May be repeated; by default all.")
+]
+OneMethodOption = Annotated[
+    str | None, typer.Option("--method", help="By default the one that won for the task.")
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=MOST_WORKERS, help="Processes that train; 0 trains in this one."),
+]
+SeedsOption = Annotated[int, typer.Option(min=1, max=LARGEST, help="Models for each set of rows.")]
+PlotsOption = Annotated[
+    str | None, typer.Option("--plots", metavar="DIR", help="Draw what was found into DIR.")
+]
+KeepOption = Annotated[
+    bool, typer.Option("--save/--no-save", help="Keep what is found in the store.")
+]
+WrongOption = Annotated[
+    str | None,
+    typer.Option("--wrong", metavar="FILE", help="Ids of rows whose labels are known wrong."),
+]
+CopiesOption = Annotated[
+    str | None,
+    typer.Option("--copies", metavar="FILE", help="Lines of a query's id and its copy's row id."),
+]
+_NUMBER = re.compile(r"-?\d+")
+
+
+def truth(
+    store: StoreArgument,
+    recipe: RecipeOption = None,
+    subsets: Annotated[
+        int, typer.Option(min=10, max=LARGEST, help="Random subsets of the rows.")
+    ] = 100,
+    seeds: SeedsOption = 2,
+    alpha: Annotated[float, typer.Option(min=0, max=1, help="The share of rows in each.")] = 0.5,
+    name: Annotated[str, typer.Option(help="What it is called in the store.")] = "truth",
+    workers: WorkersOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Train models on random subsets of the rows: the truth that scores are judged by.
+
+    Half of the subsets are for choosing, half for reporting. Interrupted, it resumes; more subsets
+    are added to those that are there.
+    """
+    import gradkeep as gk
+
+    opened = gk.open(store)
+    found = gk.evaluate.ground_truth(
+        opened,
+        _recipe(recipe, None),
+        subsets=subsets,
+        seeds=seeds,
+        alpha=alpha,
+        name=name,
+        workers=workers,
+        progress=None if json else _tell_progress,
+    )
+    ceiling = found.ceiling()
+    if json:
+        print_json(
+            {
+                "truth": found.name,
+                "subsets": len(found.masks),
+                "seeds": found.seeds,
+                "queries": found.num_queries,
+                "ceiling": ceiling,
+                "seconds_per_model": found.seconds,
+            }
+        )
+        return
+    told = "unknown with one seed" if ceiling is None else f"{ceiling:.3f}"
+    print(
+        f"{found.name}: {len(found.masks)} subsets x {found.seeds} seeds, {found.num_queries} "
+        f"queries; ceiling {told}"
+    )
+
+
+def lds(
+    store: StoreArgument,
+    method: MethodsOption = None,
+    truth: TruthOption = None,
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoints: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    save: KeepOption = True,
+    plots: PlotsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """The linear datamodeling score of every method, with intervals, ceiling, price and bytes."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    where = _where(opened, queries, train, run, capture)
+    judged = _judged(opened, method, truth, checkpoints, where, quiet=json)
+    found = [one.evaluation for one in judged.methods if one.evaluation is not None]
+    names = _kept(opened, found, save=save, plots=plots)
+    if json:
+        print_json(
+            {
+                "truth": judged.truth.name,
+                "methods": [
+                    {
+                        "method": one.name,
+                        **_fields(one.evaluation),
+                        "cpu_seconds": one.cpu_seconds,
+                        "bytes_per_row": one.bytes_per_row,
+                        "saved": name,
+                    }
+                    for one, name in zip(judged.methods, names, strict=True)
+                    if one.evaluation is not None
+                ],
+                "refused": {one.name: one.refused for one in judged.refused},
+            }
+        )
+        return
+    print(judged)
+    assert judged.best.evaluation is not None
+    print(judged.truth.to_halve(judged.best.evaluation))
+    _tell_names(names)
+
+
+def labels(
+    store: StoreArgument,
+    wrong: WrongOption = None,
+    train: TrainOption = "train",
+    checkpoints: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    save: KeepOption = True,
+    plots: PlotsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """How well losses, gradients and their rank sum find labels that are known to be wrong."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    found = _label_evaluations(
+        opened,
+        wrong,
+        train,
+        checkpoints,
+        chosen_runs(opened, run, splits=(train,), capture=capture),
+        capture,
+    )
+    _show(opened, found, save=save, plots=plots, json=json)
+
+
+def removal(
+    store: StoreArgument,
+    method: OneMethodOption = None,
+    recipe: RecipeOption = None,
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=LARGEST, help="Rows to leave out; may be repeated."),
+    ] = None,
+    query: Annotated[
+        list[int] | None, typer.Option(help="A query's id; may be repeated. By default ten.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="A method to draw beside it; may be repeated.")
+    ] = None,
+    keep_only: Annotated[
+        bool, typer.Option("--keep-only", help="Train on the named rows alone.")
+    ] = False,
+    seeds: SeedsOption = 3,
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoints: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    workers: WorkersOption = None,
+    save: KeepOption = True,
+    plots: PlotsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Retrain without the rows that helped queries most, beside random rows and a baseline."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    where = _where(opened, queries, train, run, capture)
+    how = _recipe(recipe, opened)
+    scores = _asked(opened, method, checkpoints, where)
+    beside = [_asked(opened, one, checkpoints, where) for one in against or ["label-match"]]
+    found = gk.evaluate.removal_curve(
+        scores,
+        how,
+        sizes=size,
+        queries=query,
+        against=beside,
+        train="with only" if keep_only else "without",
+        seeds=seeds,
+        workers=workers,
+        progress=None if json else _tell_progress,
+    )
+    both = [one for one in (found.change, found.flipped) if one is not None]
+    _show(opened, both, save=save, plots=plots, json=json)
+
+
+def leakage(
+    store: StoreArgument,
+    copies: CopiesOption = None,
+    method: MethodsOption = None,
+    k: Annotated[int, typer.Option(min=1, max=LARGEST, help="Among so many rows.")] = 1,
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoints: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    save: KeepOption = True,
+    plots: PlotsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """How often the copy of a query among the training rows is the first that scores name."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    where = _where(opened, queries, train, run, capture)
+    asked: list[str | None] = list(method) if method else [None]
+    found = [_leak_evaluation(_asked(opened, one, checkpoints, where), copies, k) for one in asked]
+    _show(opened, found, save=save, plots=plots, json=json)
+
+
+def sanity(
+    store: StoreArgument,
+    method: OneMethodOption = None,
+    truth: TruthOption = None,
+    random_run: Annotated[
+        str | None,
+        typer.Option("--random-run", help="The run of a model with random weights, if captured."),
+    ] = None,
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoints: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    json: JsonOption = False,
+) -> None:
+    """Whether shuffled scores predict nothing, and what training adds to a random model's."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    where = _where(opened, queries, train, run, capture)
+    scores = _asked(opened, method, checkpoints, where)
+    twin = None
+    if random_run is not None:
+        twin = _asked(opened, scores.method, None, {**where, "run": random_run})
+    found = gk.evaluate.sanity_check(scores, gk.evaluate.load_truth(opened, truth), randomised=twin)
+    if json:
+        parts = {"trained": found.trained, "shuffled": found.shuffled, "random": found.randomised}
+        told = {name: _fields(part) for name, part in parts.items() if part is not None}
+        print_json({"passed": found.passed, **told})
+    else:
+        print(found)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def all(
+    store: StoreArgument,
+    truth: TruthOption = None,
+    wrong: WrongOption = None,
+    copies: CopiesOption = None,
+    recipe: RecipeOption = None,
+    queries: QueriesOption = "test",
+    train: TrainOption = "train",
+    checkpoints: CheckpointOption = None,
+    run: RunOption = None,
+    capture: CaptureOption = "main",
+    workers: WorkersOption = None,
+    save: KeepOption = True,
+    plots: PlotsOption = None,
+) -> None:
+    """Everything that can be said with what there is; what is missing is named with its reason."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    where = _where(opened, queries, train, run, capture)
+
+    def part(title: str, work: Any) -> None:
+        print(f"== {title}")
+        try:
+            work()
+        except GradkeepError as error:
+            print(f"not done: {error}")
+
+    def score() -> None:
+        judged = _judged(opened, None, truth, checkpoints, where, quiet=False)
+        found = [one.evaluation for one in judged.methods if one.evaluation is not None]
+        print(judged)
+        assert judged.best.evaluation is not None
+        print(judged.truth.to_halve(judged.best.evaluation))
+        _tell_names(_kept(opened, found, save=save, plots=plots))
+
+    def sane() -> None:
+        print(
+            gk.evaluate.sanity_check(
+                _asked(opened, None, checkpoints, where), gk.evaluate.load_truth(opened, truth)
+            )
+        )
+
+    def label() -> None:
+        found = _label_evaluations(opened, wrong, train, checkpoints, where["run"], capture)
+        _show(opened, found, save=save, plots=plots, json=False)
+
+    def leak() -> None:
+        found = _leak_evaluation(_asked(opened, None, checkpoints, where), copies, 1)
+        _show(opened, [found], save=save, plots=plots, json=False)
+
+    def remove() -> None:
+        how = _recipe(recipe, opened)
+        beside = [_asked(opened, "label-match", checkpoints, where)]
+        found = gk.evaluate.removal_curve(
+            _asked(opened, None, checkpoints, where),
+            how,
+            against=beside,
+            workers=workers,
+            progress=_tell_progress,
+        )
+        both = [one for one in (found.change, found.flipped) if one is not None]
+        _show(opened, both, save=save, plots=plots, json=False)
+
+    for title, work in (
+        ("lds", score),
+        ("sanity", sane),
+        ("labels", label),
+        ("leakage", leak),
+        ("removal", remove),
+    ):
+        part(title, work)
+
+
+def compare(
+    store: StoreArgument,
+    first: Annotated[str, typer.Argument(metavar="A", help="The name of a kept evaluation.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    json: JsonOption = False,
+) -> None:
+    """Whether two kept evaluations differ, by the paired bootstrap."""
+    import gradkeep as gk
+
+    opened = gk.open(store, create=False)
+    both = [gk.evaluate.Evaluation.load(opened, name) for name in (first, second)]
+    found = gk.evaluate.compare(*both)
+    if json:
+        print_json(
+            {
+                "metric": found.metric,
+                "difference": found.value,
+                "interval": found.interval,
+                "differs": found.differs,
+            }
+        )
+        return
+    print(found)
+
+
+def _where(
+    store: Store, queries: str, train: str, run: list[str] | None, capture: str
+) -> dict[str, Any]:
+    runs = chosen_runs(store, run, splits=(queries, train), capture=capture)
+    return {"queries": queries, "train": train, "run": runs, "name": capture}
+
+
+def _asked(
+    store: Store, method: str | None, checkpoints: list[str] | None, where: dict[str, Any]
+) -> Scores:
+    import gradkeep as gk
+
+    return gk.attribute(store, method=method, checkpoints=checkpoints, **where)
+
+
+def _judged(
+    store: Store,
+    method: list[str] | None,
+    truth: str | None,
+    checkpoints: list[str] | None,
+    where: dict[str, Any],
+    *,
+    quiet: bool,
+) -> Judgement:
+    import sys
+
+    import gradkeep as gk
+
+    def report(one: Any) -> None:
+        if not quiet and sys.stderr.isatty():
+            print(f"  {one.name}: {one.cpu_seconds:.1f} s", file=sys.stderr)
+
+    return gk.evaluate.judge_methods(
+        store, truth, methods=method, checkpoints=checkpoints, report=report, **where
+    )
+
+
+def _label_evaluations(
+    store: Store,
+    wrong: str | None,
+    train: str,
+    checkpoints: list[str] | None,
+    run: list[str],
+    capture: str,
+) -> list[Evaluation]:
+    import numpy as np
+
+    import gradkeep as gk
+
+    if wrong is None:
+        raise EvaluationError(
+            "which labels are wrong is not known", fix="pass --wrong FILE with the ids of such rows"
+        )
+    ids = _numbers(wrong, each=1)[:, 0]
+    found, measures = [], []
+    for by in ("loss", "self", "noise"):
+        try:
+            suspects = gk.suspects(
+                store, train=train, by=by, checkpoints=checkpoints, run=run, name=capture
+            )
+        except GradkeepError:
+            continue  # gradients or probabilities were not kept
+        found.append(gk.evaluate.label_detection(suspects, ids))
+        order = np.argsort(suspects.ids)
+        measures.append((suspects.ids[order], suspects.values[order]))
+    if not found:
+        raise EvaluationError("nothing was captured that suspects could be found by")
+    if len(found) > 1:
+        together = gk.evaluate.rank_sum([values for _, values in measures])
+        found.append(
+            gk.evaluate.label_detection(together, ids, ids=measures[0][0], subject="rank sum")
+        )
+    return found
+
+
+def _leak_evaluation(scores: Scores, copies: str | None, k: int) -> Evaluation:
+    import numpy as np
+
+    import gradkeep as gk
+
+    if copies is None:
+        raise EvaluationError(
+            "which rows are copies of queries is not known",
+            fix="pass --copies FILE with lines of a query's id and a row's id",
+        )
+    pairs = dict(_numbers(copies, each=2).tolist())
+    wanted = np.array([pairs.get(int(query), -1) for query in scores.query_ids])
+    return gk.evaluate.leakage(scores, wanted, k=k)
+
+
+def _numbers(path: str, *, each: int) -> Any:
+    """Whole numbers from a text file, so many to a line: split by commas, tabs or spaces."""
+    import numpy as np
+
+    rows = []
+    for number, line in enumerate(input_text(path, error=EvaluationError).splitlines(), 1):
+        parts = re.split(r"[\s,;]+", line.strip())
+        if parts == [""] or (number == 1 and not _NUMBER.fullmatch(parts[0])):
+            continue  # an empty line, or the names of columns
+        if len(parts) < each or not _are_numbers(parts[:each]):
+            raise EvaluationError(
+                f"line {number} does not hold {each} whole number{'s' * (each > 1)}",
+                path=path,
+                found=shown(line),
+            )
+        rows.append([int(part) for part in parts[:each]])
+    if not rows:
+        raise EvaluationError("the file holds no ids", path=path)
+    return np.array(rows, np.int64)
+
+
+def _are_numbers(parts: list[str]) -> bool:
+    """Whether all of these are whole numbers that fit into 64 bits."""
+    return not [p for p in parts if not _NUMBER.fullmatch(p) or abs(int(p)) >= 2**62]
+
+
+def _recipe(source: str | None, store: Store | None) -> Recipe:
+    """The recipe that is named, or the one of the ground truth in the store."""
+    import dataclasses
+
+    import gradkeep as gk
+
+    if source is None and store is not None:
+        source = gk.evaluate.load_truth(store).recipe
+    if source is None:
+        raise EvaluationError(
+            "how models are trained is not known",
+            fix="pass --recipe module:name or file.py:name, a gk.evaluate.Recipe",
+        )
+    place, _, name = source.rpartition(":")
+    if place.endswith(".py"):
+        found = script_names(place, error=EvaluationError).get(name)
+    else:
+        found = imported(source, os.getcwd(), error=EvaluationError)
+    if callable(found) and not isinstance(found, gk.evaluate.Recipe):
+        found = found()
+    if not isinstance(found, gk.evaluate.Recipe):
+        raise EvaluationError(
+            f"{shown(source)} is no recipe",
+            found=type(found).__name__,
+            expected="a gk.evaluate.Recipe, or a function that returns one",
+        )
+    return dataclasses.replace(found, source=source)
+
+
+def _kept(
+    store: Store, found: list[Evaluation], *, save: bool, plots: str | None
+) -> list[str | None]:
+    """Save and draw evaluations; their names in the store."""
+    import xxhash
+
+    folder = None if plots is None else output_folder(plots, error=EvaluationError)
+    names: list[str | None] = []
+    for one in found:
+        mark = xxhash.xxh3_64_hexdigest(f"{one.universe} {one.subject} {one.value}".encode())[:8]
+        words = re.sub(r"[^A-Za-z0-9]+", "-", f"{one.metric} {one.subject.split(' at ')[0]}")
+        name = f"{words.strip('-')[:80]}-{mark}"
+        if save:
+            one.save(name, store=store)
+        names.append(name if save else None)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            one.plot().savefig(Path(folder) / f"{name}.png")
+    return names
+
+
+def _show(
+    store: Store, found: list[Evaluation], *, save: bool, plots: str | None, json: bool
+) -> None:
+    names = _kept(store, found, save=save, plots=plots)
+    if json:
+        print_json(
+            [{**_fields(one), "saved": name} for one, name in zip(found, names, strict=True)]
+        )
+        return
+    for one in found:
+        print(one)
+        if one.curve is not None:
+            print("  " + str(one.curve).replace("\n", "\n  "))
+    _tell_names(names)
+
+
+def _tell_names(names: list[str | None]) -> None:
+    kept = [name for name in names if name is not None]
+    if kept:
+        print(f"kept as {', '.join(kept)}")
+
+
+def _fields(found: Evaluation) -> dict[str, Any]:
+    curve = found.curve
+    return {
+        "metric": found.metric,
+        "subject": found.subject,
+        "value": found.value,
+        "interval": found.interval,
+        "level": found.level,
+        "ceiling": found.ceiling,
+        "share_of_ceiling": found.share,
+        "queries": found.sizes.queries,
+        "subsets": found.sizes.subsets,
+        "seeds": found.sizes.seeds,
+        "rows": found.sizes.rows,
+        "truth": found.truth,
+        "provenance": found.provenance,
+        "curve": None
+        if curve is None
+        else {
+            curve.along: curve.at.tolist(),
+            **{
+                name: values.tolist()
+                for name, values in zip(curve.names, curve.values, strict=True)
+            },
+        },
+    }
+
+
+def _tell_progress(progress: Any) -> None:
+    import sys
+
+    if sys.stderr.isatty():
+        print(f"\r  {progress}", end="", file=sys.stderr, flush=True)

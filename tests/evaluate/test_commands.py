@@ -1,0 +1,112 @@
+"""`gradkeep evaluate ...` on a store with captures and a ground truth."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from gradkeep import evaluate
+from tests.evaluate.conftest import ROWS
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A copy of the world, to be written to."""
+    return shutil.copytree(world.location, tmp_path / "kept")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A file with a recipe, as a user has one."""
+    file = tmp_path / "mine.py"
+    file.write_text("from tests.evaluate.conftest import recipe\n\nhow = recipe()\nnothing = 3\n")
+    return file
+
+
+def test_lds_shows_a_board_keeps_it_and_compares(inline, folder, tmp_path):
+    shown = inline("evaluate", "lds", folder, "--method", "kernel", "--method", "random")
+    assert shown.returncode == 0, shown.stderr
+    assert "hybrid of kernel" in shown.stdout
+    assert "reporting half: 20 subsets x 2 seeds" in shown.stdout
+    told = inline(
+        "evaluate", "lds", folder, "--method", "kernel", "--json", "--plots", tmp_path / "p"
+    )
+    found = json.loads(told.stdout)
+    by_name = {one["method"]: one for one in found["methods"]}
+    kept = evaluate.evaluations(folder)
+    for one in by_name.values():
+        assert kept[one["saved"]].value == one["value"]
+        assert one["interval"][0] <= one["value"] <= one["interval"][1]
+        assert one["queries"] == 12
+        assert one["subsets"] == 20
+        assert (tmp_path / "p" / f"{one['saved']}.png").stat().st_size > 1000
+    random = next(name for name in kept if "random" in name)
+    compared = inline("evaluate", "compare", folder, by_name["kernel"]["saved"], random)
+    assert compared.returncode == 0
+    assert "kernel" in compared.stdout
+    unknown = inline("evaluate", "compare", folder, "a", "b")
+    assert unknown.returncode == 2
+    assert "no evaluation 'a'" in unknown.stderr
+
+
+def test_a_truth_is_trained_from_a_script_and_remembered(inline, tmp_path, script):
+    made = inline(
+        *("evaluate", "truth", tmp_path / "new", "--recipe", f"{script}:how"),
+        *("--subsets", "10", "--seeds", "2", "--workers", "0"),
+    )
+    assert made.returncode == 0, made.stderr
+    assert "10 subsets x 2 seeds, 12 queries; ceiling" in made.stdout
+    assert evaluate.load_truth(tmp_path / "new").recipe == f"{script}:how"
+    for source, said in (
+        (f"{script}:nothing", "is no recipe"),
+        (f"{script}:missing", "is no recipe"),
+        ("nowhere.py:how", "no such file"),
+        ("no_such_module:how", "cannot be imported"),
+        ("how", "names nothing to import"),
+    ):
+        bad = inline("evaluate", "truth", tmp_path / "other", "--recipe", source)
+        assert bad.returncode == 2, source
+        assert said in bad.stderr, source
+
+
+def test_labels_leakage_removal_and_sanity(inline, folder, tmp_path, script):
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text("id\n" + "\n".join(str(row) for row in range(0, ROWS, 9)))
+    found = inline("evaluate", "labels", folder, "--wrong", wrong, "--json")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert {one["subject"].split(" at ")[0] for one in told} >= {"suspects by loss", "rank sum"}
+    copies = tmp_path / "copies.csv"
+    copies.write_text("query,row\n" + "\n".join(f"{q},{q}" for q in range(6)))
+    found = inline("evaluate", "leakage", folder, "--copies", copies)
+    assert found.returncode == 0, found.stderr
+    assert "6 planted copies" in found.stdout
+    found = inline(
+        *("evaluate", "removal", folder, "--recipe", f"{script}:how", "--size", "8"),
+        *("--query", "1", "--query", "4", "--seeds", "2", "--workers", "0"),
+    )
+    assert found.returncode == 0, found.stderr
+    assert "random rows" in found.stdout
+    found = inline("evaluate", "sanity", folder, "--random-run", "random", "--json")
+    assert json.loads(found.stdout)["passed"] == (found.returncode == 0)
+
+
+def test_all_says_what_is_missing_and_goes_on(inline, folder):
+    found = inline("evaluate", "all", folder)
+    assert found.returncode == 0, found.stderr
+    for title in ("lds", "sanity", "labels", "leakage", "removal"):
+        assert f"== {title}" in found.stdout
+    assert "which labels are wrong is not known" in found.stdout
+    assert "--copies FILE" in found.stdout
+    assert "--recipe" in found.stdout
+    assert np.isfinite(next(iter(evaluate.evaluations(folder).values())).value)
+
+
+@pytest.mark.parametrize("content", ["", "1 2\nx y\n", "1\n", "99999999999999999999 1\n"])
+def test_files_of_ids_that_are_none_are_refused(inline, folder, tmp_path, content):
+    file = tmp_path / "ids"
+    file.write_text(content)
+    found = inline("evaluate", "leakage", folder, "--copies", file)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr

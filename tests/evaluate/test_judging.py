@@ -1,0 +1,42 @@
+"""All methods of a store on one board, and the commands that show it."""
+
+import pytest
+
+import gradkeep as gk
+from gradkeep import evaluate
+from gradkeep.errors import EvaluationError
+
+
+def test_every_method_stands_on_the_board_with_its_price(world):
+    seen = []
+    found = evaluate.judge_methods(world, report=seen.append)
+    names = {one.name for one in (*found.methods, *found.refused)}
+    assert names >= {one.name for one in gk.methods() if one.about_queries}
+    values = [one.evaluation.value for one in found.methods]
+    assert values == sorted(values, reverse=True)
+    assert len(seen) == len(names)
+    by_name = {one.name: one for one in found.methods}
+    kernel = by_name["kernel"]
+    assert (
+        kernel.evaluation.value
+        == evaluate.lds(gk.attribute(world, method="kernel"), found.truth).value
+    )
+    assert not by_name["random"].evaluation.from_zero
+    assert kernel.bytes_per_row > 0
+    assert by_name["random"].bytes_per_row is None
+    assert any(name.startswith("hybrid of") for name in names)
+    table = str(found)
+    assert all(one.name in table for one in found.methods)
+    assert "reporting half" in table
+    assert found.against_best("random").value > 0
+
+
+def test_scores_from_elsewhere_join_the_board(world):
+    truth = evaluate.load_truth(world)
+    mine = gk.attribute(world, method="dot")
+    found = evaluate.judge_methods(
+        world, truth, methods=["kernel"], given={"mine": mine}, hybrid_of_best=False
+    )
+    assert {one.name for one in found.methods} == {"kernel", "mine"}
+    with pytest.raises(EvaluationError, match="none of the methods"):
+        evaluate.judge_methods(world, truth, methods=["nonsense"])

@@ -1,0 +1,91 @@
+"""Retraining without what scores name: held against trainings done by hand."""
+
+import numpy as np
+import pytest
+
+import gradkeep as gk
+from gradkeep import evaluate
+from gradkeep.datamodels.fitting._masks import training_seed
+from gradkeep.errors import EvaluationError
+from tests.evaluate.conftest import QUERIES, ROWS, recipe
+
+
+def by_hand(mask, seed):
+    how = recipe()
+    rows = np.flatnonzero(mask)
+    model = how.training.train_one(how.train[0][rows], how.train[1][rows], training_seed(0, seed))
+    return how.asked()(model)
+
+
+def test_a_removal_curve_is_what_retraining_by_hand_says(world):
+    scores = gk.attribute(world, method="kernel")
+    found = evaluate.removal_curve(
+        scores, recipe(), sizes=[8, 20], queries=[1, 5], seeds=2, workers=0
+    )
+    whole = np.stack([by_hand(np.ones(ROWS, bool), seed) for seed in range(2)])
+    for column, size in enumerate((8, 20)):
+        drops = []
+        for query in (1, 5):
+            mask = np.ones(ROWS, bool)
+            mask[np.argsort(-scores.values[query])[:size]] = False
+            without = np.stack([by_hand(mask, seed) for seed in range(2)])
+            drops.append((whole - without)[:, query].mean())
+        assert found.change.curve.values[0, column] == pytest.approx(np.mean(drops), rel=1e-3)
+    assert found.change.curve.names[-1] == "random rows"
+    assert found.change.sizes.queries == 2
+    assert "20 rows" in str(found.change.sizes)
+
+
+def test_removing_what_helped_hurts_more_than_removing_at_random(world):
+    scores = gk.attribute(world, method="kernel")
+    found = evaluate.removal_curve(scores, recipe(), sizes=[16], workers=0)
+    assert found.change.value > 0
+    assert found.change.interval[0] > 0
+    alone = evaluate.removal_curve(scores, recipe(), sizes=[16], train="with only", workers=0)
+    assert alone.change.metric == "retention"
+    assert alone.change.value > 0
+    assert 0 <= found.flipped.interval[0] <= found.flipped.value <= found.flipped.interval[1] <= 1
+    random = gk.attribute(world, method="random")
+    told = evaluate.removal_curve(random, recipe(), sizes=[16], workers=0)
+    assert not evaluate.compare(found.change, found.change).differs
+    assert evaluate.compare(found.change, told.change).value > 0
+
+
+def test_trainings_are_kept(world, monkeypatch):
+    scores = gk.attribute(world, method="kernel")
+    first = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
+    monkeypatch.setattr("gradkeep.datamodels.study._job.train_many", None)
+    monkeypatch.setattr("gradkeep.datamodels.Training.train_one", None)
+    again = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
+    np.testing.assert_array_equal(first.change.draws, again.change.draws)
+
+
+def test_leave_one_out_is_what_leaving_out_by_hand_says(world):
+    scores = gk.attribute(world, method="kernel")
+    found = evaluate.leave_one_out(scores, recipe(), rows=list(range(8)), seeds=2, workers=0)
+    whole = np.stack([by_hand(np.ones(ROWS, bool), seed) for seed in range(2)]).mean(0)
+    drops = []
+    for row in range(8):
+        mask = np.ones(ROWS, bool)
+        mask[row] = False
+        drops.append(whole - np.stack([by_hand(mask, seed) for seed in range(2)]).mean(0))
+    from gradkeep._ranks import rank_correlation
+
+    each = [rank_correlation(scores.values[q, :8], np.stack(drops)[:, q]) for q in range(QUERIES)]
+    assert found.value == pytest.approx(np.mean(each), abs=0.02)
+    many = evaluate.leave_one_out(scores, recipe(), rows=10, seeds=1, workers=0)
+    assert many.ceiling is None
+    assert many.sizes.rows == 10
+
+
+def test_what_cannot_be_retrained_is_refused(world):
+    scores = gk.attribute(world, method="kernel")
+    with pytest.raises(EvaluationError, match="no query with id 99"):
+        evaluate.removal_curve(scores, recipe(), queries=[99])
+    with pytest.raises(EvaluationError, match="sizes"):
+        evaluate.removal_curve(scores, recipe(), sizes=[ROWS])
+    given = gk.Scores(scores.values[:, :9], scores.query_ids, np.arange(9))
+    with pytest.raises(EvaluationError, match="no store"):
+        evaluate.removal_curve(given, recipe())
+    with pytest.raises(EvaluationError, match="other rows than were scored"):
+        evaluate.removal_curve(given, recipe(), store=world)
