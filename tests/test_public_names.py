@@ -16,6 +16,7 @@ import gradkeep.capturing
 import gradkeep.data
 import gradkeep.datamodels
 import gradkeep.errors
+import gradkeep.evaluate
 import gradkeep.factors
 import gradkeep.farm
 import gradkeep.query
@@ -35,7 +36,10 @@ NAMES = {
         attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep attribute_once text_similarity """,
+    Keep attribute_once evaluate text_similarity """,
+    "gradkeep.evaluate": """
+        Curve Difference Evaluation GroundTruth JudgedMethod Judgement MoreModels Recipe RemovalCurve SampleSizes SanityCheck agreement class_retrieval
+        compare datamodel_scores evaluations ground_truth hybrid judge_methods label_detection lds leakage leave_one_out load_truth randomise rank_sum removal_curve sanity_check stability """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
@@ -105,7 +109,7 @@ NAMES = {
         Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowCounts RowState Rows
         Run Schema ScoresKey Store Verdict Writer WriterShare backend_for gc open
         register_backend verify zarr_references zarr_view
-    BasisKey """,
+    BasisKey EvaluationKey """,
     "gradkeep.store.backends": """
         Backend Bucket Durability Entry LocalDisk Memory Readable Syscalls backend_for
         register_backend

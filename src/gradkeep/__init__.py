@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         register_layer_rule,
     )
     from gradkeep.errors import GradkeepError
+    from gradkeep.evaluate import groups
     from gradkeep.query import gradients
     from gradkeep.remat import memory_budget
     from gradkeep.store import (
@@ -94,6 +95,7 @@ _NAMES = {
         *("layers", "plan", "recording", "register_layer_rule"),
     ),
     "errors": ("GradkeepError",),
+    "evaluate": ("groups",),
     "query": ("gradients",),
     "remat": ("memory_budget",),
     "store": (
@@ -145,6 +147,7 @@ __all__ = [
     "factors",
     "farm",
     "gradients",
+    "groups",
     "layers",
     "memory_budget",
     "methods",

@@ -101,9 +101,9 @@ class Recipe:
             keep_models=keep_models,
         )
 
-    def retraining(self, store: Store) -> Study:
+    def retraining(self, store: Store, name: str = RETRAINING) -> Study:
         """A study of the store for its `retrain` alone: trainings on chosen rows, not on random ones."""
-        return self._study(store, RETRAINING, 0, {})
+        return self._study(store, name, 0, {})
 
     def _study(
         self,

@@ -69,7 +69,7 @@ def removal_curve(
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     _arguments.count("resamples", resamples, error=EvaluationError, least=100)
-    where = _store_of(scores, store)
+    where = store_of(scores, store)
     lines = [scores, *against]
     asked = _asked(scores, queries)
     total = _fitting(lines, recipe)
@@ -86,7 +86,7 @@ def removal_curve(
     masks[-1] = True
     for mask, named in zip(masks, sets, strict=False):
         mask[named] = train == "with only"
-    outputs = _retrained(recipe, where, masks, seeds, options)
+    outputs = retrained(recipe, where, masks, seeds, options)
     outputs = outputs[:, :, places_among(scores.query_ids, outputs.shape[2])[asked]]
     columns = np.arange(len(asked))
     shape = (len(lines), len(asked), len(counts))
@@ -102,7 +102,7 @@ def removal_curve(
     universe = digest_of(
         "removal", train, np.array(counts), scores.query_ids[asked], outputs[-1], level, resamples
     )
-    sampler = _QueriesAndSeeds(len(asked), seeds, resamples, universe, level)
+    sampler = QueriesAndSeeds(len(asked), seeds, resamples, universe, level)
     sizes_told = SampleSizes(queries=len(asked), seeds=seeds, rows=max(counts))
     metric = "removal" if train == "without" else "retention"
     change = sampler.evaluation(
@@ -138,7 +138,7 @@ def leave_one_out(
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
     _arguments.count("resamples", resamples, error=EvaluationError, least=100)
-    where = _store_of(scores, store)
+    where = store_of(scores, store)
     total = _fitting([scores], recipe)
     if isinstance(rows, int):
         _arguments.count("rows", rows, error=EvaluationError, least=5, most=total)
@@ -151,7 +151,7 @@ def leave_one_out(
         chosen = _places_of(_arguments.whole_numbers("rows", rows, error=EvaluationError), scores)
     masks = np.ones((len(chosen) + 1, total), bool)
     masks[np.arange(len(chosen)), chosen] = False
-    outputs = _retrained(recipe, where, masks, seeds, options)
+    outputs = retrained(recipe, where, masks, seeds, options)
     places = places_among(scores.query_ids, outputs.shape[2])
     drops = (outputs[-1] - outputs[:-1])[:, :, places]
     universe = digest_of("loo", chosen, drops, level, resamples)
@@ -176,7 +176,7 @@ def leave_one_out(
 
 
 @dataclass(frozen=True, slots=True)
-class _QueriesAndSeeds:
+class QueriesAndSeeds:
     """Means over queries and seeds `[Q, S]`, with intervals over both."""
 
     queries: int
@@ -240,7 +240,7 @@ class _QueriesAndSeeds:
 
 
 def _flips(
-    sampler: _QueriesAndSeeds,
+    sampler: QueriesAndSeeds,
     scores: Scores,
     every: AnyArray,
     whole: AnyArray,
@@ -255,7 +255,7 @@ def _flips(
     if recipe.output is not None or right.sum() < 2:
         return None
     flipped = (every[:, right] <= 0).astype(np.float64)
-    few = _QueriesAndSeeds(
+    few = QueriesAndSeeds(
         int(right.sum()),
         sampler.seeds,
         sampler.resamples,
@@ -274,7 +274,7 @@ def _flips(
     )
 
 
-def _retrained(
+def retrained(
     recipe: Recipe, store: Store, masks: AnyArray, seeds: int, options: dict[str, Any]
 ) -> AnyArray:
     """Outputs `[K, seeds, T]`, larger where a query is answered better."""
@@ -283,8 +283,9 @@ def _retrained(
     return sign * np.asarray(outputs, np.float64)
 
 
-def _store_of(scores: Scores, store: Store | None) -> Store:
-    found = store or scores.store
+def store_of(scores: Scores | None, store: Store | None) -> Store:
+    """Where trainings are kept: the store that is named, or that of the scores."""
+    found = store if scores is None else store or scores.store
     if found is None:
         raise EvaluationError("no store to keep trainings in", fix="pass store=gk.open(...)")
     return found

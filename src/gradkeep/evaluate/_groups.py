@@ -1,0 +1,251 @@
+"""Groups of training rows that together explain a query, named by what they share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep import _arguments
+from gradkeep._annotations import checked
+from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
+from gradkeep.query import cosine, gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradkeep.attribution import Scores
+    from gradkeep.evaluate._evaluation import Evaluation
+    from gradkeep.evaluate._recipe import Recipe
+
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+_LEAST = 3
+"""Rows of the smallest group."""
+_CHECKPOINTS = 3
+"""The last so many checkpoints tell how alike rows are."""
+_SHARED = 0.6
+"""A group is named by what so many of its rows have."""
+_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """Some training rows that act alike on what is asked about."""
+
+    ids: AnyArray
+    """`[K]`, the strongest first"""
+    scores: AnyArray
+    """`[K]`: summed over the queries asked about"""
+    share: float
+    """Of all that helped (or harmed) what these rows did."""
+    name: str
+    """What they share."""
+    verified: Evaluation | None = None
+    """What retraining without them did, beside random rows, if that was asked for."""
+
+    @property
+    def helps(self) -> bool:
+        """Whether the rows helped."""
+        return bool(self.scores.sum() > 0)
+
+    @property
+    def effect(self) -> float:
+        """What removing them is predicted to change, in the scale of the scores."""
+        return -float(self.scores.sum())
+
+    def __str__(self) -> str:
+        did = "helped" if self.helps else "harmed"
+        told = f"{len(self.ids)} rows, {self.share:.0%} of what {did}: {self.name}"
+        return told if self.verified is None else f"{told}\n    {self.verified}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroups:
+    """A few groups that together explain a query or several, those that helped first."""
+
+    queries: AnyArray
+    """`[Q]`: the ids asked about"""
+    groups: tuple[RowGroup, ...]
+    rest: int
+    """Strong rows in none of these groups."""
+
+    def __str__(self) -> str:
+        asked = ", ".join(str(number) for number in self.queries[:5].tolist())
+        more = f" and {len(self.queries) - 5} more" if len(self.queries) > 5 else ""
+        lines = [f"query {asked}{more}: {len(self.groups)} groups, {self.rest} strong rows in none"]
+        return "\n".join([*lines, *(f"  {group}" for group in self.groups)])
+
+
+@checked(EvaluationError)
+def groups(
+    scores: Scores,
+    query: Any = None,
+    *,
+    count: int = 5,
+    most: int = 100,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    features: Any = None,
+    recipe: Recipe | None = None,
+    seeds: int = 3,
+    **options: Any,
+) -> RowGroups:
+    """The `count` strongest groups of rows that helped a query, and as many that harmed it.
+
+    `query` is an id, a list of ids, or by default all of them.
+    The `most` strongest rows of each side are clustered (HDBSCAN) by the cosines of their gradients, or
+    of `features` `[N, D]`, and named by what most of a group shares: labels, and `columns`
+    of the training rows (a source, a text, of which the words are taken). With a `recipe` each group
+    is left out in turn and the model trained again, beside as many random rows (`options` are those of
+    `gk.farm.run`). Cost: most x N products of gradients; with a recipe, (groups + 5) x seeds trainings.
+    """
+    _arguments.count("count", count, error=EvaluationError, least=1)
+    _arguments.count("most", most, error=EvaluationError, least=_LEAST)
+    asked = _asked(scores, query)
+    total = np.asarray(scores.values, np.float64)[asked].sum(axis=0)
+    shared = _columns(scores, columns)
+    found: list[RowGroup] = []
+    rest = 0
+    for sign in (1, -1):
+        order = np.argsort(-sign * total, kind="stable")[:most]
+        order = order[sign * total[order] > 0]
+        strength = np.abs(total[sign * total > 0]).sum()
+        marks = _clusters(_distances(scores, order, features))
+        made = []
+        for mark in range(marks.max(initial=-1) + 1):
+            rows = order[marks == mark]
+            share = float(np.abs(total[rows]).sum() / strength)
+            named = _named(rows, shared)
+            made.append(RowGroup(scores.train_ids[rows], total[rows], share, named))
+        strongest = sorted(made, key=lambda group: -group.share)[:count]
+        rest += len(order) - sum(len(group.ids) for group in strongest)
+        found += strongest
+    if recipe is not None:
+        found = [_verified(group, scores, asked, recipe, seeds, options) for group in found]
+    return RowGroups(scores.query_ids[asked], tuple(found), rest)
+
+
+def _asked(scores: Scores, query: Any) -> AnyArray:
+    if query is None:
+        return np.arange(len(scores.query_ids))
+    wanted = [query] if isinstance(query, int | np.integer) else query
+    ids = _arguments.whole_numbers("query", wanted, error=EvaluationError)
+    unknown = np.setdiff1d(ids, scores.query_ids)
+    if len(unknown) or not len(ids):
+        raise EvaluationError(
+            "no such query was scored", found=unknown[:5].tolist() if len(ids) else "none named"
+        )
+    return np.flatnonzero(np.isin(scores.query_ids, ids))
+
+
+def _distances(scores: Scores, rows: AnyArray, features: Any) -> AnyArray:
+    """How unlike some rows are `[K, K]`, from 0 to 2: one minus the cosine of their gradients.
+
+    Of their features where some are given; of how they act on all queries where no gradients can be
+    compared.
+    """
+    if features is not None:
+        told = _arguments.array("features", features, error=EvaluationError).astype(np.float64)
+        if told.ndim != 2 or len(told) != len(scores.train_ids):
+            raise EvaluationError(
+                "features are a row of numbers for each training row",
+                found=list(told.shape),
+                expected=f"[{len(scores.train_ids)}, D]",
+            )
+        return 1 - _cosines((told - told.mean(axis=0))[rows])
+    if scores.store is not None and scores.checkpoints:
+        try:
+            kept = [_alike(scores, place, rows) for place in scores.checkpoints[-_CHECKPOINTS:]]
+            return np.asarray(1 - np.mean(kept, axis=0))
+        except GradkeepError:
+            pass  # coordinates that no cosine can be made of, or a capture that is gone
+    return 1 - _cosines(np.asarray(scores.values, np.float64).T[rows])
+
+
+def _alike(scores: Scores, place: str, rows: AnyArray) -> AnyArray:
+    """Cosines of the gradients of some rows at one checkpoint."""
+    assert scores.store is not None
+    run, _, checkpoint = place.rpartition("/")
+    kept = gradients(scores.store, split=scores.train, checkpoints=checkpoint, run=run or "main")
+    found = cosine(kept, kept, ids=scores.train_ids[rows])
+    return np.asarray(found.values.double())[:, rows]
+
+
+def _cosines(told: AnyArray) -> AnyArray:
+    unit = told / np.maximum(np.linalg.norm(told, axis=1, keepdims=True), 1e-30)
+    return np.asarray(unit @ unit.T)
+
+
+def _clusters(distances: AnyArray) -> AnyArray:
+    """Which cluster each row is in, -1 for none."""
+    try:
+        from sklearn.cluster import HDBSCAN
+    except ImportError as error:
+        raise MissingExtra(
+            "groups need scikit-learn", fix='pip install "gradkeep[demo]"'
+        ) from error
+    if len(distances) < 2 * _LEAST:
+        return np.full(len(distances), 0 if len(distances) >= _LEAST else -1)
+    even = np.clip((distances + distances.T) / 2, 0, 2)
+    np.fill_diagonal(even, 0)
+    found = HDBSCAN(min_cluster_size=_LEAST, metric="precomputed", copy=True).fit_predict(even)
+    return np.asarray(found)
+
+
+def _columns(scores: Scores, columns: Mapping[str, Sequence[Any]] | None) -> dict[str, list[Any]]:
+    given: dict[str, list[Any]] = {}
+    if scores.train_labels is not None:
+        given["label"] = np.asarray(scores.train_labels).tolist()
+    for name, values in (columns or {}).items():
+        if len(values) != len(scores.train_ids):
+            raise EvaluationError(
+                f"the column {name!r} is not of the training rows",
+                found=f"{len(values)} values",
+                expected=len(scores.train_ids),
+            )
+        given[name] = list(values)
+    return given
+
+
+def _named(rows: AnyArray, columns: dict[str, list[Any]]) -> str:
+    """What most of the rows share and most others do not."""
+    told = []
+    for name, values in columns.items():
+        own = [values[row] for row in rows]
+        if all(isinstance(value, str) and " " in value for value in own):
+            words = _words(own, values)
+            told += [f"{name} with {', '.join(words)}"] if words else []
+            continue
+        value, count = Counter(own).most_common(1)[0]
+        share, usual = count / len(own), values.count(value) / len(values)
+        if share >= _SHARED and share > 1.5 * usual:
+            told.append(f"{name} {value} ({share:.0%})")
+    return ", ".join(told) or "nothing in common that was kept"
+
+
+def _words(own: list[str], every: list[Any]) -> list[str]:
+    """The words that most of these texts have, the rarest elsewhere first."""
+    have = Counter(word for text in own for word in set(text.lower().split()))
+    usual = Counter(word for text in every for word in set(str(text).lower().split()))
+    shared = [word for word, count in have.items() if count >= _SHARED * len(own)]
+    return sorted(shared, key=lambda word: (usual[word] / have[word], word))[:_WORDS]
+
+
+def _verified(
+    group: RowGroup,
+    scores: Scores,
+    asked: AnyArray,
+    recipe: Recipe,
+    seeds: int,
+    options: dict[str, Any],
+) -> RowGroup:
+    import dataclasses
+
+    from gradkeep.evaluate._verified import verify_rows
+
+    found = verify_rows(
+        group.ids, recipe, scores=scores, queries=scores.query_ids[asked], seeds=seeds, **options
+    )
+    return dataclasses.replace(group, verified=found)
