@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import api_fuzz as fuzz
+import api_fuzz_calls
 
 
 def main(count: int | None = None) -> int:
@@ -20,7 +21,7 @@ def main(count: int | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.chdir(fuzz.deep_folder(Path(folder)))
-        known = fuzz.calls(fuzz.World(Path(folder)))
+        known = api_fuzz_calls.calls(api_fuzz_calls.World(Path(folder)))
         for call in known:
             if call.name not in fuzz.REFUSED_AS_THEY_ARE:
                 call.function(**call.good())

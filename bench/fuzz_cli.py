@@ -11,7 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import command_fuzz as fuzz
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import command_fuzz as fuzz
 
 PROCESSES = 25
 """One in so many lines is run as a process of its own as well."""

@@ -1,6 +1,6 @@
 """Planted wrong labels on MNIST and CIFAR-10: are the noise rate and the precision where they are said to be?
 
-`./x bench suspects [--quick]`: labels are flipped to any other class (5, 10, 20 %) or to the next one
+`./x bench suspects [--quick] [SEED ...]`: labels are flipped to any other class (5, 10, 20 %) or to the next one
 (10 %), models are trained on them, and what `gk.suspects` says is held against the flips: from
 out-of-fold probabilities, and from captures of losses early in training, of rows that the
 model was trained on. Data from GRADKEEP_DATA; one thread.
@@ -130,7 +130,8 @@ def main() -> int:
         print("no data here: set GRADKEEP_DATA")
         return 0
     quick = "--quick" in sys.argv[1:]
-    seeds = range(1 if quick else 2)
+    named = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    seeds = named or range(1 if quick else 2)
     print(
         "data     flips      seed by         rate  found [95 %]            rows  prec. [95 %]       actual  recall"
     )

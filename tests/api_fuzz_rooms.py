@@ -55,8 +55,36 @@ def room_calls(w, call):
         run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
         return run
 
+    words = {key: w.read[key] for key in ("model", "loader", "task")}
+    few = words | {
+        "split": "train",
+        "keep": gk.Keep(256, rows=4),
+        "columns": {"name": list("abcd")},
+    }
+    few |= {"progress": False, "of": "loss", "encoding": "plain", "memory_budget": None}
     table = {
         "capture": (anew(gk.capture), captured),
+        "capture of a few bytes": (anew(gk.capture), few),
+        "Keep": (
+            gk.Keep,
+            {"bytes": "4KiB", "bits": 1, "coordinates": "eigen", "group": None, "fold": 4}
+            | {"damping": 0.1, "rows": None, "seed": 0, "basis": None},
+        ),
+        "completions": (
+            gk.completions,
+            {"prompts": [[5, 6]], "generated": torch.tensor([[5, 6, 7, 8]]), "with_prompt": True}
+            | {"pad": None, "eos": None, "ignore_index": -100},
+        ),
+        "LanguageModelling": (gk.LanguageModelling, {"span": None, "ignore_index": -100}),
+        "store.BasisKey": (
+            stores.BasisKey,
+            {"checkpoint": "final", "run": "main", "capture": "main"},
+        ),
+        "store.CaptureKey": (
+            stores.CaptureKey,
+            {"checkpoint": "final", "split": "train", "run": "main", "capture": "main"},
+        ),
+        "store.ScoresKey": (stores.ScoresKey, {"name": "kept"}),
         "layers": (
             gk.layers,
             {"model": model, "batch": batch, "task": task, "mode": "eval", **kept},

@@ -4,9 +4,12 @@ import importlib
 import inspect
 
 import api_fuzz as fuzz
+import api_fuzz_calls
 import pytest
 
 ROOMS = ("query", "attribution", "datamodels", "data", "farm")
+NAMED = ("Keep", "completions", "capture", "attribute_once", "attribute_tokens", "text_similarity")
+"""Of gradkeep itself: what people call first."""
 ELSEWHERE = {
     # Without arguments, or about what only other functions make.
     *("machine_speeds", "methods", "models", "zoo", "recent_rate", "progress_of", "work"),
@@ -19,7 +22,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
-    return fuzz.calls(fuzz.World(tmp_path_factory.mktemp("world")))
+    return api_fuzz_calls.calls(api_fuzz_calls.World(tmp_path_factory.mktemp("world")))
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,7 @@ def test_every_public_function_of_these_rooms_is_tried(known):
         names = [n for n in module.__all__ if inspect.isfunction(getattr(module, n))]
         missing += [f"{room}.{name}" for name in names if name not in tried | ELSEWHERE]
     assert not missing
+    assert tried >= {name for name in fuzz.gk.__all__ if name in NAMED} == {*NAMED}
 
 
 @pytest.mark.filterwarnings(

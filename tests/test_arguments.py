@@ -1,6 +1,8 @@
 """The checks of arguments: what they let through is what they say, for any value at all."""
 
 import math
+import os
+import stat
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradkeep as gk
 from gradkeep import _arguments
+from gradkeep import datamodels as dm
 from gradkeep.errors import FarmError, QueryError
 
 
@@ -107,3 +111,43 @@ def test_whole_numbers_from_arrays_tensors_ranges_and_nothing():
 def test_a_word_nearby_is_offered():
     with pytest.raises(QueryError, match="did you mean 'dense'"):
         _arguments.one_of("keep", "dens", ["dense", "exact"], error=QueryError)
+
+
+def test_only_a_files_place_is_taken(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nowhere").symlink_to("gone")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("file", "new", "link", "no/such/folder"):
+        _arguments.file_to_write(tmp_path / name, error=FarmError)
+    for name in ("folder", "pipe", "nowhere"):
+        with pytest.raises(FarmError, match="a file of its own"):
+            _arguments.file_to_write(tmp_path / name, error=FarmError)
+
+
+def test_no_writer_of_a_named_file_takes_the_place_of_a_pipe(tmp_path):
+    from gradkeep import remat
+    from gradkeep.compat.datamodels import _regression
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    numbers = np.ones((2, 2), np.float32)
+    data = _regression.RegressionData(dm.Masks.of(numbers > 0), numbers, np.arange(2))
+
+    def recorded():
+        with remat.record(pipe):
+            torch.ones(2).sum()
+
+    writers = [
+        lambda: data.save(pipe),
+        lambda: _regression.save_weights(pipe, numbers, numbers[0], numbers[0]),
+        lambda: remat.Timeline().write(pipe),
+        lambda: gk.memory_budget(0.5).save(pipe),
+        recorded,
+    ]
+    for write in writers:
+        with pytest.raises(gk.GradkeepError, match=r"of their own|of its own"):
+            write()
+        assert stat.S_ISFIFO(pipe.lstat().st_mode)
+        assert os.listdir(tmp_path) == ["pipe"]

@@ -339,3 +339,22 @@ def _range(what: str, least: float | None, most: float | None, above: float | No
     if above is None and least is not None:
         return f"{what} from {least:g} to {most:g}"
     return f"{what} {low} and at most {most:g}"
+
+
+def file_to_write(
+    path: str | os.PathLike[str], *, error: type[GradkeepError]
+) -> str | os.PathLike[str]:
+    """A path whose file may be replaced: never a device's, a pipe's or a folder's place.
+
+    >>> from gradkeep.errors import StoreError
+    >>> file_to_write("no/such/file", error=StoreError)
+    'no/such/file'
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise error(
+            "this is written to a file of its own",
+            path=os.fspath(path)[:300],
+            found="a folder" if os.path.isdir(path) else "a pipe, a device or a link to nowhere",
+            expected="a file, or nothing yet",
+        )
+    return path

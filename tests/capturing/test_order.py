@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 import gradkeep as gk
+from gradkeep.capturing._reading import filled_batches
 from gradkeep.errors import CaptureError
 
 KEY = gk.CaptureKey("final", "train")
@@ -204,6 +205,47 @@ def test_late_batches_in_another_order_are_found(store, model):
     assert "24" in str(caught.value)  # the first row that is another
     with pytest.raises(gk.GradkeepError, match="not finished"):
         gk.gradients(store, split="train")
+
+
+class LateSwap(Sampler):
+    """In order when it is looked at, and in the pass that is captured two late rows swapped."""
+
+    def __init__(self, rows, honest):
+        self.rows, self.honest = rows, honest
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        self.honest -= 1
+        places = list(range(self.rows))
+        if self.honest < 0:
+            places[21], places[22] = places[22], places[21]
+        return iter(places)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ids", [None, list(range(200))])
+def test_a_sampler_that_changes_its_mind_is_found_in_the_batch_it_concerns(
+    store, model, workers, ids
+):
+    data = TensorDataset(torch.randn(200, 3), torch.arange(200) % ROWS)
+    sampler = LateSwap(200, honest=3)  # asked twice, and for the first batches
+    loader = DataLoader(data, 2, sampler=sampler, num_workers=workers)
+    with pytest.raises(CaptureError, match="shuffles") as caught:
+        capture(store, model, loader, ids=ids)
+    assert "row 22 at place 21" in str(caught.value) or "row 21 at place 22" in str(caught.value)
+    with pytest.raises(gk.GradkeepError, match="not finished"):
+        gk.gradients(store, split="train")
+
+
+@given(rows=st.integers(1, 40), size=st.integers(1, 9), last=st.booleans())
+def test_a_watched_pass_is_the_loaders_own(rows, size, last):
+    data = [(torch.randn(3), number) for number in range(rows)]
+    loader = DataLoader(data, size, drop_last=last)
+    watched = list(filled_batches(loader, range(rows)))
+    for ours, theirs in zip(watched, loader, strict=True):
+        assert all(map(torch.equal, ours, theirs))
 
 
 class Stream:

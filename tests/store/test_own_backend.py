@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import NotAStore, StoreError
-from gradkeep.store import Bucket, LocalDisk, Memory, backend_for, register_backend
+from gradkeep.errors import Damaged, NotAStore, StoreError
+from gradkeep.store import Bucket, LocalDisk, Memory, backend_for, gc, register_backend, verify
 from gradkeep.testing import StoreTests
 
 HERE = Path(__file__).parent
@@ -113,9 +113,31 @@ def test_what_was_there_before_goes_through_the_same_door(tmp_path):
     assert isinstance(backend_for(tmp_path), LocalDisk)
     assert isinstance(backend_for(str(tmp_path)), LocalDisk)
     assert isinstance(backend_for("memory://x"), Bucket)
-    assert isinstance(backend_for(f"file://{tmp_path}"), Bucket)
+    assert backend_for(f"file://{tmp_path}/a%20b").root == f"{tmp_path}/a b"
+    assert isinstance(backend_for(f"file://localhost{tmp_path}"), LocalDisk)
     own = Memory()
     assert backend_for(own) is own
+
+
+@pytest.mark.parametrize(
+    "url", ["file://", "file:///", "file://host/x", "file:////", "file:///%00"]
+)
+def test_a_file_url_that_names_no_folder_is_refused(url):
+    with pytest.raises(StoreError, match="names no folder"):
+        gk.open(url)
+
+
+def test_a_file_url_follows_no_links(tmp_path):
+    store = gk.open(tmp_path / "store")
+    with store.write(gk.ScoresKey("a"), gk.Schema((gk.Array("s"),))) as writer:
+        writer.append([0], {"s": [1.0]})
+    (segments,) = (tmp_path / "store").rglob("seg")
+    segments.rename(tmp_path / "elsewhere")
+    segments.symlink_to(tmp_path / "elsewhere")
+    assert not verify(f"file://{tmp_path}/store").healthy
+    with pytest.raises(Damaged):
+        gc(f"file://{tmp_path}/store")
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 1
 
 
 @pytest.fixture

@@ -160,3 +160,31 @@ def test_gc_leaves_work_in_progress_alone(store):
 def test_gc_wants_at_least_one_version(store):
     with pytest.raises(gk.GradkeepError, match="at least one"):
         gc(store, keep_versions=0)
+
+
+def test_scalars_of_another_version_are_told_by_the_name_of_their_file(store):
+    store.drop_rows(KEY, [3])
+    store.sql("select id from samples").rows()  # makes those of the newest version
+    files = sorted(name for name in os.listdir(path_of(store, "")) if name.endswith(".parquet"))
+    old, new = (name.split("-", 2) for name in files)
+    os.rename(path_of(store, files[0]), path_of(store, "-".join([new[0], new[1], old[2]])))
+    os.remove(path_of(store, files[1]))
+    (damage,) = verify(store.backend).damage
+    assert "does not hold what version 1 holds" in damage.what
+
+
+def test_scalars_whose_name_does_not_tell_are_compared_with_the_segments(store):
+    store.drop_rows(KEY, [3])
+    store.sql("select id from samples").rows()
+    files = sorted(name for name in os.listdir(path_of(store, "")) if name.endswith(".parquet"))
+    names = [name.split("-") for name in files]
+    for file, (word, version, _, digest) in zip(files, names, strict=True):
+        os.rename(path_of(store, file), path_of(store, f"{word}-{version}-{digest}"))
+    assert verify(store.backend).healthy  # as stores of before have them
+    os.remove(path_of(store, f"samples-000001-{names[1][3]}"))
+    os.rename(
+        path_of(store, f"samples-000000-{names[0][3]}"),
+        path_of(store, f"samples-000001-{names[0][3]}"),
+    )
+    (damage,) = verify(store.backend).damage
+    assert "does not hold what version 1 holds" in damage.what

@@ -60,6 +60,15 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     )
 
 
+def chosen_rows(batch: Any, rows: np.ndarray[Any, Any]) -> Any:
+    """These samples of a batch of which every tensor has one row per sample."""
+
+    def taken(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor | np.ndarray) else leaf
+
+    return _mapped(batch, taken, listed=lambda items: [items[row] for row in rows])
+
+
 def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A fingerprint `[B]` of each sample, by which changed or reordered data is noticed.
 

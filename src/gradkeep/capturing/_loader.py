@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader
 
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._order import LoaderOrder, order_of
 from gradkeep.capturing._packed import documents_of, may_pack
+from gradkeep.capturing._reading import filled_batches
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -56,9 +51,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.int64]], Any]]:
         """Ids and batches; the first ones are compared with earlier looks before any is given."""
         at = 0
-        delivered = _filled(self.loader)
-        if self.order is not None:
-            delivered = self.order.proved(delivered)
+        delivered = filled_batches(self.loader) if self.order is None else self.order.proved()
         for given in delivered:
             batch, ids = _taken_apart(given, self.ids)
             parts = [batch] if self.unpacking is None else self.unpacking.parts(batch)
@@ -134,7 +127,7 @@ def batches_of(
     order = order_of(loader, by_position=ids is None) if inside is None else None
     rows = order.rows if order is not None else _length(loader)
     _check_nothing_dropped(loader)
-    first = order.first if order is not None else next(iter(_filled(loader)), None)
+    first = order.first if order is not None else next(filled_batches(loader), None)
     if unpacking is not None and (isinstance(loader, list | tuple) or may_pack(first)):
         rows = _documents(loader)
     if listed is not None:
@@ -173,46 +166,6 @@ def _documents(loader: Iterable[Any]) -> int | None:
     if not isinstance(loader, list | tuple):
         return None
     return sum(len(documents_of(batch) or ()) or batch_size(batch) for batch in loader)
-
-
-def _filled(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches that have a sample."""
-    delivered = iter(loader)  # also where it is not used: it draws a random number
-    if isinstance(loader, DataLoader) and _is_sliced(loader):
-        delivered = _slices(loader)
-    return (batch for batch in delivered if batch_size(batch))
-
-
-def _is_sliced(loader: DataLoader[Any]) -> bool:
-    """Whether the batches are slices of tensors, one after the other, by torch's own classes alone."""
-    batched, data = loader.batch_sampler, loader.dataset
-    return (
-        type(loader) is DataLoader
-        and type(data) is TensorDataset
-        and type(batched) is BatchSampler
-        and type(batched.sampler) is SequentialSampler
-        and batched.sampler.data_source is data
-        and loader.collate_fn is default_collate
-        and loader.num_workers == 0
-        and not loader.pin_memory
-        and all(type(part) is torch.Tensor for part in data.tensors)
-        and all(part.layout is torch.strided for part in data.tensors)
-        and not any(part.requires_grad for part in data.tensors)
-    )
-
-
-def _slices(loader: Any) -> Iterator[list[torch.Tensor]]:
-    """The loader's batches without making each of their samples, which can cost more than a model.
-
-    They are copies, as the loader's are: a model may write into what it is given.
-    """
-    data, made = loader.dataset, loader.batch_sampler
-    stop = len(data) - len(data) % made.batch_size if made.drop_last else len(data)
-    for start in range(0, stop, made.batch_size):
-        end = min(start + made.batch_size, stop)
-        yield [
-            part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors
-        ]
 
 
 def _length(loader: Iterable[Any]) -> int | None:

@@ -1,35 +1,42 @@
 """Whether a loader goes through its samples in one order, found out from what it delivers.
 
-A row's id is its place, so a loader must deliver the same row at the same place in every pass. Three
-things are held against each other: what the sampler says, twice and to its end; what the loader
-delivers at first, in every pass; and what the data set itself holds at these places, in batches
-from the first to the last.
+A row's id is its place, so a loader must deliver the same row at the same place in every pass. Four
+things are held against each other: what the sampler says, twice and to its end; what it says of every
+batch as that is delivered; what the loader delivers at first, in every pass; and what the data set
+itself holds at these places, in batches from the first to the last.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gradkeep.capturing._batches import batch_size, digests, leaves
+from gradkeep.capturing._batches import batch_size, chosen_rows, digests, leaves
 from gradkeep.capturing._fingerprints import named
+from gradkeep.capturing._reading import (
+    collates_by_row,
+    filled_batches,
+    is_sequential,
+    said_places,
+    shuffled,
+)
 from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 _LOOKED_AT = 2
 """Batches at the beginning of which every pass must be the same."""
 _COMPARED, _FEW = 8, 4
 """Batches, from the first to the last, that are compared with the data set's own contents: fewer of
 many, where the sampler has more to contradict itself in."""
-_ASK = (
-    "use a DataLoader with shuffle=False, or have the dataset give ids and pass ids=, the key or "
-    "place of them in a batch"
-)
+_BATCHES, _ROWS = 16, 16
+"""Where rows can be compared without the others of their batch: so many of so many batches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +52,12 @@ class LoaderOrder:
     """The fingerprints of the first batches."""
     compared: dict[int, Any]
     """The sampler's own words for the batches that are compared with the data set, by number."""
+    places: Sequence[Any] | None
+    """What the sampler says of all samples; None where there is none, or not always the same."""
 
-    def proved(self, delivered: Iterator[Any]) -> Iterator[Any]:
+    def proved(self) -> Iterator[Any]:
         """The batches of a pass; raises before the first one if it begins otherwise than before."""
+        delivered = filled_batches(self.loader, self.places)
         begin = list(itertools.islice(delivered, len(self.looked_at)))
         for before, batch in zip(self.looked_at, begin, strict=False):
             found = digests(batch)
@@ -61,12 +71,17 @@ class LoaderOrder:
             place += batch_size(batch)
 
     def _compare(self, wanted: Any, batch: Any, place: int) -> None:
+        rows = np.arange(batch_size(batch))
+        if collates_by_row(self.loader) and len(rows) == len(wanted):
+            rows = np.unique(np.linspace(0, len(rows) - 1, _ROWS).round().astype(int))
+            wanted = [wanted[row] for row in rows]
+            batch = chosen_rows(batch, rows)
         found, own = digests(batch), digests(_fetched(self.loader, wanted))
         if np.array_equal(found, own):
             return
         if _is_random(self.loader, wanted):
             raise _augmented()
-        wrong = np.arange(len(found)) if len(own) != len(found) else np.flatnonzero(found != own)
+        wrong = rows if len(own) != len(found) else rows[found != own]
         raise CaptureError(
             "the loader delivers other contents than its data set holds at these places",
             found=f"{type(self.loader).__name__} with others at {named(place + wrong)}",
@@ -82,12 +97,12 @@ class LoaderOrder:
         batch: Any,
     ) -> CaptureError:
         if len(found) == len(before) and bool((np.isin(found, before) & (found != before)).any()):
-            return _shuffled()  # rows of then, at other places
+            return shuffled()  # rows of then, at other places
         if self.compared:
             return _augmented()  # the sampler says the same in every pass
         indexed = _indices(self.loader)
         random = _is_random(self.loader, indexed[0]) if indexed else _same_labels(self.first, batch)
-        return _augmented() if random else _shuffled()
+        return _augmented() if random else shuffled()
 
 
 def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
@@ -97,20 +112,21 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
     """
     indices = _indices(loader)
     compared: dict[int, Any] = {}
+    places: Sequence[Any] | None = None
     rows: int | None = None
     if isinstance(loader, list | tuple):
         rows = sum(batch_size(batch) for batch in loader)
-    if indices is not None:
-        if not _equal(indices, _indices(loader)):
-            raise _shuffled()
-        flat = _flat(indices)
-        batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-        rows = len(flat) if batched else None
+    if indices is not None and isinstance(loader, DataLoader):
+        if not is_sequential(loader) and not _equal(indices, _indices(loader)):
+            raise shuffled()
+        places = _flat(indices)
+        rows = len(places) if loader.batch_sampler is not None else None
         if by_position:
-            if flat != list(range(len(flat))):
-                raise _reordered(flat)
-            told = [batch for batch in indices if _as_list(batch)]
+            if places != list(range(len(places))):
+                raise _reordered(places)
+            told = [batch for batch in indices if said_places(batch)]
             most = _COMPARED if len(told) <= 4 * _COMPARED else _FEW
+            most = _BATCHES if collates_by_row(loader) else most
             numbers = np.linspace(0, len(told) - 1, min(len(told), most))
             compared = {int(number): told[int(number)] for number in numbers.round()}
     try:
@@ -127,6 +143,7 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
         first=begin[0] if begin else None,
         looked_at=() if steady else tuple(digests(batch) for batch in begin),
         compared=compared,
+        places=places,
     )
 
 
@@ -145,14 +162,8 @@ def _indices(loader: Iterable[Any]) -> list[Any] | None:
 def _flat(indices: list[Any]) -> list[Any]:
     found: list[Any] = []
     for batch in indices:
-        found += batch if isinstance(batch, list) else _as_list(batch)
+        found += said_places(batch)
     return found
-
-
-def _as_list(batch: Any) -> list[Any]:
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return [batch.item()] if batch.ndim == 0 else batch.tolist()
-    return list(batch) if isinstance(batch, Iterable) and not isinstance(batch, str) else [batch]
 
 
 def _equal(one: list[Any], other: list[Any] | None) -> bool:
@@ -183,14 +194,6 @@ def _same_labels(one: Any, other: Any) -> bool:
     ]
     return bool(labels) and all(
         a.shape == b.shape and torch.equal(a, b) and bool((a != a[0]).any()) for a, b in labels
-    )
-
-
-def _shuffled() -> CaptureError:
-    return CaptureError(
-        "the loader shuffles: a sample would have another id in every run",
-        found="another order in a second pass",
-        fix=_ASK,
     )
 
 

@@ -41,7 +41,7 @@ _PATTERNS: dict[FileKind, str] = {
     "segment": rf"(?P<folder>{_BLOCK})/seg/(?:(?P<number>{_SIX})|without-{_HEX})\.safetensors",
     "packed": rf"(?P<folder>{_SET})/packed/(?P<number>{_SIX})\.safetensors",
     "row": rf"(?P<folder>{_SET})/rows/{_SIX}/(?P<number>{_ONE})\.safetensors",
-    "samples": rf"(?P<folder>{_BLOCK})/samples-(?P<number>{_SIX})-{_HEX}\.parquet",
+    "samples": rf"(?P<folder>{_BLOCK})/samples-(?P<number>{_SIX})-([0-9a-f]{{16}}-)?{_HEX}\.parquet",
     "lease": rf"(?P<folder>{_SET})/claims/{_SIX}/(?P<number>{_ONE})-{_SIX}\.json",
     "failure": rf"(?P<folder>{_SET})/failed/{_SIX}/(?P<number>{_ONE})-[0-9a-f]+\.json",
     "size": rf"(?P<folder>{_SET})/size/(?P<number>\d{{12}}|[1-9]\d{{12,17}})\.json",

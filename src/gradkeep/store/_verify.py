@@ -40,7 +40,12 @@ from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._manifest import load_manifest, load_schema, schema_key
 from gradkeep.store.blocks._segment import Segment
-from gradkeep.store.catalog._samples import check_samples, holds_samples_of, samples_available
+from gradkeep.store.catalog._samples import (
+    check_samples,
+    holds_samples_of,
+    is_tied,
+    samples_available,
+)
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 from gradkeep.store.rows._row_files import SIZES, size_key
 
@@ -340,16 +345,16 @@ class _Check:
         data = self._backend.read(key)
         self.bytes += len(data)
         check_samples(data, key.rpartition("/")[2], path=key)
-        if not samples_available():
-            return
         try:
             block = Block(self._backend, file.folder, version=file.number)
-            same = holds_samples_of(data, block, _labels(file.folder), path=key)
+            same = is_tied(key.rpartition("/")[2], block)
+            if same is None and samples_available():  # of an older version: only its content tells
+                same = holds_samples_of(data, block, _labels(file.folder), path=key)
         except StoreError as error:
             if error.path == key:
                 raise
             return  # what it was derived from is gone or damaged, which is told of that
-        if not same:
+        if same is False:
             self._note(key, f"it does not hold what version {file.number} holds")
 
     def recorded(self) -> None:

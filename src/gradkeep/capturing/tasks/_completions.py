@@ -38,6 +38,7 @@ def completions(
     flag("with_prompt", with_prompt, error=CaptureError)
     optional(count, "pad", pad, error=CaptureError)
     optional(count, "eos", eos, error=CaptureError)
+    ignore_index = count("ignore_index", ignore_index, error=CaptureError, least=-(2**63))
     asked = _rows("prompts", prompts)
     written = _rows("generated", getattr(generated, "sequences", generated))
     if len(asked) != len(written):

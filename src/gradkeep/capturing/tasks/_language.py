@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gradkeep._arguments import count, flag, one_of, optional, text
 from gradkeep.capturing.tasks._task import Measured, Task, call, holds_numbers, logits_of
 from gradkeep.errors import CaptureError
 
@@ -45,7 +46,11 @@ class LanguageModelling(Task):
     span: tuple[int | None, int | None] | str | None = field(default=None, metadata={"later": True})
 
     def __post_init__(self) -> None:
+        count("ignore_index", self.ignore_index, error=CaptureError, least=-(2**63))
+        one_of("reduction", self.reduction, words=("sum", "mean"), error=CaptureError)
+        flag("shift", self.shift, error=CaptureError)
         if self.span is None or isinstance(self.span, str):
+            optional(text, "span", self.span, error=CaptureError)
             return
         ends = self.span
         whole = isinstance(ends, tuple | list) and len(ends) == 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradkeep._arguments import file_to_write
 from gradkeep.compat.datamodels._regression_logs import FOLDERS, ROWS, RegressionLogs
 from gradkeep.datamodels import Masks, fit
 from gradkeep.errors import StudyError
@@ -32,7 +33,7 @@ class RegressionData:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one file, masks as bits."""
-        with open(path, "wb") as file:
+        with open(file_to_write(path, error=StudyError), "wb") as file:
             np.savez(
                 file,
                 bits=self.masks.bits,
@@ -190,7 +191,7 @@ def save_weights(
     named = {"weight": weight, "bias": bias, "lam": lam, **more}
     # Copies: tensors of arrays that must not be written to would make torch warn.
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in named.items()}
-    temp = f"{os.fspath(path)}.{secrets.token_hex(4)}"
+    temp = f"{os.fspath(file_to_write(path, error=StudyError))}.{secrets.token_hex(4)}"
     try:
         torch.save(tensors, temp)
         os.replace(temp, path)

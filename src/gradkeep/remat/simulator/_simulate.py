@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep import _annotations
+from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
 from gradkeep.remat.simulator._cost_ratio import Heuristic
@@ -148,7 +149,7 @@ class Timeline:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """The events as CSV, one line each, for a picture of bytes over time."""
-        with Path(path).open("w", newline="") as file:
+        with Path(file_to_write(path, error=RematError)).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([part.name for part in dataclasses.fields(MemoryEvent)])
             writer.writerows(dataclasses.astuple(event) for event in self.events)

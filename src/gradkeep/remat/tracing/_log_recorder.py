@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradkeep import _annotations
+from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat.tracing._tensors import (
     SEQUENCES,
@@ -92,6 +93,7 @@ class LoggedStep:
     def write(self, path: Path) -> None:
         """Write the log; a reader sees all of it or nothing."""
         lines = [_line("ANNOTATE", ANNOTATION="START"), *self._lines()]
+        file_to_write(path, error=RematError)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}")

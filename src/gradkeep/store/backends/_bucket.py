@@ -31,7 +31,8 @@ class Bucket(Backend):
     """A bucket, or a folder in one, by its URL; `options` are those of `obstore.store.from_url`.
 
     Credentials come from the environment, as the provider's own tools take them. `memory://` is a
-    new and empty place each time, `file://` a folder without fsync: both are for trying things out.
+    new and empty place each time, `file://` a folder without fsync, whose links are followed: both
+    are for trying things out. `gk.open("file:///folder")` is a folder as any other and no bucket.
 
     >>> bucket = Bucket("memory://")
     >>> bucket.put_if_absent("greeting", [b"hello"], durability="full")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from gradkeep.errors import StoreError
 from gradkeep.store.backends._backend import Backend
@@ -18,7 +19,29 @@ ENTRY_POINTS = "gradkeep.backends"
 """The group of entry points in which an installed package names its schemes."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_factories: dict[str, Callable[[str], Backend]] = dict.fromkeys(SCHEMES, Bucket)
+
+
+def folder_of_url(url: str) -> LocalDisk:
+    """The folder that a `file://` URL names, with all that holds for folders: no link is followed.
+
+    >>> folder_of_url("file:///data/my%20runs").root
+    '/data/my runs'
+    """
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.strip("/") or "\0" in path:
+        raise StoreError(
+            "this URL names no folder for a store",
+            path=url,
+            expected="file:///path/to/folder, with three slashes",
+            fix="give the folder itself, without file://",
+        )
+    return LocalDisk(path)
+
+
+_factories: dict[str, Callable[[str], Backend]] = dict.fromkeys(SCHEMES, Bucket) | {
+    "file": folder_of_url
+}
 
 
 def register_backend(scheme: str, factory: Callable[[str], Backend]) -> None:

@@ -1,7 +1,9 @@
 """Per-sample scalars as Parquet, beside the segments they were taken from.
 
 The file is derived: it can be deleted and is made again when it is needed. Its name carries the
-version it belongs to and the digest of its own bytes, so it is immutable and checks itself.
+version it belongs to and the digest of its own bytes, so it is immutable and checks itself. Between
+them stands what ties both together, a digest of the manifest's digest and the file's: under another
+version's name, or in another block's folder, it is told without being read as Parquet.
 """
 
 from __future__ import annotations
@@ -47,6 +49,17 @@ def check_samples(data: bytes | memoryview, name: str, *, path: str) -> None:
             path=path,
             fix="delete it, or run `gradkeep verify STORE --repair`: it is made again when needed",
         )
+
+
+def is_tied(name: str, block: Block) -> bool | None:
+    """Whether a file name is that of Parquet made of this version; None of names that do not tell."""
+    parts = name.removesuffix(_SUFFIX).split("-")
+    return None if len(parts) != 4 else parts[2] == _tie(block, parts[3])
+
+
+def _tie(block: Block, digest: str) -> str:
+    tied = f"{block.folder} {block.manifest.digest} {digest}"
+    return xxhash.xxh3_64_hexdigest(tied.encode())
 
 
 def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
@@ -152,7 +165,7 @@ def ensure_samples(
     )
     data = buffer.getvalue()
     digest = xxhash.xxh3_128_hexdigest(data)
-    name = f"{_PREFIX}{block.version:06d}-{digest}{_SUFFIX}"
+    name = f"{_PREFIX}{block.version:06d}-{_tie(block, digest)}-{digest}{_SUFFIX}"
     # A store that may only be read is queried all the same.
     with contextlib.suppress(ReadOnly):
         backend.put_if_absent(f"{block.folder}/{name}", [data], durability=durability)

@@ -1,0 +1,146 @@
+"""Reading a loader: one pass over its batches, with the sampler's words watched as they are used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from gradkeep.capturing._batches import batch_size
+from gradkeep.errors import CaptureError
+
+
+def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -> Iterator[Any]:
+    """The batches of one pass that have a sample.
+
+    With `places`, what the sampler said of all samples when it was asked before, a pass raises at the
+    first batch of which it says something else. Cost: comparing whole numbers.
+    """
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        iter(loader)  # it draws a random number
+        delivered: Iterator[Any] = _slices(loader)
+    elif places is not None and _can_be_watched(loader):
+        delivered = _watched(loader, places)
+    else:
+        delivered = iter(loader)
+    return (batch for batch in delivered if batch_size(batch))
+
+
+def said_places(batch: Any) -> list[Any]:
+    """What a sampler says of one batch, as a list."""
+    if isinstance(batch, list):
+        return batch
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return [batch.item()] if batch.ndim == 0 else batch.tolist()
+    return list(batch) if isinstance(batch, Iterable) and not isinstance(batch, str) else [batch]
+
+
+def is_sequential(loader: Any) -> bool:
+    """Whether the sampler is one of torch's own that cannot but say 0, 1, 2 ..."""
+    made = loader.batch_sampler
+    sampler = made.sampler if type(made) is BatchSampler else loader.sampler
+    own = made is None or type(made) is BatchSampler
+    return own and type(sampler) is SequentialSampler and sampler.data_source is loader.dataset
+
+
+def collates_by_row(loader: Any) -> bool:
+    """Whether a row of a batch is the same whichever others are in it."""
+    return loader.batch_sampler is not None and loader.collate_fn is default_collate
+
+
+def shuffled(found: str = "another order in a second pass") -> CaptureError:
+    """The error for a loader without an order."""
+    return CaptureError(
+        "the loader shuffles: a sample would have another id in every run",
+        found=found,
+        fix="use a DataLoader with shuffle=False, or have the dataset give ids and pass ids=, the key "
+        "or place of them in a batch",
+    )
+
+
+class _Watched:
+    """A sampler that notes what it said."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.said: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._sampler:
+            self.said.append(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _can_be_watched(loader: Any) -> bool:
+    """Whether batches come in the order in which torch's own loader asks a sampler for them."""
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and not loader.persistent_workers  # their iterator belongs to the loader itself
+        and getattr(loader, "in_order", True)
+    )
+
+
+def _watched(loader: Any, places: Sequence[Any]) -> Iterator[Any]:
+    # A loader's sampler cannot be set; that of a copy can, and all else is shared.
+    own = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    watched = own.__dict__[name] = _Watched(getattr(loader, name))
+    at = 0
+    for number, batch in enumerate(own):
+        said = said_places(watched.said[number])
+        expected = list(places[at : at + len(said)])
+        if said != expected:
+            pairs = zip(said, [*expected, *[None] * len(said)], strict=False)
+            wrong = next(place for place, (one, other) in enumerate(pairs) if one != other)
+            raise shuffled(
+                f"row {said[wrong]} at place {at + wrong}, where an earlier pass had another; rows "
+                "before it were kept rightly"
+            )
+        at += len(said)
+        yield batch
+
+
+def _is_sliced(loader: Any) -> bool:
+    """Whether the batches are slices of tensors, one after the other, by torch's own classes alone."""
+    data = loader.dataset
+    return (
+        type(loader) is DataLoader
+        and type(data) is TensorDataset
+        and type(loader.batch_sampler) is BatchSampler
+        and is_sequential(loader)
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and all(type(part) is torch.Tensor for part in data.tensors)
+        and all(part.layout is torch.strided for part in data.tensors)
+        and not any(part.requires_grad for part in data.tensors)
+    )
+
+
+def _slices(loader: Any) -> Iterator[list[torch.Tensor]]:
+    """The loader's batches without making each of their samples, which can cost more than a model.
+
+    They are copies, as the loader's are: a model may write into what it is given.
+    """
+    data, made = loader.dataset, loader.batch_sampler
+    stop = len(data) - len(data) % made.batch_size if made.drop_last else len(data)
+    for start in range(0, stop, made.batch_size):
+        end = min(start + made.batch_size, stop)
+        yield [
+            part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors
+        ]
