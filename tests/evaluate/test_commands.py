@@ -110,3 +110,61 @@ def test_files_of_ids_that_are_none_are_refused(inline, folder, tmp_path, conten
     found = inline("evaluate", "leakage", folder, "--copies", file)
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
+
+
+def test_rows_are_selected_written_and_verified(inline, folder, tmp_path, script):
+    out = tmp_path / "rows.csv"
+    found = inline(
+        *("select", folder, "--target", "test", "--keep", "25%", "--out", out, "--json"),
+        *("--recipe", f"{script}:how", "--seeds", "2", "--workers", "0"),
+    )
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert len(told["rows"]) == ROWS // 4
+    assert told["verified"]["metric"] == "gain over random rows"
+    listed = out.read_text().splitlines()
+    assert listed[0] == "id,value,reason"
+    assert [int(line.split(",")[0]) for line in listed[1:]] == [row["id"] for row in told["rows"]]
+    for keep in ("0", "-3", "200%", "x", "0%", "99999"):
+        assert inline("select", folder, "--keep", keep).returncode == 2, keep
+
+
+def test_leaks_and_removals_by_command(inline, folder, tmp_path, script):
+    found = inline("leaks", folder, "--above", "0.5", "--json")
+    assert found.returncode == 0, found.stderr
+    assert all(row["value"] >= 0.5 for row in json.loads(found.stdout)["rows"])
+    ids = tmp_path / "ids.txt"
+    ids.write_text("3\n7\n11\n")
+    for rows in (ids, "3,7,11"):
+        found = inline(
+            *("check-removal", folder, rows, "--recipe", f"{script}:how"),
+            *("--seeds", "2", "--workers", "0", "--json"),
+        )
+        assert found.returncode == 0, found.stderr
+        told = json.loads(found.stdout)
+        assert told["rows"] == [3, 7, 11]
+        assert told["change"]["rows"] == 3
+    unknown = inline("check-removal", folder, "3,999", "--recipe", f"{script}:how")
+    assert unknown.returncode == 2
+    assert "some of those that there are" in unknown.stderr
+    assert "--recipe" in inline("check-removal", folder, "3").stderr
+
+
+def test_labels_are_suggested_by_command(inline, folder, tmp_path):
+    script = tmp_path / "noisy.py"
+    script.write_text(
+        "import dataclasses, torch\n"
+        "from tests.evaluate.conftest import recipe\n"
+        "how = recipe()\n"
+        "x, y = how.train\n"
+        "x, y = torch.cat([x, x + 0.1]), torch.cat([y, y])\n"
+        "y[::13] = (y[::13] + 1) % 3\n"
+        "how = dataclasses.replace(how, train=(x, y))\n"
+    )
+    out = tmp_path / "labels.csv"
+    found = inline(
+        *("suspects", folder, "--relabel", out, "--recipe", f"{script}:how"),
+        *("--precision", "0.5", "--seeds", "1", "--workers", "0"),
+    )
+    assert found.returncode == 0, found.stderr
+    assert out.read_text().splitlines()[0] == "id,value,reason,suggested"

@@ -11,10 +11,14 @@ from gradkeep.cli._output import (
     CaptureOption,
     CheckpointOption,
     JsonOption,
+    MethodOption,
     QueriesOption,
+    RecipeOption,
     RunOption,
+    SeedsOption,
     StoreArgument,
     TrainOption,
+    WorkersOption,
     print_json,
 )
 from gradkeep.cli._runs import chosen_runs
@@ -26,12 +30,6 @@ if TYPE_CHECKING:
 
 _PREVIEW = 60
 """Characters of a text that are shown of a row."""
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        "--method", help="`gradkeep methods` lists them; by default the one that won for the task."
-    ),
-]
 OptionOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -212,14 +210,34 @@ def suspects(
         float,
         typer.Option(min=0, max=1, help="The share of wrong labels in the list that is counted."),
     ] = 0.8,
+    relabel: Annotated[
+        str | None,
+        typer.Option(
+            "--relabel",
+            metavar="FILE",
+            help="Write what the labels should be, as models say that never saw them (--recipe).",
+        ),
+    ] = None,
+    recipe: RecipeOption = None,
+    seeds: SeedsOption = 3,
+    workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show the training rows whose labels are most likely wrong, the worst first.
 
-    With probabilities in the store (`keep: losses`) also how many labels are wrong.
+    With probabilities in the store (`keep: losses`) also how many labels are wrong. With --relabel,
+    models are trained that leave each row out in turn; then without the suspects, and without as many
+    random rows.
     """
     import gradkeep as gk
 
+    if relabel is not None:
+        from gradkeep.cli._act import suggest_relabelling
+
+        suggest_relabelling(
+            store, relabel, recipe, precision=precision, seeds=seeds, workers=workers, json=json
+        )
+        return
     opened = gk.open(store, create=False)
     found = gk.suspects(
         opened,

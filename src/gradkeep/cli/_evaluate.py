@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._arguments import shown
-from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_text, output_folder
+from gradkeep.cli._edges import LARGEST, input_text, output_folder
 from gradkeep.cli._imports import imported, script_names
 from gradkeep.cli._output import (
     CaptureOption,
     CheckpointOption,
     JsonOption,
+    MethodOption,
     QueriesOption,
+    RecipeOption,
     RunOption,
+    SeedsOption,
     StoreArgument,
     TrainOption,
+    WorkersOption,
     print_json,
 )
 from gradkeep.cli._runs import chosen_runs
@@ -30,28 +34,12 @@ if TYPE_CHECKING:
     from gradkeep.evaluate import Evaluation, Judgement, Recipe
     from gradkeep.store import Store
 
-RecipeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe",
-        metavar="MODULE:NAME",
-        help="A gk.evaluate.Recipe, as module:name or file.py:name; by default the truth's.",
-    ),
-]
 TruthOption = Annotated[
     str | None, typer.Option("--truth", metavar="NAME", help="Which; by default the only one.")
 ]
 MethodsOption = Annotated[
     list[str] | None, typer.Option("--method", help="May be repeated; by default all.")
 ]
-OneMethodOption = Annotated[
-    str | None, typer.Option("--method", help="By default the one that won for the task.")
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(min=0, max=MOST_WORKERS, help="Processes that train; 0 trains in this one."),
-]
-SeedsOption = Annotated[int, typer.Option(min=1, max=LARGEST, help="Models for each set of rows.")]
 PlotsOption = Annotated[
     str | None, typer.Option("--plots", metavar="DIR", help="Draw what was found into DIR.")
 ]
@@ -91,13 +79,13 @@ def truth(
     opened = gk.open(store)
     found = gk.evaluate.ground_truth(
         opened,
-        _recipe(recipe, None),
+        recipe_named(recipe, None),
         subsets=subsets,
         seeds=seeds,
         alpha=alpha,
         name=name,
         workers=workers,
-        progress=None if json else _tell_progress,
+        progress=None if json else tell_progress,
     )
     ceiling = found.ceiling()
     if json:
@@ -147,7 +135,7 @@ def lds(
                 "methods": [
                     {
                         "method": one.name,
-                        **_fields(one.evaluation),
+                        **evaluation_fields(one.evaluation),
                         "cpu_seconds": one.cpu_seconds,
                         "bytes_per_row": one.bytes_per_row,
                         "saved": name,
@@ -193,7 +181,7 @@ def labels(
 
 def removal(
     store: StoreArgument,
-    method: OneMethodOption = None,
+    method: MethodOption = None,
     recipe: RecipeOption = None,
     size: Annotated[
         list[int] | None,
@@ -224,7 +212,7 @@ def removal(
 
     opened = gk.open(store, create=False)
     where = _where(opened, queries, train, run, capture)
-    how = _recipe(recipe, opened)
+    how = recipe_named(recipe, opened)
     scores = _asked(opened, method, checkpoints, where)
     beside = [_asked(opened, one, checkpoints, where) for one in against or ["label-match"]]
     found = gk.evaluate.removal_curve(
@@ -236,7 +224,7 @@ def removal(
         train="with only" if keep_only else "without",
         seeds=seeds,
         workers=workers,
-        progress=None if json else _tell_progress,
+        progress=None if json else tell_progress,
     )
     both = [one for one in (found.change, found.flipped) if one is not None]
     _show(opened, both, save=save, plots=plots, json=json)
@@ -268,7 +256,7 @@ def leakage(
 
 def sanity(
     store: StoreArgument,
-    method: OneMethodOption = None,
+    method: MethodOption = None,
     truth: TruthOption = None,
     random_run: Annotated[
         str | None,
@@ -293,7 +281,7 @@ def sanity(
     found = gk.evaluate.sanity_check(scores, gk.evaluate.load_truth(opened, truth), randomised=twin)
     if json:
         parts = {"trained": found.trained, "shuffled": found.shuffled, "random": found.randomised}
-        told = {name: _fields(part) for name, part in parts.items() if part is not None}
+        told = {name: evaluation_fields(part) for name, part in parts.items() if part is not None}
         print_json({"passed": found.passed, **told})
     else:
         print(found)
@@ -353,14 +341,14 @@ def all(
         _show(opened, [found], save=save, plots=plots, json=False)
 
     def remove() -> None:
-        how = _recipe(recipe, opened)
+        how = recipe_named(recipe, opened)
         beside = [_asked(opened, "label-match", checkpoints, where)]
         found = gk.evaluate.removal_curve(
             _asked(opened, None, checkpoints, where),
             how,
             against=beside,
             workers=workers,
-            progress=_tell_progress,
+            progress=tell_progress,
         )
         both = [one for one in (found.change, found.flipped) if one is not None]
         _show(opened, both, save=save, plots=plots, json=False)
@@ -453,7 +441,7 @@ def _label_evaluations(
         raise EvaluationError(
             "which labels are wrong is not known", fix="pass --wrong FILE with the ids of such rows"
         )
-    ids = _numbers(wrong, each=1)[:, 0]
+    ids = ids_in(wrong)
     found, measures = [], []
     for by in ("loss", "self", "noise"):
         try:
@@ -490,6 +478,11 @@ def _leak_evaluation(scores: Scores, copies: str | None, k: int) -> Evaluation:
     return gk.evaluate.leakage(scores, wanted, k=k)
 
 
+def ids_in(path: str) -> Any:
+    """The ids `[K]` in a text file, one to a line; more on a line is passed over."""
+    return _numbers(path, each=1)[:, 0]
+
+
 def _numbers(path: str, *, each: int) -> Any:
     """Whole numbers from a text file, so many to a line: split by commas, tabs or spaces."""
     import numpy as np
@@ -516,7 +509,7 @@ def _are_numbers(parts: list[str]) -> bool:
     return not [p for p in parts if not _NUMBER.fullmatch(p) or abs(int(p)) >= 2**62]
 
 
-def _recipe(source: str | None, store: Store | None) -> Recipe:
+def recipe_named(source: str | None, store: Store | None) -> Recipe:
     """The recipe that is named, or the one of the ground truth in the store."""
     import dataclasses
 
@@ -572,7 +565,10 @@ def _show(
     names = _kept(store, found, save=save, plots=plots)
     if json:
         print_json(
-            [{**_fields(one), "saved": name} for one, name in zip(found, names, strict=True)]
+            [
+                {**evaluation_fields(one), "saved": name}
+                for one, name in zip(found, names, strict=True)
+            ]
         )
         return
     for one in found:
@@ -588,7 +584,8 @@ def _tell_names(names: list[str | None]) -> None:
         print(f"kept as {', '.join(kept)}")
 
 
-def _fields(found: Evaluation) -> dict[str, Any]:
+def evaluation_fields(found: Evaluation) -> dict[str, Any]:
+    """An evaluation as JSON fields."""
     curve = found.curve
     return {
         "metric": found.metric,
@@ -616,7 +613,8 @@ def _fields(found: Evaluation) -> dict[str, Any]:
     }
 
 
-def _tell_progress(progress: Any) -> None:
+def tell_progress(progress: Any) -> None:
+    """Tell on a terminal how far trainings are."""
     import sys
 
     if sys.stderr.isatty():

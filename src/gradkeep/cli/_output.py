@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gradkeep.cli._edges import LARGEST, MOST_WORKERS
+
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: its folder or URL.")
 ]
@@ -19,6 +21,25 @@ CheckpointOption = Annotated[
 ]
 RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
 CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method", help="`gradkeep methods` lists them; by default the one that won for the task."
+    ),
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        metavar="MODULE:NAME",
+        help="A gk.evaluate.Recipe, as module:name or file.py:name; by default the truth's.",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=MOST_WORKERS, help="Processes that train; 0 trains in this one."),
+]
+SeedsOption = Annotated[int, typer.Option(min=1, max=LARGEST, help="Models for each set of rows.")]
 
 
 def print_json(fields: Any) -> None:
