@@ -183,7 +183,7 @@ def large() -> Setting:
         asked,
         weight_decay=0.01,
         epochs=4,
-        subsets=20,
+        subsets=16,
         batch_size=24,
         lr=5e-4,
     )
