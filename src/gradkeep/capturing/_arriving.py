@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torch
+from torch.overrides import has_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +23,33 @@ def told_of_gradients(
 
     A unit is told of when the gradients of all its weights are there; those whose weights do not all
     take part come last. Nothing but what is told is held: a model's gradients take as much as it does.
+    Only of what stands in for other weights, as for those of 16 bits, all gradients come at once.
     """
+    standing_in = [unit for unit in units if has_torch_function(unit.weights)]
+    unused = _all_at_once(target, standing_in, tell)
+    leaves = [unit for unit in units if unit not in standing_in]
+    unused += _one_by_one(target, leaves, tell) if leaves else []
+    return [unit for unit in units if unit in unused]
+
+
+def _all_at_once(
+    target: Tensor, units: Sequence[LayerUnit], tell: Callable[[LayerUnit, Tensor], None]
+) -> list[LayerUnit]:
+    weights = [weight for unit in units for weight in unit.weights]
+    if not weights:
+        return []
+    gradients = torch.autograd.grad(target, weights, retain_graph=True, allow_unused=True)
+    there = {w: g for w, g in zip(weights, gradients, strict=True) if g is not None}
+    used = [unit for unit in units if any(weight in there for weight in unit.weights)]
+    with torch.no_grad():
+        for unit in used:
+            tell(unit, _flat(unit, there))
+    return [unit for unit in units if unit not in used]
+
+
+def _one_by_one(
+    target: Tensor, units: Sequence[LayerUnit], tell: Callable[[LayerUnit, Tensor], None]
+) -> list[LayerUnit]:
     owners = {weight: unit for unit in units for weight in unit.weights}
     there: dict[LayerUnit, dict[nn.Parameter, Tensor]] = {}
 
