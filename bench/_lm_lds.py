@@ -22,7 +22,7 @@ from bench import _lm_truth as truths
 
 EARLY = 2
 BATCH = 25
-NAMES = {"gpt": truths.gpt, "stories260k": truths.stories}
+NAMES = {"gpt": truths.gpt, "stories260k": truths.stories, "large": truths.large}
 SIZES = ("1KiB", "2KiB", "4KiB", "16KiB")
 SHARES = {"4KiB": 0.90, "16KiB": 0.95}
 """Of the LDS of exact EK-FAC, by what is kept."""
@@ -83,6 +83,7 @@ def rows(found: truths.Truth, epoch: int) -> Iterator[Row]:
     for size in SIZES:
         yield kept(f"ours, {size}", found, epoch, gk.Keep(size), size=size)
     for size in ("4KiB", "16KiB"):
+        yield from by_layers(found, epoch, size)
         yield kept(f"1 bit, folded by 4, {size}", found, epoch, gk.Keep(size, group=0))
         yield kept(f"4 bits, {size}", found, epoch, gk.Keep(size, bits=4))
         random = gk.Keep(size, coordinates="random", bits=16)
@@ -90,6 +91,16 @@ def rows(found: truths.Truth, epoch: int) -> Iterator[Row]:
     for name, method in (("bigrams, TF-IDF", tf_idf), ("bigrams, BM25", bm25)):
         setting = found.setting
         yield Row(name, 0, method(setting.queries, setting.train), 0)
+
+
+def layer_choices(found: truths.Truth) -> dict[str, list[str]]:
+    """Layers that somebody may choose, by their own names."""
+    attention = list(found.setting.attention)
+    return {
+        "without attention": [f"!{name}" for name in (*attention, found.setting.norms)],
+        "attention alone": attention,
+        "all layers": ["*"],
+    }
 
 
 def exact(found: truths.Truth, epoch: int) -> Iterator[Row]:
@@ -100,19 +111,41 @@ def exact(found: truths.Truth, epoch: int) -> Iterator[Row]:
             options = {"damping": 0.1} if method == "ekfac" else {}
             values = gk.attribute(store, method=method, **options).values
             yield Row(f"{method}, exact", taken, values, seconds)
+        for name, layers in layer_choices(found).items():
+            if layers != ["*"]:
+                values = gk.attribute(store, method="ekfac", damping=0.1, layers=layers).values
+                yield Row(f"ekfac, exact, {name}", taken, values, seconds)
+
+
+def by_layers(found: truths.Truth, epoch: int, size: str) -> Iterator[Row]:
+    """What is asked of so many bytes of chosen layers."""
+    for name, layers in layer_choices(found).items():
+        yield kept(f"ours, {size}, {name}", found, epoch, gk.Keep(size), layers=layers)
 
 
 def kept(
-    name: str, found: truths.Truth, epoch: int, keep: gk.Keep, *, size: str | None = None
+    name: str,
+    found: truths.Truth,
+    epoch: int,
+    keep: gk.Keep,
+    *,
+    size: str | None = None,
+    layers: list[str] | None = None,
 ) -> Row:
     """What is asked of so many bytes; of random coordinates, too, EK-FAC says most."""
     with tempfile.TemporaryDirectory(prefix="gradkeep-lm-") as place:
-        store, taken, seconds = captured(place, found, epoch, keep, "queries")
+        store, taken, seconds = captured(place, found, epoch, keep, "queries", layers=layers)
         return Row(name, taken, gk.attribute(store, method="ekfac").values, seconds, size)
 
 
 def captured(
-    place: str, found: truths.Truth, epoch: int, keep: object, queries: object
+    place: str,
+    found: truths.Truth,
+    epoch: int,
+    keep: object,
+    queries: object,
+    *,
+    layers: list[str] | None = None,
 ) -> tuple[gk.Store, float, float]:
     """The store, bytes of a training row, and CPU seconds of capturing the training rows."""
     store = gk.open(place, durability="process")
@@ -131,6 +164,7 @@ def captured(
             checkpoints=f"epoch-{epoch}",
             split=split,
             keep=how,
+            layers=layers,
             progress=False,
         )
         if split == "train":

@@ -1,11 +1,13 @@
-"""Two fine-tuned language models, retrained on halves of their data: the truth for `bench lm`.
+"""Fine-tuned language models, retrained on halves of their data: the truth for `bench lm`.
 
 `gpt()`: a GPT of 2 layers x 128 with 512 byte pairs (learned here from both texts), pretrained on
 tiny Shakespeare and fine-tuned on the beginnings of 500 news; asked about how 30 of these news go
 on. `stories()`: the pretrained Llama stories260K with its own tokenizer, fine-tuned on 300 windows
-of tiny Shakespeare; asked about the windows that follow 30 of them. The outcome of a model is the
-summed loss of each query. `python -m bench._lm_truth [gpt|stories]` trains what is not cached yet
-(under GRADKEEP_CACHE) and shows how dot products and EK-FAC do.
+of tiny Shakespeare; asked about the windows that follow 30 of them. `large()`: a GPT of 6 layers
+x 384, 27 times as large as the first, on fewer and shorter news and halves. The outcome of a model
+is the summed loss of each query. `python -m bench._lm_truth [gpt|stories|large]` trains what is not
+cached yet (under GRADKEEP_CACHE; a half at a time, so that it may be stopped) and shows how dot
+products and EK-FAC do.
 """
 
 from __future__ import annotations
@@ -59,6 +61,9 @@ class Setting:
     """Large: with small batches, two seeds disagree more than two subsets do."""
     lr: float = 1e-3
     seeds: int = 2
+    attention: tuple[str, ...] = ("*.attn.*",)
+    """The layers of attention."""
+    norms: str = "LayerNorm"
 
     @cached_property
     def digest(self) -> str:
@@ -151,33 +156,73 @@ def lds(
 
 def gpt() -> Setting:
     """A GPT with 512 byte pairs, from tiny Shakespeare to 500 news (T=48)."""
-    length, vocabulary = 48, 512
-    text, news = _shakespeare(), _news()
-    pairs = BytePairs.learn([text[:300_000], *news[:2000]], vocabulary)
-    rng = np.random.default_rng(2611)
-    order = rng.permutation(len(news))
-    encoded = (pairs.encode(news[at])[: 2 * length] for at in order)
-    long = (tokens for tokens in encoded if len(tokens) == 2 * length)
-    rows = torch.tensor(list(itertools.islice(long, 500)))
-    asked = np.sort(rng.permutation(500)[:30])
-
-    def start() -> nn.Module:
-        torch.manual_seed(5)
-        model = GPT(vocabulary=vocabulary, length=64, dim=128, heads=4, layers=2, tied=True)
-        model.load_state_dict(_pretrained(model, pairs, text))
-        return model
-
+    start, pairs = _pretrained_gpt(dim=128, heads=4, layers=2)
+    train, queries, asked = _halved_news(pairs, count=500, queries=30, length=48, seed=2611)
     return Setting(
         "GPT 2x128, news",
         start,
-        rows[:, :length].clone(),
-        rows[asked, length:].clone(),
+        train,
+        queries,
         asked,
         weight_decay=0.01,
         epochs=6,
         subsets=32,
         batch_size=50,
     )
+
+
+def large() -> Setting:
+    """A GPT of 10.9 million parameters, from half of tiny Shakespeare to 240 news (T=40)."""
+    start, pairs = _pretrained_gpt(dim=384, heads=6, layers=6, signs=500_000, epochs=1, lr=5e-4)
+    train, queries, asked = _halved_news(pairs, count=240, queries=30, length=40, seed=2615)
+    return Setting(
+        "GPT 6x384, news",
+        start,
+        train,
+        queries,
+        asked,
+        weight_decay=0.01,
+        epochs=4,
+        subsets=16,
+        batch_size=24,
+        lr=5e-4,
+    )
+
+
+def _pretrained_gpt(
+    *,
+    dim: int,
+    heads: int,
+    layers: int,
+    signs: int | None = None,
+    epochs: int = 2,
+    lr: float = 1e-3,
+) -> tuple[Callable[[], nn.Module], BytePairs]:
+    """What makes the model, pretrained on so many signs of tiny Shakespeare; and its tokens."""
+    vocabulary, text = 512, _shakespeare()
+    pairs = BytePairs.learn([text[:300_000], *_news()[:2000]], vocabulary)
+
+    def start() -> nn.Module:
+        torch.manual_seed(5)
+        model = GPT(vocabulary=vocabulary, length=64, dim=dim, heads=heads, layers=layers)
+        model.load_state_dict(_pretrained(model, pairs, text[:signs], epochs=epochs, lr=lr))
+        return model
+
+    return start, pairs
+
+
+def _halved_news(
+    pairs: BytePairs, *, count: int, queries: int, length: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """The beginnings of some news, how some of them go on, and which these are."""
+    news = _news()
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(news))
+    encoded = (pairs.encode(news[at])[: 2 * length] for at in order)
+    long = (tokens for tokens in encoded if len(tokens) == 2 * length)
+    rows = torch.tensor(list(itertools.islice(long, count)))
+    asked = np.sort(rng.permutation(count)[:queries])
+    return rows[:, :length].clone(), rows[asked, length:].clone(), asked
 
 
 def stories() -> Setting:
@@ -198,10 +243,12 @@ def stories() -> Setting:
         epochs=5,
         subsets=24,
         batch_size=30,
+        attention=("*.q", "*.k", "*.v", "*.out"),
+        norms="RMSNorm",
     )
 
 
-SETTINGS: dict[str, Callable[[], Setting]] = {"gpt": gpt, "stories": stories}
+SETTINGS: dict[str, Callable[[], Setting]] = {"gpt": gpt, "stories": stories, "large": large}
 
 
 def truth(setting: Setting) -> Truth:
@@ -248,37 +295,58 @@ def _trained(setting: Setting) -> dict[str, np.ndarray]:
     halves = np.stack([rng.permutation(count)[: count // 2] for _ in range(setting.subsets)])
     masks = np.zeros((setting.subsets, count), bool)
     np.put_along_axis(masks, halves, True, 1)
-    kept = {"masks": masks}
+    whole = CACHE / f"lm-truth-{setting.digest}-whole.npz"
+    if not whole.exists():
+        _write(whole, _states(setting))
+    outcomes = np.zeros((setting.subsets, setting.seeds, len(setting.queries)))
+    began = time.monotonic()
+    for number, half in enumerate(halves):
+        path = CACHE / f"lm-truth-{setting.digest}-half-{number}.npz"
+        if not path.exists():
+            _write(path, {"losses": _outcomes(setting, half, 10_000 + number * setting.seeds)})
+        with np.load(path) as found:
+            outcomes[number] = found["losses"]
+        took = time.monotonic() - began
+        print(f"\r  {number + 1} of {setting.subsets} halves, {took:.0f} s", end="", flush=True)
+    print()
+    with np.load(whole) as found:
+        return {**found, "masks": masks, "losses": outcomes}
+
+
+def _states(setting: Setting) -> dict[str, np.ndarray]:
+    """The weights of the run on everything, after each epoch."""
+    kept: dict[str, np.ndarray] = {}
 
     def keep(epoch: int, model: nn.Module) -> None:
         for name, value in model.state_dict().items():
             kept[f"state/{epoch}/{name}"] = value.clone().numpy()
 
     keep(0, setting.start())
-    fine_tune(setting, np.arange(count), 2614, keep)
-    outcomes = np.zeros((setting.subsets, setting.seeds, len(setting.queries)))
-    began = time.monotonic()
-    for number, half in enumerate(halves):
-        for seed in range(setting.seeds):
-            at = 10_000 + number * setting.seeds + seed
-            model = fine_tune(setting, half, at, lambda epoch, model: None)
-            with torch.no_grad():
-                outcomes[number, seed] = losses(model, setting.queries).numpy()
-        took = time.monotonic() - began
-        print(f"\r  {number + 1} of {setting.subsets} halves, {took:.0f} s", end="", flush=True)
-    print()
-    return kept | {"losses": outcomes}
+    fine_tune(setting, np.arange(len(setting.train)), 2614, keep)
+    return kept
 
 
-def _pretrained(model: nn.Module, pairs: BytePairs, text: str) -> dict[str, torch.Tensor]:
-    """Two epochs of next-token prediction on the text, cached."""
-    length, batch, epochs = 48, 32, 2
-    told = repr((pairs.merges, len(text), length, batch, epochs, str(model))).encode()
+def _outcomes(setting: Setting, half: np.ndarray, seed: int) -> np.ndarray:
+    """`[S, Q]`: the losses of models trained on that half with this seed and those after it."""
+    outcomes = np.zeros((setting.seeds, len(setting.queries)))
+    for at in range(setting.seeds):
+        model = fine_tune(setting, half, seed + at, lambda epoch, model: None)
+        with torch.no_grad():
+            outcomes[at] = losses(model, setting.queries).numpy()
+    return outcomes
+
+
+def _pretrained(
+    model: nn.Module, pairs: BytePairs, text: str, *, epochs: int, lr: float
+) -> dict[str, torch.Tensor]:
+    """Some epochs of next-token prediction on the text, cached."""
+    length, batch = 48, 32
+    told = repr((pairs.merges, len(text), length, batch, epochs, lr, str(model))).encode()
     path = CACHE / f"lm-pretrained-{hashlib.sha256(told).hexdigest()[:16]}.npz"
     if not path.exists():
         tokens = torch.tensor(pairs.encode(text))
         rows = tokens[: len(tokens) // length * length].view(-1, length)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
         for epoch in range(epochs):
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
             for places in order.split(batch):

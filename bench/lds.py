@@ -5,8 +5,8 @@ each (MNIST: 60 and 3); a method is scored by how well the sums of its scores ov
 what those models say of each test example, averaged over the test examples. Settings: digits,
 digits64 (larger batches and steps; most methods score lower there, and the bars are missed),
 mnist-logistic, mnist-mlp; all of them by default, MNIST where its files are there. And, when they
-are named, two language models: gpt and stories260k, by method and bytes a row, with bars for what
-4 and 16 KiB must keep of the score of exact EK-FAC.
+are named, three language models: gpt, stories260k and large, by method, bytes a row and layers, with
+bars for what 4 and 16 KiB must keep of the score of exact EK-FAC.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def test_top_and_bottom_are_ranked_by_id(world):
         ({"method": "trakk"}, "no method 'trakk'"),
         ({"method": "dot"}, "about one checkpoint"),
         ({"method": "dot", "checkpoint": "epoch-1"}, "no option 'checkpoint'"),
+        ({"method": "dot", "refine": "whole"}, "only the best rows are refined"),
         ({"damp": 1.0}, "did you mean damping"),
         ({"damping": 0.0}, "damping must be positive"),
         ({"damping": "auto"}, "no subset models"),

@@ -9,8 +9,12 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.capturing import _replay
+from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._footprint import row_footprint, rows_within
+from gradkeep.capturing.coordinates._maker import CoordinateMaker
 from gradkeep.data import GPT
-from gradkeep.errors import AttributionError, CaptureError, QueryError
+from gradkeep.errors import AttributionError, BudgetError, CaptureError, QueryError
 from gradkeep.factors import form_from_fields
 
 VOCABULARY = 13
@@ -406,3 +410,40 @@ def test_functional_forms_of_the_dial(store):
     assert gk.Keep(4096) == gk.Keep("4KiB")
     kept = capture(store, "tied", 600, name="number")
     assert all(layer.storage == "coordinates" for layer in kept.layers)
+
+
+def test_a_budget_in_bytes_counts_what_coordinates_hold(tmp_path, monkeypatch):
+    """More rows at once than whole factors would allow, the same rows, and an error below one."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=50, length=32, dim=32, heads=2, layers=2, tied=True).eval()
+    batches = [torch.randint(50, (32, 32)) for _ in range(2)]
+    options = {"task": gk.LanguageModelling(), "keep": "1KiB", "progress": False}
+    ran = []
+    make = CoordinateMaker.make
+
+    def seen(self, batch, *, alone=False):
+        ran.append(batch_size(batch))
+        return make(self, batch, alone=alone)
+
+    monkeypatch.setattr(CoordinateMaker, "make", seen)
+    store = gk.open(tmp_path)
+    gk.capture(store, model, batches, split="train", **options)
+    assert max(ran) == 32
+    ran.clear()
+    gk.capture(store, model, batches, split="again", memory_budget="12MiB", **options)
+    found = max(ran)
+    assert 2 < found < 32
+    prepared = prepare_capture(model, options["task"], batches[0][:2], CaptureSettings())
+    assert found > rows_within(12 << 20, row_footprint(prepared, batches[0][:2], 2))
+    free, bound = (gk.gradients(store, split=split).rows(range(64)) for split in ("train", "again"))
+    for name in free.factors:
+        same = (free.factors[name].codes == bound.factors[name].codes).float().mean()
+        assert same > 0.99  # a place may change where the two largest are equal but for rounding
+    with pytest.raises(BudgetError, match="at least"):
+        gk.capture(store, model, batches, split="other", memory_budget="1MiB", **options)
+    with pytest.raises(BudgetError, match="at least"):  # also where the basis is yet to be found
+        gk.capture(
+            store, model, batches, split="train", memory_budget="1MiB", name="other", **options
+        )
+    small = options | {"name": "small", "memory_budget": "8MiB"}
+    assert gk.capture(store, model, batches, split="train", **small).rows == 64

@@ -70,11 +70,22 @@ class Method:
     """Whether it can be asked of whitened coordinates, whose products are influence already."""
 
 
+_OF_FEW_ROWS = ("refine", "candidates")
+"""Options of `gk.query.top`."""
+
+
 def options_for(method: Method, given: Mapping[str, Any]) -> Any:
     """The method's options as its dataclass; an unknown one is an error with the nearest names."""
     known = [part.name for part in dataclasses.fields(method.options)]
     for name in given:
         if name not in known:
+            if name in _OF_FEW_ROWS:
+                raise AttributionError(
+                    "only the best rows are refined: among all scores, those of another capture would "
+                    "be on another scale",
+                    found=f"{name}=",
+                    fix="gk.query.top(queries, train, k, refine=...) gives the best by another capture",
+                )
             near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
             raise AttributionError(
                 f"{method.name} has no option {name!r}",

@@ -134,16 +134,20 @@ def fill(
     target: torch.Tensor,
     *,
     arrived: Callable[[LayerCall], None] | None = None,
+    retain: bool = False,
 ) -> None:
     """Run the backward pass from the summed target to the calls; no weight gradient is computed.
 
-    `arrived` is told of each call as soon as all its suffixes are there, while the pass goes on.
+    `arrived` is told of each call as soon as all its suffixes are there, while the pass goes on. The
+    graph is let go, unless another pass is to come by (`retain`).
     """
     edges = [edge for call in calls for edge in call.edges]
     if not edges:
         return
     if arrived is None:
-        found = iter(torch.autograd.grad(target.sum(), edges, allow_unused=True))
+        found = iter(
+            torch.autograd.grad(target.sum(), edges, allow_unused=True, retain_graph=retain)
+        )
         for call in calls:
             call.suffixes = [next(found) for _ in call.edges]
         return

@@ -14,6 +14,8 @@ from gradkeep.capturing._pace import predicted_seconds
 from gradkeep.capturing._replay import COORDINATE_ROWS
 from gradkeep.capturing.coordinates._choice import (
     block_sizes,
+    moment_bytes,
+    moment_values,
     operations_of,
     pairs_of,
     side_of,
@@ -23,7 +25,6 @@ from gradkeep.capturing.coordinates._choice import (
 from gradkeep.capturing.coordinates._keep import OVERHEAD
 from gradkeep.capturing.coordinates._maker import CODES, SCALE
 from gradkeep.factors import PACKED, Bits
-from gradkeep.factors.kronecker import WIDE
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ _EIGEN = 40.0
 """Operations of a decomposition, divided by the cube of the side, at the speed of large products."""
 _COPIES = 6.0
 """Times that a value of an exact row is written, read or hashed on its way to the disk."""
-_TABLES = ("lookup", "tied")
-"""Forms of which the moments of tokens are a diagonal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,6 @@ def coordinate_cost(
     )
     a_row = sum(keeping.row_bytes for keeping in kept) + shaped.values
     basis = sum(4 * g * (r * min(side, r) + c * min(side, c)) for g, r, c in sizes)
-    moments = sum(_moment_values(forms[unit]) for unit in units)
     positions = {unit: exact[unit].positions for unit in units}
     a_pass = clock.a_pass(shaped)
     moved = sum(2 * positions[u] * operations_of(block_sizes([forms[u]]), side) for u in units)
@@ -188,7 +186,7 @@ def coordinate_cost(
     found = sum(_eigen_flops(forms[u], side) for u in units) if keep.whitened else 0.0
     restored = max((4.0 * u.size for u in units if forms[u].kind == "tied"), default=0.0)
     proof = _PROOF_ROWS * sum(piece.rows.nbytes for piece in pieces.values()) / shaped.rows
-    proof += 2 * 4.0 * sum(unit.size for unit in pieces)
+    proof += 3 * 4.0 * max(unit.size for unit in pieces)
     return CaptureCost(
         kept=kept,
         row_bytes=a_row,
@@ -201,7 +199,7 @@ def coordinate_cost(
         + used * (a_pass + clock.products(summed))
         + clock.products(found),
         row_memory=2 * (shaped.work.saved + shaped.work.largest),
-        fixed_memory=max(proof, 4.0 * moments + 3 * restored, 2.0 * basis),
+        fixed_memory=max(proof, moment_bytes(forms.values()) + 3 * restored, 2.0 * basis),
         coordinates=size,
     )
 
@@ -258,26 +256,17 @@ def _moment_flops(form: AnyForm, positions: float) -> float:
         ((_, tokens, width),) = block_sizes([form])[:1]
         return 2.0 * tokens * width * (positions + 0.6 * width)
     return sum(
-        1.2 * g * positions * (_square(form, r) + float(c) ** 2)
+        1.2 * g * positions * (moment_values(form, r) + float(c) ** 2)
         for g, r, c in block_sizes([form])
         if c > 1
     )
-
-
-def _moment_values(form: AnyForm) -> float:
-    return sum(g * (_square(form, r) + float(c) ** 2) for g, r, c in block_sizes([form]) if c > 1)
-
-
-def _square(form: AnyForm, side: int) -> float:
-    tokens = form.kind in _TABLES and side == block_sizes([form])[0][1]
-    return float(side) if tokens or side > WIDE else float(side) ** 2
 
 
 def _eigen_flops(form: AnyForm, side: int) -> float:
     found = 0.0
     for groups, rows, cols in block_sizes([form]):
         for size in (rows, cols):
-            if _square(form, size) == size:
+            if moment_values(form, size) == size:
                 continue
             few = size > _LARGE and side <= size // 4
             found += groups * (2.0 * _SUBSPACE * size**2 * side if few else _EIGEN * size**3)

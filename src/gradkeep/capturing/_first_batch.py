@@ -8,6 +8,7 @@ batch dimension or samples that influence each other do not pass.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from gradkeep._arguments import instance, number, one_of, optional, text
+from gradkeep.capturing._arriving import told_of_gradients
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._keeping import choose_storage, storage_named
@@ -28,7 +30,6 @@ from gradkeep.capturing.rules._units import (
     HINT,
     LayerUnit,
     holder_that_ran,
-    tensors,
     units_of,
     watched,
 )
@@ -37,7 +38,7 @@ from gradkeep.query import select_layers
 from gradkeep.store import Encoding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
@@ -73,34 +74,30 @@ def choose_rules(
     """Choose a way for each unit that gives autograd's gradients on this batch.
 
     Cost: one forward and two backward passes, and for what only the last resort covers, one pass
-    per sample.
+    per sample. Of autograd's gradients one layer's is held at a time, and those that no factors give.
     """
     rows = batch_size(batch)
     modules = [*watched(units), *tracer.model.modules()]
     measured, target, calls = tracer.forward(modules, batch)
     weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
-    wanted = torch.autograd.grad(
-        (target * weights).sum(), tensors(units), retain_graph=True, allow_unused=True
-    )
-    fill(calls, target)
+    fill(calls, target, retain=True)
     by_module: dict[nn.Module, list[LayerCall]] = {}
     for call in calls:
         by_module.setdefault(call.module, []).append(call)
-    at = 0
     truths: dict[LayerUnit, torch.Tensor] = {}
-    unused: list[LayerUnit] = []
-    for unit in units:
-        own = wanted[at : at + len(unit.weights)]
-        at += len(unit.weights)
-        if all(gradient is None for gradient in own):
-            unused.append(unit)
-            continue
-        flat = [
-            torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
-            for weight, gradient in zip(unit.weights, own, strict=True)
-        ]
-        truths[unit] = torch.cat(flat)
     found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
+
+    def arrived(unit: LayerUnit, truth: torch.Tensor) -> None:
+        if not is_shared(unit, by_module, rows):
+            ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
+            cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
+            settled = _first_that_fits(cheap, by_module, truth, weights, rows=rows)
+            if settled is not None:
+                found[unit] = settled
+                return
+        truths[unit] = truth  # of what runs the layer once more, when the pass is over
+
+    unused = told_of_gradients((target * weights).sum(), units, arrived)
     left: list[LayerUnit] = []
     for unit, truth in truths.items():
         if is_shared(unit, by_module, rows):
@@ -109,12 +106,14 @@ def choose_rules(
                 found[unit] = shared
                 continue
         with torch.no_grad():
-            settled = _first_that_fits(tracer.model, unit, by_module, truth, weights, rows=rows)
+            ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
+            settled = _first_that_fits(ways, by_module, truth, weights, rows=rows)
         if settled is None:
             left.append(unit)
         else:
             found[unit] = settled
-    dense = [unit for unit in truths if unit in left or found[unit][0].rule in DENSE_RULES]
+    used = [unit for unit in units if unit in found or unit in truths]
+    dense = [unit for unit in used if unit in left or found[unit][0].rule in DENSE_RULES]
     if dense and uncovered != "dense":
         if uncovered == "error":
             raise _uncovered(dense)
@@ -124,8 +123,8 @@ def choose_rules(
     if left:
         found |= _by_the_last_resort(tracer, left, truths, weights, batch, rows=rows)
     return ChosenRules(
-        units=tuple(found[unit][0] for unit in truths if unit in found),
-        pieces={found[unit][0]: found[unit][1] for unit in truths if unit in found},
+        units=tuple(found[unit][0] for unit in used if unit in found),
+        pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
         unused=tuple(unused),
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
@@ -167,15 +166,14 @@ def _spread(
 
 
 def _first_that_fits(
-    model: nn.Module,
-    unit: LayerUnit,
+    ways: Iterable[LayerUnit],
     calls: dict[nn.Module, list[LayerCall]],
     truth: torch.Tensor,
     weights: torch.Tensor,
     *,
     rows: int,
 ) -> tuple[LayerUnit, LayerGradients] | None:
-    for candidate in ways_to_capture(model, unit, calls, rows=rows):
+    for candidate in ways:
         own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
         try:
             piece = unit_gradients(candidate, own, rows=rows)

@@ -16,6 +16,7 @@ _SHARE_OF_SEGMENTS = 4
 """A quarter of a budget goes to the two segments that are being filled and written."""
 
 
+_PASSING, _COPIES = 3, 3
 _NEAR = 32 << 20
 _LEAST_ROWS = 8
 
@@ -26,6 +27,25 @@ def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     Measured on a batch: the tensors that autograd saves, twice (for gradients beside them), and
     the factors in the form they arise and the form they are kept in.
     """
+    saved = sum(_saved(prepared, batch))
+    factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
+    stored = prepared.row_bytes * rows
+    return int((2 * saved + 2 * factors + 2 * stored) / max(1, rows)) + 1
+
+
+def coordinate_footprint(prepared: PreparedCapture, coordinates: int, batch: Any, rows: int) -> int:
+    """The same of a capture of so many coordinates a row: factors go as soon as these are made.
+
+    What autograd saves, the gradients at the largest of it on their way, and the coordinates by layer,
+    all together and once more while they are rounded.
+    """
+    saved = _saved(prepared, batch)
+    passing = sum(saved) + _PASSING * max(saved, default=0)
+    return passing // max(1, rows) + _COPIES * 4 * coordinates + 1
+
+
+def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
+    """Bytes of each tensor but the weights that autograd saves for the backward pass."""
     seen: dict[int, int] = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,17 +56,17 @@ def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     weights = {p.untyped_storage().data_ptr() for p in prepared.tracer.model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         prepared.tracer.target(prepared.tracer.model, batch).sum()
-    saved = sum(size for pointer, size in seen.items() if pointer not in weights)
-    factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
-    stored = prepared.row_bytes * rows
-    return int((2 * saved + 2 * factors + 2 * stored) / max(1, rows)) + 1
+    return [size for pointer, size in seen.items() if pointer not in weights]
 
 
-def rows_within(budget: int, footprint: int) -> int:
-    """How many samples at once fit the budget; an error that names the least budget if none does."""
-    rows = (budget - budget // _SHARE_OF_SEGMENTS) // footprint
+def rows_within(budget: int, footprint: int, *, beside: int = 0) -> int:
+    """How many samples at once fit the budget; an error that names the least budget if none does.
+
+    `beside` is what is held whatever the number of samples.
+    """
+    rows = (budget - budget // _SHARE_OF_SEGMENTS - beside) // footprint
     if rows < 1:
-        least = footprint * _SHARE_OF_SEGMENTS // (_SHARE_OF_SEGMENTS - 1) + 1
+        least = (footprint + beside) * _SHARE_OF_SEGMENTS // (_SHARE_OF_SEGMENTS - 1) + 1
         raise BudgetError(
             "the memory budget is below what one sample needs",
             found=format_bytes(budget),

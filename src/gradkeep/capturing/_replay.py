@@ -20,7 +20,13 @@ from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import row_footprint, rows_at_once, rows_within, segment_bytes
+from gradkeep.capturing._footprint import (
+    coordinate_footprint,
+    row_footprint,
+    rows_at_once,
+    rows_within,
+    segment_bytes,
+)
 from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
@@ -160,16 +166,20 @@ class Replay:
         maker: RowMaker = GradientMaker(prepared, self.watched, self.recompute, self.device)
         at_once = rows_at_once(prepared, rows)
         if small:
-            compressed = self._compressed(prepared, key, weights)
+            compressed = self._compressed(prepared, key, weights, batch)
             if compressed is not None:
                 maker, at_once = compressed, batch_size(first)
         if self.budget is None:
             return maker, at_once
+        if isinstance(maker, CoordinateMaker):
+            size, beside = maker.basis.size, maker.basis.nbytes
+            footprint = coordinate_footprint(prepared, size, batch, rows)
+            return maker, min(at_once, rows_within(self.budget, footprint, beside=beside))
         footprint = row_footprint(prepared, batch, rows)
         return maker, min(at_once, rows_within(self.budget, footprint))
 
     def _compressed(
-        self, prepared: PreparedCapture, key: CaptureKey, weights: str
+        self, prepared: PreparedCapture, key: CaptureKey, weights: str, batch: Any
     ) -> CoordinateMaker | None:
         """What makes coordinates; None where the exact gradients of every row take no more bytes."""
         keep = self.settings.compressed
@@ -184,6 +194,10 @@ class Replay:
             task=self.task.describe(),
             trained_as=self.task.trained_as(),
             chosen=self.settings.layers is not None,
+            budget=self.budget,
+            footprint=0
+            if self.budget is None
+            else coordinate_footprint(prepared, 0, batch, batch_size(batch)),
         )
         basis = find_basis(request, prepared, self.batches, self.device)
         return coordinate_maker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.capturing.tasks._language import LanguageModelling
+from gradkeep.capturing.tasks._language import LanguageModelling, has_decoder
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class SequenceChecks:
 
 def sequence_checks(model: nn.Module, task: Task) -> SequenceChecks:
     """What can be known of a model's limits without running it."""
+    if isinstance(task, LanguageModelling) and has_decoder(model):
+        task = dataclasses.replace(task, shift=False)
     return SequenceChecks(_vocabulary(model), _positions(model), task)
 
 

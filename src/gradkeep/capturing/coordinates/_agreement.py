@@ -41,21 +41,25 @@ def measure_agreement(
     chosen: ChosenCoordinates,
     keep: Keep,
     device: torch.device,
+    *,
+    budget: int | None = None,
 ) -> tuple[float | None, int]:
     """The mean over rows of the rank correlation of kept and full scores of all others, and how many.
 
     The full score of a layer is that of its leading coordinates, weighed as they are kept, and of the
-    rest of the gradient with the mean eigenvalue of the rest. What is asked about is not rounded.
+    rest of the gradient with the mean eigenvalue of the rest. What is asked about is not rounded. Of
+    a `budget` of bytes at most a half is taken.
     """
     parts: list[Traced] = []
     rows, size = 0, sum(4 * unit.size for unit in tracer.units)
-    if _LEAST * size > _HELD:
+    held = _HELD if budget is None else min(_HELD, budget // 2)
+    if _LEAST * size > held:
         return None, 0
     for batch in sample:
         traced = tracer.run(to_device(batch, device))
         parts.append(traced)
         rows += len(traced.measured.losses)
-        if rows >= _MOST or (rows + 4) * size > _HELD:
+        if rows >= _MOST or (rows + 4) * size > held:
             break
     if rows < _LEAST:
         return None, rows

@@ -58,6 +58,11 @@ class CaptureBasis:
         """Coordinates of all layers together."""
         return sum(layer.size for layer in self.layers.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all maps."""
+        return sum(layer.nbytes for layer in self.layers.values())
+
     def told(self, bits: int) -> str:
         """What is kept of a row, and how far it can be trusted."""
         white = "whitened " if self.whitened else "random "

@@ -40,6 +40,8 @@ _ENOUGH = 400_000
 """Coordinates that are worth what they take, in a model of any size."""
 _PRICE = 0.3
 """Share of a pass, forward and back, that moving positions along eigenvectors may take."""
+_TABLES = ("lookup", "tied")
+"""Forms of which the moments of tokens are a diagonal."""
 _ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
 _ATTENTION_BYTES = 64 << 10
 
@@ -272,6 +274,22 @@ def operations_of(blocks: Sequence[BlockSize], side: int) -> float:
         moved = 0 if rows > WIDE else high * rows
         total += groups * (moved + wide * cols + high * wide)
     return total
+
+
+def moment_bytes(forms: Iterable[AnyForm]) -> float:
+    """Bytes of both sides' second moments of some layers, while a basis is found."""
+    return sum(
+        4.0 * groups * (moment_values(form, rows) + float(cols) ** 2)
+        for form in forms
+        for groups, rows, cols in block_sizes([form])
+        if cols > 1
+    )
+
+
+def moment_values(form: AnyForm, side: int) -> float:
+    """Values of one side's moments: of tokens, and of very long sides, the diagonal."""
+    tokens = form.kind in _TABLES and side == block_sizes([form])[0][1]
+    return float(side) if tokens or side > WIDE else float(side) ** 2
 
 
 def pairs_of(blocks: Sequence[BlockSize], side: int) -> int:

@@ -6,14 +6,17 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import format_bytes
+from gradkeep.capturing._batches import batch_size, rows_of
+from gradkeep.capturing._footprint import rows_within
 from gradkeep.capturing.coordinates._agreement import measure_agreement
 from gradkeep.capturing.coordinates._basis import CaptureBasis, load_basis, save_basis
 from gradkeep.capturing.coordinates._choice import (
     choose_coordinates,
     leading_layers,
+    moment_bytes,
     random_coordinates,
     worth_keeping,
 )
@@ -22,12 +25,14 @@ from gradkeep.capturing.coordinates._sample import sample_batches
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Batches
-    from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.coordinates._keep import Keep
+    from gradkeep.factors import AnyForm
     from gradkeep.store import BasisKey, Store
 
 
@@ -46,6 +51,10 @@ class BasisRequest:
     """The task that training rows have, if a query asks for a part of it."""
     chosen: bool
     """Whether the user chose the layers."""
+    budget: int | None = None
+    """Bytes of memory that finding it may take."""
+    footprint: int = 0
+    """Bytes of one sample that runs, if there is a budget."""
 
 
 def find_basis(
@@ -64,7 +73,7 @@ def find_basis(
         )
     positions = max((keeping.positions for keeping in prepared.kept), default=1.0)
     sample = request.keep.sample(positions, batches.num_rows)
-    made = make_basis(request, request.keep, prepared.tracer, batches, device, sample=sample)
+    made = make_basis(request, request.keep, prepared, batches, device, sample=sample)
     save_basis(request.store, request.key, made)
     return made
 
@@ -72,23 +81,26 @@ def find_basis(
 def make_basis(
     request: BasisRequest,
     keep: Keep,
-    tracer: Tracer,
+    prepared: PreparedCapture,
     batches: Batches,
     device: torch.device,
     *,
     sample: int,
 ) -> CaptureBasis:
     """A basis from a sample of rows of the loader; a pass over them, forward and back, and a few more."""
-    every = list(tracer.units)
+    tracer, every = prepared.tracer, list(prepared.tracer.units)
     if not request.chosen:
-        tracer = dataclasses.replace(tracer, units=worth_keeping(tracer.units, keep))
-    moments = measure_moments(tracer, sample_batches(batches, sample), device)
+        tracer = dataclasses.replace(tracer, units=worth_keeping(every, keep))
+    forms = [prepared.pieces[unit].form for unit in tracer.units]
+    moments = measure_moments(tracer, _sample(request, batches, sample, forms), device)
     agreement, compared = None, 0
     if keep.whitened:
         layers = leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
-        again = sample_batches(batches, sample)
-        agreement, compared = measure_agreement(tracer, again, layers, chosen, keep, device)
+        again = _sample(request, batches, sample, forms)
+        agreement, compared = measure_agreement(
+            tracer, again, layers, chosen, keep, device, budget=request.budget
+        )
     else:
         chosen = random_coordinates(moments, keep)
     if not chosen.layers:
@@ -107,6 +119,20 @@ def make_basis(
         agreement=agreement,
         compared=compared,
     )
+
+
+def _sample(
+    request: BasisRequest, batches: Batches, rows: int, forms: list[AnyForm]
+) -> Iterator[Any]:
+    """Some rows, no more at once than fit the budget beside the moments."""
+    if request.budget is None:
+        yield from sample_batches(batches, rows)
+        return
+    most = rows_within(request.budget, request.footprint, beside=int(moment_bytes(forms)))
+    for batch in sample_batches(batches, rows):
+        count = batch_size(batch)
+        for start in range(0, count, most):
+            yield rows_of(batch, start, min(count, start + most))
 
 
 def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture) -> None:

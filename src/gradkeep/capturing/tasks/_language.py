@@ -24,7 +24,9 @@ class LanguageModelling(Task):
     are the next tokens already. loss = sum over its valid tokens of -log p, or their mean with
     `reduction="mean"`, which divides by that sequence's own number of tokens.
 
-    `shift=False` predicts the token at the same place (masked language models).
+    `shift=False` predicts the token at the same place (masked language models). Of Hugging Face's
+    encoder-decoders (T5, BART) `labels` are what the decoder writes: it is given them one place later,
+    and they are not shifted here.
 
     `span=(start, stop)` asks about some tokens only, as a Python slice of the batch's labels
     `[B, T]` along T: negative ends count from the end, None is the end itself. The name of an entry
@@ -73,6 +75,8 @@ class LanguageModelling(Task):
     def measure(self, model: nn.Module, batch: Any) -> Measured:
         """Losses of sequences and of their tokens from one forward pass."""
         inputs, targets, shift = self._split(batch)
+        if has_decoder(model):
+            inputs, shift = _with_decoder_inputs(model, inputs, batch), False
         ends = self._ends(batch, targets)
         logits = logits_of(call(model, inputs))
         if logits.dim() != 3 or targets.shape != logits.shape[:2]:
@@ -188,3 +192,24 @@ class LanguageModelling(Task):
             else type(batch).__name__,
             expected="a dict with input_ids, (tokens, next tokens), or tokens [B, T]",
         )
+
+
+def has_decoder(model: nn.Module) -> bool:
+    """Whether it reads one sequence and writes another, and says so as Hugging Face models do."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _with_decoder_inputs(model: Any, inputs: Any, batch: Any) -> Any:
+    """The inputs with what the decoder reads: its labels, one place later, unless they are given."""
+    if isinstance(inputs, Mapping) and "decoder_input_ids" in inputs:
+        return inputs
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if not isinstance(batch, Mapping) or "labels" not in batch or prepare is None:
+        raise CaptureError(
+            "an encoder-decoder needs to be told what its decoder writes",
+            found=f"a dict with {', '.join(map(str, batch))}"
+            if isinstance(batch, Mapping)
+            else type(batch).__name__,
+            expected="a dict with input_ids and labels, or with decoder_input_ids, too",
+        )
+    return {**inputs, "decoder_input_ids": prepare(labels=batch["labels"])}
