@@ -4,20 +4,31 @@
 `torch.fft`, `torch.linalg` and `torch.special`, in place where it has such a variant, real and complex,
 and around each module of `torch.nn`. Each is trained some steps plainly and inside three budgets, planned and
 online. Exact is what agrees to the bit in losses, gradients and buffers; refused is a clear error before
-the first wrong number. Ends with 0 only if nothing is wrong and nothing ends in somebody else's error.
-The samples are those that torch tests itself with (they need the package `expecttest`).
+the first wrong number. Ends with 0 only if all were tried, nothing is wrong and nothing ends in somebody
+else's error. The samples are those that torch tests itself with (they need the package `expecttest`).
+
+All of it takes half an hour of one core. `--results FILE` keeps every verdict in a file of JSON lines and
+goes on where an earlier run with the same code and options stopped; `--minutes M` stops after M minutes; the
+table at the end is of the whole file. A subject that ended the process is tried once more, then counts as
+crashed.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import copy
+import faulthandler
+import hashlib
+import json
+import logging
 import sys
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +62,8 @@ class Verdict:
     mode: str
     budget: float
     kind: str
-    """`exact`, `refused`, `wrong`, `ugly`, or `skipped` where plain training differs from itself."""
+    """`exact`, `refused`, `wrong`, `ugly`, `crashed`, or `skipped` where plain training differs from
+    itself."""
     dropped: bool
     detail: str = ""
 
@@ -280,37 +292,120 @@ def one(subject: Subject, plain: Numbers, mode: str, ratio: float) -> Verdict:
     return Verdict(subject.name, mode, ratio, kind, dropped, difference)
 
 
-def main() -> int:
+@dataclass(slots=True)
+class Results:
+    """Verdicts so far, on disk as soon as they are there if there is a file."""
+
+    path: Path | None
+    verdicts: dict[str, list[Verdict]] = field(default_factory=dict)
+    begun: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def open(self, made_by: str) -> None:
+        """Read what an earlier run left; refuses results of other code or options."""
+        if self.path is None:
+            return
+        if not self.path.exists():
+            self._write({"made_by": made_by})
+            return
+        head, *lines = map(json.loads, self.path.read_text().splitlines())
+        if head != {"made_by": made_by}:
+            sys.exit(f"{self.path} is of other code or options: remove it, or name another file")
+        for line in lines:
+            if "begins" in line:
+                self.begun[line["begins"]] += 1
+            else:
+                self.verdicts[line["name"]] = [Verdict(**one) for one in line["verdicts"]]
+
+    def wants(self, name: str) -> bool:
+        """Whether a subject is still to be tried."""
+        if name not in self.verdicts and self.begun[name] >= 2:
+            self.add(name, [Verdict(name, "", 0, "crashed", False, "the process ended")])
+        return name not in self.verdicts
+
+    def begin(self, name: str) -> None:
+        """Note a subject before it is tried, in case that nothing comes after."""
+        self._write({"begins": name})
+
+    def add(self, name: str, verdicts: list[Verdict]) -> None:
+        self.verdicts[name] = verdicts
+        self._write({"name": name, "verdicts": [asdict(one) for one in verdicts]})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+BAD = ("wrong", "ugly", "crashed")
+
+
+def shown(verdict: Verdict) -> str:
+    return f"{verdict.kind}: {verdict.name} {verdict.mode} {verdict.budget}: {verdict.detail}"
+
+
+def code_digest() -> str:
+    """Of everything that verdicts depend on."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in sorted(Path(gk.__file__).parent.joinpath("remat").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="./x bench sweep")
+    parser.add_argument("names", nargs="*", help="only what has one of these in its name")
+    parser.add_argument("--quick", action="store_true", help="one budget instead of three")
+    parser.add_argument("--planned", action="store_true", help="only planned")
+    parser.add_argument("--online", action="store_true", help="only online")
+    parser.add_argument("--results", type=Path, help="a file of verdicts to write and go on with")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    names = {a for a in sys.argv[1:] if not a.startswith("--")}
-    quick = "--quick" in sys.argv
-    budgets = BUDGETS[1:2] if quick else BUDGETS
-    modes = tuple(m for m in MODES if f"--{m}" in sys.argv) or MODES
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    reasons: collections.Counter[str] = collections.Counter()
-    subjects = 0
+    logging.getLogger("gradkeep").setLevel(logging.ERROR)  # small operators are no news here
+    faulthandler.enable()
+    names = set(asked.names)
+    budgets = BUDGETS[1:2] if asked.quick else BUDGETS
+    modes = tuple(mode for mode in MODES if getattr(asked, mode)) or MODES
+    results = Results(asked.results)
+    results.open(f"{code_digest()} {sorted(names)} {budgets} {modes}")
+    subjects = left = 0
     start = time.monotonic()
     for subject in (*function_subjects(names), *module_subjects(names)):
         subjects += 1
-        for verdict in judge(subject, budgets, modes):
-            counts[verdict.mode, verdict.kind + (" with drops" * verdict.dropped)] += 1
-            if verdict.kind in ("wrong", "ugly"):
-                print(
-                    f"{verdict.kind}: {verdict.name} {verdict.mode} {verdict.budget}: {verdict.detail}",
-                    flush=True,
-                )
-            elif verdict.kind in ("refused", "skipped"):
-                reasons[
-                    f"{verdict.kind} {verdict.mode}: {verdict.detail.splitlines()[0][:100]}"
-                ] += 1
-    print(f"\n{subjects} subjects, {time.monotonic() - start:.0f} s")
+        if not results.wants(subject.name):
+            continue
+        if time.monotonic() - start > 60 * asked.minutes:
+            left += 1
+            continue
+        results.begin(subject.name)
+        verdicts = judge(subject, budgets, modes)
+        results.add(subject.name, verdicts)
+        for verdict in verdicts:
+            if verdict.kind in BAD:
+                print(shown(verdict), flush=True)
+    print(f"\n{subjects} subjects, {left} of them left, {time.monotonic() - start:.0f} s")
+    return summary([one for some in results.verdicts.values() for one in some], left)
+
+
+def summary(verdicts: list[Verdict], left: int) -> int:
+    """Print counts, reasons and everything bad; 0 if there is none of it and nothing is left."""
+    counts = collections.Counter(
+        (one.mode or "plain", one.kind + " with drops" * one.dropped) for one in verdicts
+    )
     for (mode, kind), count in sorted(counts.items()):
-        print(f"{mode or 'plain':8} {kind:20} {count}")
+        print(f"{mode:8} {kind:20} {count}")
+    reasons = collections.Counter(
+        f"{one.kind} {one.mode}: {one.detail.splitlines()[0][:100]}"
+        for one in verdicts
+        if one.kind in ("refused", "skipped")
+    )
     for reason, count in reasons.most_common(25):
         print(f"{count:6} {reason}")
-    return int(any(kind.startswith(("wrong", "ugly")) for _, kind in counts))
+    bad = [one for one in verdicts if one.kind in BAD]
+    print(*map(shown, bad), sep="\n")
+    return int(bool(bad or left))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gradkeep.remat.tracing._rerun import bytes_on_the_way
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 20
 """Rebuilds per request; more are seldom met again."""
+_NEAR = 8
+"""The last request is near if it comes within this part of all requests."""
 
 
 class Treatment(IntEnum):
@@ -32,6 +36,9 @@ class Treatment(IntEnum):
     """Make it again at every request; nothing is kept on the way."""
     TOGETHER = 3
     """As DROP, but made as soon as an operator that it needs runs for another value."""
+    LATE = 4
+    """As DROP near its last request, as AGAIN before: what an early rebuild makes on the way, as the
+    encoder of a U-Net for its decoder, does not stay until the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,11 @@ class PlanEvaluator:
             sum(problem.sizes[m.value] for m in operation.makes if m.position >= 0)
             for operation in trace.operations
         ]
+        self._passing = [
+            bytes_on_the_way(operation.args) if operation.apart else 0
+            for operation in trace.operations
+        ]
+        """Bytes that running an operator again takes for as long as it runs."""
         self._cost = problem.costs
         self._asks = sorted(
             (at, index) for index, c in enumerate(problem.candidates) for at in c.asks
@@ -115,6 +127,7 @@ class PlanEvaluator:
                 needed.setdefault(number, []).append(index)
         self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
         """Per operator the candidates that need it, if several do."""
+        self._near = len(trace.order) // _NEAR
         self._memory: dict[int, list[_CachedRebuild]] = {}
         self.work = 0
         """Operators in all rebuilds that had to be worked out so far."""
@@ -241,8 +254,10 @@ class PlanEvaluator:
                     continue
                 given[own] = codes[own]
                 asks = candidates[own].asks
-                stays = codes[own] in (2 * Treatment.DROP, 2 * Treatment.TOGETHER)
-                if stays and made not in forced and asks and (made == value or asks[-1] > at):
+                if made in forced or not asks or (made != value and asks[-1] <= at):
+                    continue
+                late = codes[own] == 2 * Treatment.LATE and asks[-1] - at <= self._near
+                if late or codes[own] in (2 * Treatment.DROP, 2 * Treatment.TOGETHER):
                     kept.add(made)
         change: list[tuple[int, int]] = []
         arrived = 0
@@ -294,6 +309,6 @@ class PlanEvaluator:
         level = most = 0
         for number in order:
             level += self._takes[number]
-            most = max(most, level)
+            most = max(most, level + self._passing[number])
             level -= sum(ends.get(number, ()))
         return most

@@ -202,15 +202,17 @@ class _PlanCompiler:
                 self.geometry[value] = trace.slots[self.first_slots[value]].geometry
         work: list[RebuildProgram | None] = [None] * len(trace.order)
         releases: list[list[int]] = [[] for _ in trace.order]
+        passing = set()
         for rebuild in evaluation.rebuilds:
             work[rebuild.at] = self._work(rebuild)
+            if rebuild.value not in rebuild.kept:
+                passing.add(rebuild.at)
         for value, at in evaluation.last_use.items():
             if value not in self.dropped:
                 releases[at].append(value)
         for value, candidate in self.dropped.items():
             for at in candidate.asks:
-                again = self.states[self.problem.candidates.index(candidate)] == 2
-                if again or at == candidate.asks[-1]:
+                if at in passing or at == candidate.asks[-1]:
                     releases[at].append(value)
         slots = self._slots(sources)
         return CompiledPlan(

@@ -7,6 +7,7 @@ state. What is not known to be safe is not run again: its results are kept.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,6 +145,13 @@ def apply_statistics(
         x, scale, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0
     )[0]
     return out
+
+
+def bytes_on_the_way(args: tuple[Any, ...]) -> int:
+    """What `apply_statistics` takes beside its result: ones, and the scale if there is a weight."""
+    weight, shape = args[1], args[4].geometry
+    taken: int = math.prod(shape.size) * shape.dtype.itemsize * (1 if weight is None else 2)
+    return taken
 
 
 def tried(
