@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from api_fuzz import Call
+from api_fuzz_evaluate import evaluate_calls
 from api_fuzz_rooms import room_calls
 
 import gradkeep as gk
@@ -179,6 +180,7 @@ def calls(w: World) -> list[Call]:
                 "queries": ["a b"],
                 "train": ["a", "b c"],
                 "words": 2,
+                "how": "bm25",
                 "query_ids": [0],
                 "train_ids": [0, 1],
             },
@@ -411,7 +413,11 @@ def calls(w: World) -> list[Call]:
         Call(name, entry[0], lambda good=entry[1]: dict(good), *entry[2:])
         for name, entry in table.items()
     ]
-    return here + room_calls(w, lambda name, f, good: Call(name, f, lambda: dict(good)))
+
+    def call(name: str, function: Any, good: dict[str, Any]) -> Call:
+        return Call(name, function, lambda: dict(good))
+
+    return here + room_calls(w, call) + evaluate_calls(w, call)
 
 
 def study_of(w: World) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import api_fuzz as fuzz
 import api_fuzz_calls
 import pytest
 
-ROOMS = ("query", "attribution", "datamodels", "data", "farm")
+ROOMS = ("query", "attribution", "datamodels", "data", "evaluate", "farm")
 NAMED = ("Keep", "completions", "capture", "attribute_once", "attribute_tokens", "text_similarity")
 """Of gradkeep itself: what people call first."""
 ELSEWHERE = {
@@ -16,7 +16,7 @@ ELSEWHERE = {
     *("select_layers", "choose_compute", "project_layers", "streamed_gram"),
     *("add_products", "add_damped_scores"),
     # Their own tests refuse what they cannot take.
-    "suspects",
+    *("suspects", "suggest_labels"),
 }
 
 

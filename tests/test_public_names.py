@@ -36,10 +36,14 @@ NAMES = {
         attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep attribute_once evaluate text_similarity """,
+    Keep attribute_once evaluate groups text_similarity """,
     "gradkeep.evaluate": """
-        Curve Difference Evaluation GroundTruth JudgedMethod Judgement MoreModels Recipe RemovalCurve SampleSizes SanityCheck agreement class_retrieval
-        compare datamodel_scores evaluations ground_truth hybrid judge_methods label_detection lds leakage leave_one_out load_truth randomise rank_sum removal_curve sanity_check stability """,
+        CheckedRemoval ChosenRows Curve Difference Evaluation GroundTruth JudgedMethod
+        Judgement MoreModels Recipe RemovalCurve RowGroup RowGroups SampleSizes
+        SanityCheck agreement check_removal class_retrieval compare datamodel_scores evaluations
+        find_leaks ground_truth groups hybrid judge_methods label_detection lds
+        leakage leave_one_out load_truth out_of_fold randomise rank_sum removal_curve
+        sanity_check select_rows stability suggest_labels verify_rows """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
@@ -63,7 +67,7 @@ NAMES = {
         attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
-    attribute_once text_similarity """,
+    FALLING HALVES SubsetOutcomes attribute_once subset_digests text_similarity """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews
@@ -99,7 +103,7 @@ NAMES = {
     """,
     "gradkeep.errors": """
         AttributionError BudgetError BudgetWarning CaptureError Conflict Damaged DataError
-        DatamodelsError EvidenceWarning
+        DatamodelsError EvaluationError EvidenceWarning
         FarmError FormatTooNew GradkeepError InvalidRows LeaseLost LogError MissingExtra
         MissingRows NotAStore NotExpressible NotSealed QueryError ReadOnly RematError
         SchemaMismatch SqlError StepChanged StoreError StudyError WriteFailed

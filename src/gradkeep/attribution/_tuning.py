@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from gradkeep import _arguments
 from gradkeep._ranks import ranks
 from gradkeep.errors import AttributionError
 
@@ -44,7 +45,10 @@ class SubsetOutcomes:
 
 def subset_digests(masks: AnyArray) -> tuple[str, ...]:
     """A short name for each subset `[m, N]`: what tells whether two sets of models share some."""
-    packed = np.packbits(np.asarray(masks, bool), axis=1)
+    given = _arguments.array("masks", masks, error=AttributionError)
+    if given.ndim != 2:
+        raise AttributionError("subsets are [m, N]", found=f"shape {list(given.shape)}")
+    packed = np.packbits(given.astype(bool), axis=1)
     return tuple(xxhash.xxh3_64_hexdigest(row.tobytes()) for row in packed)
 
 

@@ -103,6 +103,7 @@ def sanity_check(
     A random network still knows which inputs are alike, and inputs that are alike mostly help each
     other: its score is seldom zero. What the trained model's is above it comes from what was learnt.
     """
+    _arguments.count("seed", seed, error=EvaluationError)
     rng = np.random.default_rng(seed)
     values = rng.permuted(np.asarray(scores.values), axis=1)
     mixed = dataclasses.replace(scores, values=values, method=f"shuffled {scores.method}")

@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from gradkeep import _arguments
 from gradkeep._ranks import ranks
+from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 _AT_ONCE = 1 << 24
 """Numbers that a part of the resamples may take."""
+
+
+def check_bounds(level: float, resamples: int) -> None:
+    """Refuse a level or a number of resamples that no interval can be made with."""
+    _arguments.number("level", level, error=EvaluationError, above=0, most=0.9999)
+    _arguments.count("resamples", resamples, error=EvaluationError, least=100, most=1_000_000)
 
 
 def digest_of(*parts: Any) -> str:
@@ -62,6 +70,11 @@ def rank_correlations(
     """
     # By range: a mean of equal numbers may differ from them in the last bit.
     varies = np.ptp(actual, axis=0) > 0
+    if not varies.any():
+        raise EvaluationError(
+            "the models say the same whatever they were trained on: there is nothing to predict",
+            found=f"{len(varies)} queries with constant outputs",
+        )
     says = np.ptp(predicted, axis=0) > 0
     items = np.where(varies, 0.0, np.nan)
     told = np.flatnonzero(varies & says)

@@ -9,6 +9,7 @@ import numpy as np
 
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError, MissingExtra
+from gradkeep.evaluate._bootstrap import check_bounds, draw_weights
 
 if TYPE_CHECKING:
     from gradkeep.store import Store
@@ -236,7 +237,7 @@ def evaluated(
     provenance: str = "",
 ) -> Evaluation:
     """The mean of one figure per query `[T]`, with an interval over queries."""
-    from gradkeep.evaluate._bootstrap import draw_weights
+    check_bounds(level, resamples)
 
     defined = np.isfinite(items)
     if not defined.any():
@@ -264,8 +265,6 @@ def evaluated(
 
 def interval_of(draws: AnyArray, value: float, level: float) -> tuple[float, float]:
     """The interval of a figure: percentiles of its resamples, moved to have the figure as mean."""
-    if not 0 < level < 1:
-        raise EvaluationError("level is a share between 0 and 1", found=level, expected="0.95")
     low, high = np.percentile(draws, (50 * (1 - level), 50 * (1 + level)))
     moved = value - float(draws.mean())
     return float(low) + moved, float(high) + moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
 from gradkeep.query import cosine, gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from gradkeep.attribution import Scores
     from gradkeep.evaluate._evaluation import Evaluation
@@ -199,6 +200,7 @@ def _columns(scores: Scores, columns: Mapping[str, Sequence[Any]] | None) -> dic
     if scores.train_labels is not None:
         given["label"] = np.asarray(scores.train_labels).tolist()
     for name, values in (columns or {}).items():
+        _arguments.instance(f"columns[{name!r}]", values, Sequence, error=EvaluationError)
         if len(values) != len(scores.train_ids):
             raise EvaluationError(
                 f"the column {name!r} is not of the training rows",

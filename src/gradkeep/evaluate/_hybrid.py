@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gradkeep.evaluate._truth import GroundTruth
 
 
+_FOLDS = 5
+
+
 @checked(EvaluationError)
 def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **options: Any) -> Scores:
     """Datamodels of the choosing half with the scores as their prior: never far below either parent.
@@ -29,6 +32,7 @@ def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **optio
     truth.refuse_chosen(scores.chosen_on, "reporting")
     half = truth.choosing
     prior = np.asarray(scores.values)
+    options.setdefault("folds", min(_FOLDS, max(2, len(half.masks) // 3)))
     found = fit(half.masks, half.outputs[:, places], prior=prior, variances=variances, **options)
     alone = bool(np.isinf(found.lam).all())
     return dataclasses.replace(

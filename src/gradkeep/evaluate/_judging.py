@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution import Scores, attribute, methods
 from gradkeep.errors import EvaluationError, GradkeepError
@@ -112,6 +113,8 @@ def judge_methods(
     `hybrid_of_best`, the method that predicts the choosing half best is also joined with the outcomes
     of that half; all figures are of the reporting half. Cost: that of asking each method, and of the fit.
     """
+    if report is not None:
+        _arguments.function("report", report, error=EvaluationError)
     opened = open_store(store, create=False)
     found = truth if isinstance(truth, GroundTruth) else load_truth(opened, truth)
     asked = default_methods() if methods is None else list(methods)
@@ -155,7 +158,7 @@ def ask_method(
     options: dict[str, Any] = {"curvature": "fisher"} if method in _NEEDS_A_MODEL else {}
     single = method in known and known[method].over == "one"
     if single and checkpoints is not None and not isinstance(checkpoints, str):
-        checkpoints = list(checkpoints)[-1]
+        checkpoints = list(checkpoints)[-1] if len(checkpoints) else None
     return attribute(store, method=method, checkpoints=checkpoints, **where, **options)
 
 

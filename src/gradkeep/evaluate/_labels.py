@@ -10,7 +10,7 @@ from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution import Suspects
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import digest_of, draw_weights
+from gradkeep.evaluate._bootstrap import check_bounds, digest_of, draw_weights
 from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes, interval_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def label_detection(
     >>> round(found.value, 2), found.sizes.rows, found.curve.names
     (0.83, 50, ('precision', 'recall'))
     """
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    check_bounds(level, resamples)
     values, numbers, told = _suspicion(suspicion, ids)
     flipped = _flipped(wrong, numbers)
     bad, total = int(flipped.sum()), len(flipped)
@@ -144,7 +144,7 @@ def _suspicion(suspicion: Any, ids: Any) -> tuple[AnyArray, AnyArray, str]:
 
 
 def _flipped(wrong: Any, numbers: AnyArray) -> AnyArray:
-    given = np.asarray(wrong)
+    given = _arguments.array("wrong", wrong, error=EvaluationError)
     if given.dtype == bool:
         if given.shape != numbers.shape:
             raise EvaluationError(

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import digest_of, rank_correlations
+from gradkeep.evaluate._bootstrap import check_bounds, digest_of, rank_correlations
 from gradkeep.evaluate._evaluation import Evaluation, SampleSizes, interval_of
 from gradkeep.evaluate._recipe import labels_digest
 
@@ -45,16 +44,11 @@ def lds(
     >>> found.value > 0.95, found.sizes.subsets, found.interval[0] > 0.9
     (True, 20, True)
     """
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    check_bounds(level, resamples)
     truth.refuse_chosen(scores.chosen_on, part)
     places = fitting_queries(scores, truth)
     half = truth.part(part)
     actual = half.outputs[:, places]
-    if not (np.ptp(actual, axis=0) > 0).any():
-        raise EvaluationError(
-            "the models say the same whatever they were trained on: there is nothing to predict",
-            found=f"{len(places)} queries with constant outputs",
-        )
     predicted = half.masks.astype(np.float64) @ np.asarray(scores.values, np.float64).T
     universe = digest_of("lds", truth.digest(part, places), level, resamples)
     found = rank_correlations(predicted, actual, resamples=resamples, universe=universe)

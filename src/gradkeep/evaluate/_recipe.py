@@ -60,6 +60,11 @@ class Recipe:
         pair = _pair(self.train)
         return len(self.train if pair is None else pair[1])
 
+    @property
+    def num_queries(self) -> int:
+        """How many numbers are kept of a trained model, one for each query."""
+        return int(np.prod(self.asked().shape))
+
     def asked(self) -> Output:
         """What is kept of a trained model."""
         return margins(self.queries) if self.output is None else self.output

@@ -10,7 +10,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import digest_of, draw_weights, rank_correlations
+from gradkeep.evaluate._bootstrap import check_bounds, digest_of, draw_weights, rank_correlations
 from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes, interval_of
 from gradkeep.evaluate._lds import places_among, provenance_of, subject_of
 from gradkeep.evaluate._truth import ceiling_of
@@ -68,7 +68,7 @@ def removal_curve(
     again, only what is missing is trained. Cost: (lines x queries + 5) x sizes x seeds trainings.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    check_bounds(level, resamples)
     where = store_of(scores, store)
     lines = [scores, *against]
     asked = _asked(scores, queries)
@@ -86,13 +86,14 @@ def removal_curve(
     masks[-1] = True
     for mask, named in zip(masks, sets, strict=False):
         mask[named] = train == "with only"
-    outputs = retrained(recipe, where, masks, seeds, options)
-    outputs = outputs[:, :, places_among(scores.query_ids, outputs.shape[2])[asked]]
-    columns = np.arange(len(asked))
+    columns = places_among(scores.query_ids, recipe.num_queries)[asked]
+    outputs = retrained(recipe, where, masks, seeds, options)[:, :, columns]
     shape = (len(lines), len(asked), len(counts))
     split = int(np.prod(shape))
     named_outputs = outputs[:split].reshape(*shape, seeds, len(asked))
-    own = np.stack([named_outputs[:, q, :, :, q] for q in columns], axis=1)  # [L, Q, K, S]
+    own = np.stack(
+        [named_outputs[:, q, :, :, q] for q in range(len(asked))], axis=1
+    )  # [L, Q, K, S]
     random = outputs[split:-1].reshape(len(counts), _RANDOM_SETS, seeds, len(asked)).mean(axis=1)
     random = np.moveaxis(random, -1, 0)[None]  # [1, Q, K, S]
     whole = outputs[-1].T[None, :, None, :]  # [1, Q, 1, S]
@@ -137,7 +138,7 @@ def leave_one_out(
     hardly moves a model, so that chance rules: see the ceiling. Cost: (rows + 1) x seeds trainings.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    check_bounds(level, resamples)
     where = store_of(scores, store)
     total = _fitting([scores], recipe)
     if isinstance(rows, int):
@@ -149,10 +150,12 @@ def leave_one_out(
         chosen = np.concatenate([largest, drawn])
     else:
         chosen = _places_of(_arguments.whole_numbers("rows", rows, error=EvaluationError), scores)
+    if len(chosen) < 2:
+        raise EvaluationError("ranks need rows, two or more", found=len(chosen))
     masks = np.ones((len(chosen) + 1, total), bool)
     masks[np.arange(len(chosen)), chosen] = False
+    places = places_among(scores.query_ids, recipe.num_queries)
     outputs = retrained(recipe, where, masks, seeds, options)
-    places = places_among(scores.query_ids, outputs.shape[2])
     drops = (outputs[-1] - outputs[:-1])[:, :, places]
     universe = digest_of("loo", chosen, drops, level, resamples)
     predicted = np.asarray(scores.values, np.float64)[:, chosen].T
@@ -317,6 +320,8 @@ def _asked(scores: Scores, queries: Any) -> AnyArray:
         count = min(_QUERIES, len(scores.query_ids))
         return np.linspace(0, len(scores.query_ids) - 1, count).round().astype(np.int64)
     ids = _arguments.whole_numbers("queries", queries, error=EvaluationError)
+    if not len(ids):
+        raise EvaluationError("queries name no query")
     return np.array([_place_of_id(scores.query_ids, number, "query") for number in ids.tolist()])
 
 

@@ -112,7 +112,9 @@ def _classes(side: str, given: Any, kept: Any, count: int) -> AnyArray:
             f"the classes of the {side} rows are not known",
             fix=f"pass {side}_classes=, or capture with labels",
         )
-    classes = np.asarray(found)
+    classes = _arguments.array(
+        f"{side}_classes", found, error=EvaluationError, kinds="biufUS", expected="numbers or words"
+    )
     if classes.shape != (count,):
         raise EvaluationError(
             f"{side}_classes are one for each row", found=list(classes.shape), expected=[count]

@@ -66,7 +66,11 @@ def select_rows(scores: Scores, keep: float, *, kinds: Any = None) -> ChosenRows
     total = len(scores.train_ids)
     count = _count(keep, total)
     given = kinds if kinds is not None else scores.query_labels
-    names = np.zeros(len(scores.query_ids), int) if given is None else np.asarray(given)
+    names = np.zeros(len(scores.query_ids), int)
+    if given is not None:
+        names = _arguments.array(
+            "kinds", given, error=EvaluationError, kinds="biufUS", expected="numbers or words"
+        )
     if names.shape != scores.query_ids.shape:
         raise EvaluationError(
             "kinds are one for each query", found=list(names.shape), expected=len(scores.query_ids)

@@ -10,7 +10,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import digest_of, rank_correlations
+from gradkeep.evaluate._bootstrap import check_bounds, digest_of, rank_correlations
 from gradkeep.evaluate._evaluation import Evaluation, SampleSizes, interval_of
 from gradkeep.evaluate._lds import places_among, subject_of
 from gradkeep.evaluate._removal import QueriesAndSeeds, retrained, store_of
@@ -47,15 +47,15 @@ def verify_rows(
     Cost: 6 x seeds trainings, kept in the store.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
-    _arguments.count("resamples", resamples, error=EvaluationError, least=100)
+    check_bounds(level, resamples)
     where = store_of(scores, store)
     named = _places(rows, None if scores is None else scores.train_ids, recipe.num_rows, "rows")
-    outputs = _with_controls(named, recipe, where, seeds, train, options)
+    count = recipe.num_queries
     own = None if scores is None else scores.query_ids
-    asked = np.arange(outputs.shape[2]) if own is None else places_among(own, outputs.shape[2])
+    asked = np.arange(count) if own is None else places_among(own, count)
     if queries is not None:
-        asked = asked[_places(queries, own, outputs.shape[2], "queries")]
-    outputs = outputs[:, :, asked]
+        asked = asked[_places(queries, own, count, "queries")]
+    outputs = _with_controls(named, recipe, where, seeds, train, options)[:, :, asked]
     gain = (outputs[0] - outputs[1:].mean(axis=0)).T
     universe = digest_of("verified", train, asked, outputs[1:], level, resamples)
     sampler = QueriesAndSeeds(len(asked), seeds, resamples, universe, level)
@@ -115,14 +115,15 @@ def check_removal(
     compared. The ceiling is how far other seeds agree. Cost: 6 x seeds trainings, kept in the store.
     """
     _arguments.count("seeds", seeds, error=EvaluationError, least=1)
+    check_bounds(level, resamples)
     where = store_of(scores, store)
     named = _places(rows, scores.train_ids, recipe.num_rows, "rows")
     if len(scores.query_ids) < _LEAST_QUERIES:
         raise EvaluationError(
             "too few queries to rank", found=len(scores.query_ids), expected=f"{_LEAST_QUERIES}"
         )
-    outputs = _with_controls(named, recipe, where, seeds, "without", options)
-    outputs = outputs[:, :, places_among(scores.query_ids, outputs.shape[2])]
+    asked = places_among(scores.query_ids, recipe.num_queries)
+    outputs = _with_controls(named, recipe, where, seeds, "without", options)[:, :, asked]
     measured = (outputs[0] - outputs[1:].mean(axis=0)).mean(axis=0)
     predicted = -np.asarray(scores.values, np.float64)[:, named].sum(axis=1)
     universe = digest_of("check-removal", named, outputs, level, resamples)
