@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
+from gradkeep.evaluate._verified import verify_rows
 from gradkeep.query import cosine, gradients
 
 if TYPE_CHECKING:
@@ -243,10 +245,6 @@ def _verified(
     seeds: int,
     options: dict[str, Any],
 ) -> RowGroup:
-    import dataclasses
-
-    from gradkeep.evaluate._verified import verify_rows
-
     found = verify_rows(
         group.ids, recipe, scores=scores, queries=scores.query_ids[asked], seeds=seeds, **options
     )

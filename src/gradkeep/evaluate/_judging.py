@@ -163,7 +163,7 @@ def ask_method(
 
 
 def default_methods() -> list[str]:
-    """The methods about queries, those that need no curvature first."""
+    """All methods that are about queries, baselines among them."""
     return [one.name for one in methods() if one.about_queries]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution import suspects
+from gradkeep.datamodels import confidences
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._selection import ChosenRows
 
@@ -87,8 +88,6 @@ def suggest_labels(
 def _probabilities(recipe: Recipe, classes: int) -> Output:
     """All class probabilities of all training rows, one after the other `[N x C]`."""
     of_logits = _AllProbabilities(classes)
-    from gradkeep.datamodels import confidences
-
     like = confidences(recipe.train)
     return dataclasses.replace(
         like,

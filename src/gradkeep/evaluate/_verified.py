@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _CONTROLS = 5
 """Random sets of the same size."""
+_LEAST_QUERIES = 5
 
 
 @checked(EvaluationError)
@@ -154,9 +155,6 @@ def check_removal(
         level=level,
     )
     return CheckedRemoval(scores.train_ids[named], agreement, change)
-
-
-_LEAST_QUERIES = 5
 
 
 def _with_controls(
