@@ -17,12 +17,16 @@ import torch
 
 import gradkeep as gk
 from bench import _quality_board as board
+from bench import _quality_labels as labels
 from bench import _quality_settings as settings
 
 SETTINGS: dict[str, Callable[[bool], board.Section]] = {
     "digits": settings.digits,
     "mnist-mlp": settings.mnist_mlp,
     "mnist-logistic": settings.mnist_logistic,
+    "labels-digits": labels.digits,
+    "labels-mnist": labels.mnist,
+    "labels-cifar": labels.cifar,
 }
 
 
