@@ -38,6 +38,8 @@ class Setting:
     epochs: int = 15
     batch_size: int = 32
     lr: float = 0.05
+    together: int = MANY
+    """Models trained at a time."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ def train_many(
     setting: Setting, subsets: torch.Tensor, seeds: Sequence[int], keep: Sequence[int] = ()
 ) -> Trained:
     """Train one model per subset `[K, S]` and seed; keep weights after the epochs in `keep`."""
+    many = setting.together
     parts = [
-        _train_some(setting, subsets[at : at + MANY], seeds[at : at + MANY], keep)
-        for at in range(0, len(seeds), MANY)
+        _train_some(setting, subsets[at : at + many], seeds[at : at + many], keep)
+        for at in range(0, len(seeds), many)
     ]
     states = {
         epoch: {n: torch.cat([p.states[epoch][n] for p in parts]) for n in parts[0].states[epoch]}

@@ -18,12 +18,18 @@ import torch
 import gradkeep as gk
 from bench import _quality_board as board
 from bench import _quality_labels as labels
+from bench import _quality_resnet as resnet
 from bench import _quality_settings as settings
+from bench import _quality_text as text
 
 SETTINGS: dict[str, Callable[[bool], board.Section]] = {
     "digits": settings.digits,
     "mnist-mlp": settings.mnist_mlp,
     "mnist-logistic": settings.mnist_logistic,
+    "digits-flipped": settings.digits_flipped,
+    "cifar2": resnet.cifar2,
+    "agnews": text.agnews,
+    "stories260k": text.stories,
     "labels-digits": labels.digits,
     "labels-mnist": labels.mnist,
     "labels-cifar": labels.cifar,
