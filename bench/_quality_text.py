@@ -56,11 +56,20 @@ def _news(count: int) -> tuple[list[str], torch.Tensor]:
 
 
 def stories(full: bool) -> Section:
-    """A pretrained Llama of 260K parameters, fine-tuned; asked without any retraining."""
-    found = _lm_truth.truth(_lm_truth.stories())
-    setting = found.setting
+    """A pretrained Llama of 260K parameters, fine-tuned on plays."""
+    return language_model("stories260k", _lm_truth.stories(), bars=True)
+
+
+def gpt(full: bool) -> Section:
+    """A small GPT, pretrained here and fine-tuned on news."""
+    return language_model("gpt", _lm_truth.gpt(), bars=False)
+
+
+def language_model(name: str, setting: _lm_truth.Setting, *, bars: bool) -> Section:
+    """One run on all rows is asked; the truth is trained once, then read from the cache."""
+    found = _lm_truth.truth(setting)
     # A smaller loss is a better answer.
-    truth = GroundTruth("stories260k", found.masks, -found.losses)
+    truth = GroundTruth(name, found.masks, -found.losses)
     place = tempfile.mkdtemp(prefix="gradkeep-")
     store = gk.open(place, durability="process")
     last = setting.epochs
@@ -117,11 +126,11 @@ def stories(full: bool) -> Section:
         "",
         board.against_peers(judged, entries),
     ]
-    told, missed = _bars(judged)
+    told, missed = _bars(judged) if bars else ([], False)
     title = (
         f"{setting.name}, {len(truth.masks)} halves x {setting.seeds} seeds; one run on all rows"
     )
-    return Section("stories260k", title, (*lines, *told), missed)
+    return Section(name, title, (*lines, *told), missed)
 
 
 def _bars(judged: gk.evaluate.Judgement) -> tuple[list[str], bool]:
@@ -175,7 +184,8 @@ def _captured(store: gk.Store, found: _lm_truth.Truth, epoch: int) -> tuple[floa
 def _representations(found: _lm_truth.Truth, epoch: int) -> np.ndarray:
     """Cosines `[Q, N]` of the mean over tokens of what goes into the head."""
     model, seen = found.model(epoch), []
-    handle = model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0].mean(1)))
+    head = model.head if hasattr(model, "head") else model.lm_head
+    handle = head.register_forward_pre_hook(lambda _, given: seen.append(given[0].mean(1)))
     with torch.no_grad():
         for tokens in (found.setting.queries, found.setting.train):
             model(tokens)

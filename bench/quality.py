@@ -29,6 +29,7 @@ SETTINGS: dict[str, Callable[[bool], board.Section]] = {
     "digits-flipped": settings.digits_flipped,
     "cifar2": resnet.cifar2,
     "agnews": text.agnews,
+    "gpt": text.gpt,
     "stories260k": text.stories,
     "labels-digits": labels.digits,
     "labels-mnist": labels.mnist,
