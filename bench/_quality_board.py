@@ -95,19 +95,24 @@ def table(found: Judgement, entries: Sequence[Entry]) -> list[str]:
     return lines
 
 
-def against_peers(found: Judgement, entries: Sequence[Entry]) -> str:
-    """Our best method that saw no outcome, by the choosing half, against the best that peers have.
-
-    That one is the best on the reporting half: what luck there is in it is in the peers' favour.
-    """
+def chosen(found: Judgement, entries: Sequence[Entry]) -> str:
+    """The best of ours that saw no outcome, by the choosing half."""
     fits = {
         one.name: lds(one.scores, found.truth, part="choosing", resamples=100).value
         for one in entries
         if not one.peer and not one.scores.chosen_on
     }
+    return max(fits, key=lambda name: fits[name])
+
+
+def against_peers(found: Judgement, entries: Sequence[Entry]) -> str:
+    """That one against the best that peers have.
+
+    Which is the best on the reporting half: what luck there is in it is in the peers' favour.
+    """
     named = {one.name for one in entries if one.peer}
     figures = {one.name: one.evaluation for one in found.methods}
-    ours = max(fits, key=lambda name: fits[name])
+    ours = chosen(found, entries)
     peers = next(one.name for one in found.methods if one.name in named)
     first, second = figures[ours], figures[peers]
     assert first is not None

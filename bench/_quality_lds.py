@@ -126,7 +126,8 @@ def unsureness(setting: truths.Setting, state: dict[str, torch.Tensor]) -> np.nd
             weights = {name: values[number] for name, values in state.items()}
             right = functional_call(net, weights, (x,)).softmax(1).gather(1, y[:, None])
             total += 1 - right[:, 0].double()
-    return np.clip((total / count).numpy(), 0, 1)
+    # Never 0, even of a row that every model is sure of: it is a variance, too.
+    return np.clip((total / count).numpy(), 1e-6, 1)
 
 
 def combined(name: str, parts: Sequence[Entry]) -> Entry:
