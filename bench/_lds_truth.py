@@ -85,7 +85,7 @@ def mnist(kind: str) -> Setting:
         rows = [found[int(row)] for row in chosen]
         images = torch.stack([torch.as_tensor(row[0]).float().flatten() for row in rows])
         parts.append((images, torch.tensor([int(row[1]) for row in rows])))
-    make = mlp(784, 128, 64) if kind == "mlp" else (lambda: nn.Linear(784, 10))
+    make = mlp(784, 128, 64) if kind == "mlp" else mlp(784)
     return Setting(f"MNIST {kind}", parts[0], parts[1], make)
 
 

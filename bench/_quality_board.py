@@ -21,7 +21,9 @@ intervals over queries and subsets. Every second subset may be chosen by; figure
 ceiling is what a perfect prediction would score, by how far models of other seeds agree. CPU seconds are
 those of capturing what a method reads and of asking it, on one thread, without training models; bytes are what
 is kept of a training row at all checkpoints together. "Best is ahead by" is a paired difference: where its
-interval holds zero, the two cannot be told apart.
+interval holds zero, the two cannot be told apart. "(peer)" marks what other libraries have, asked here through
+gradkeep. Settings `labels-...` are about planted wrong labels: the area under the ROC curve of measures of
+suspicion, and what training without the most suspicious rows gains over training without random ones.
 """
 
 

@@ -53,8 +53,8 @@ def mnist_mlp(full: bool) -> Section:
 
 def mnist_logistic(full: bool) -> Section:
     """Logistic regression on the same."""
-    sizes = (200, 5) if full else (60, 2)
-    return half_data("mnist-logistic", truths.mnist("logistic"), *sizes, epochs=(3, 5, 8))
+    sizes = (200, 5) if full else (40, 2)
+    return half_data("mnist-logistic", truths.mnist("logistic"), *sizes, epochs=(3, 6))
 
 
 def full_data(
