@@ -9,6 +9,7 @@ is missed. Data from GRADKEEP_DATA.
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -47,10 +48,14 @@ def main(arguments: Sequence[str]) -> int:
     for name in named or SETTINGS:
         began = time.process_time()
         try:
-            section = SETTINGS[name](full)
+            with tempfile.TemporaryDirectory(prefix="gradkeep-quality-") as place:
+                tempfile.tempdir = place  # the stores that a setting makes go with it
+                section = SETTINGS[name](full)
         except FileNotFoundError as error:
             print(f"{name}: skipped, no data ({error.filename or error}); set GRADKEEP_DATA")
             continue
+        finally:
+            tempfile.tempdir = None
         took = time.process_time() - began
         section = board.finished(section, took)
         print(section, flush=True)
