@@ -38,6 +38,8 @@ class Setting:
     epochs: int = 15
     batch_size: int = 32
     lr: float = 0.05
+    together: int = MANY
+    """Models trained at a time."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Truth:
     margins: np.ndarray
     ceiling: float
     """What a perfect prediction of the mean over infinitely many seeds would score."""
+    by_seed: np.ndarray
+    """`[m, seeds, T]`"""
+    states: dict[int, dict[str, torch.Tensor]]
+    """Weights `[m x seeds, ...]` of these models after the epochs that were kept."""
 
 
 def digits_mlp() -> Setting:
@@ -67,7 +73,7 @@ def digits_mlp() -> Setting:
     labels = np.concatenate([found.train_labels, found.test_labels])
     order = np.random.default_rng(0).permutation(len(labels))
     x, y = torch.from_numpy(images[order]), torch.from_numpy(labels[order])
-    return Setting("digits MLP", (x[:1297], y[:1297]), (x[1297:], y[1297:]), _mlp(64, 128, 64))
+    return Setting("digits MLP", (x[:1297], y[:1297]), (x[1297:], y[1297:]), mlp(64, 128, 64))
 
 
 def mnist(kind: str) -> Setting:
@@ -79,7 +85,7 @@ def mnist(kind: str) -> Setting:
         rows = [found[int(row)] for row in chosen]
         images = torch.stack([torch.as_tensor(row[0]).float().flatten() for row in rows])
         parts.append((images, torch.tensor([int(row[1]) for row in rows])))
-    make = _mlp(784, 128, 64) if kind == "mlp" else (lambda: nn.Linear(784, 10))
+    make = mlp(784, 128, 64) if kind == "mlp" else mlp(784)
     return Setting(f"MNIST {kind}", parts[0], parts[1], make)
 
 
@@ -87,9 +93,10 @@ def train_many(
     setting: Setting, subsets: torch.Tensor, seeds: Sequence[int], keep: Sequence[int] = ()
 ) -> Trained:
     """Train one model per subset `[K, S]` and seed; keep weights after the epochs in `keep`."""
+    many = setting.together
     parts = [
-        _train_some(setting, subsets[at : at + MANY], seeds[at : at + MANY], keep)
-        for at in range(0, len(seeds), MANY)
+        _train_some(setting, subsets[at : at + many], seeds[at : at + many], keep)
+        for at in range(0, len(seeds), many)
     ]
     states = {
         epoch: {n: torch.cat([p.states[epoch][n] for p in parts]) for n in parts[0].states[epoch]}
@@ -99,7 +106,14 @@ def train_many(
     return Trained(states, torch.cat([part.margins for part in parts]), accuracy)
 
 
-def truth(setting: Setting, *, subsets: int = 100, seeds: int = 5, share: float = 0.5) -> Truth:
+def truth(
+    setting: Setting,
+    *,
+    subsets: int = 100,
+    seeds: int = 5,
+    share: float = 0.5,
+    keep: Sequence[int] = (),
+) -> Truth:
     """Random subsets of a share of the rows, each trained with several seeds."""
     count = len(setting.train[1])
     size = round(share * count)
@@ -109,8 +123,9 @@ def truth(setting: Setting, *, subsets: int = 100, seeds: int = 5, share: float 
     np.put_along_axis(masks, rows, True, 1)
     every = torch.from_numpy(np.repeat(rows, seeds, 0))
     numbers = [10_000 + seed for seed in range(subsets * seeds)]
-    margins = train_many(setting, every, numbers).margins.reshape(subsets, seeds, -1).numpy()
-    return Truth(masks, margins.mean(1), _ceiling(margins))
+    trained = train_many(setting, every, numbers, keep)
+    margins = trained.margins.reshape(subsets, seeds, -1).numpy()
+    return Truth(masks, margins.mean(1), _ceiling(margins), margins, trained.states)
 
 
 def full_runs(setting: Setting, runs: int, keep: Sequence[int], *, first: int = 0) -> Trained:
@@ -188,10 +203,12 @@ def _train_some(
     return Trained(states, right - others, accuracy)
 
 
-def _mlp(*sizes: int) -> Callable[[], nn.Module]:
+def mlp(*sizes: int, classes: int = 10) -> Callable[[], nn.Module]:
+    """Linear layers with rectifiers between them."""
+
     def make() -> nn.Module:
         parts: list[nn.Module] = []
-        for d_in, d_out in zip(sizes, (*sizes[1:], 10), strict=True):
+        for d_in, d_out in zip(sizes, (*sizes[1:], classes), strict=True):
             parts += [nn.Linear(d_in, d_out), nn.ReLU()]
         return nn.Sequential(*parts[:-1])
 

@@ -40,3 +40,12 @@ def test_scores_from_elsewhere_join_the_board(world):
     assert {one.name for one in found.methods} == {"kernel", "mine"}
     with pytest.raises(EvaluationError, match="none of the methods"):
         evaluate.judge_methods(world, truth, methods=["nonsense"])
+
+
+def test_methods_are_judged_where_subsets_are_too_few_for_a_hybrid(world):
+    whole = evaluate.load_truth(world)
+    few = evaluate.GroundTruth("few", whole.masks[:10], whole.outputs[:10])
+    found = evaluate.judge_methods(world, few, methods=["kernel"])
+    assert [one.name for one in found.methods] == ["kernel"]
+    assert [one.name for one in found.refused] == ["hybrid of kernel"]
+    assert "too few subsets" in str(found)

@@ -111,6 +111,16 @@ def test_nothing_is_judged_by_what_it_was_chosen_by():
     assert evaluate.lds(fitted, truth).value > 0.3
 
 
+def test_a_hybrid_of_few_subsets_takes_fewer_folds_or_says_what_is_missing():
+    scores, truth = planted()
+    few = evaluate.GroundTruth("few", truth.masks[:12], truth.outputs[:12])
+    by_folds = evaluate.hybrid(scores, few)
+    np.testing.assert_array_equal(by_folds.values, evaluate.hybrid(scores, few, folds=2).values)
+    fewest = evaluate.GroundTruth("fewest", truth.masks[:10], truth.outputs[:10])
+    with pytest.raises(EvaluationError, match="too few subsets"):
+        evaluate.hybrid(scores, fewest)
+
+
 def test_what_was_chosen_by_is_remembered_with_saved_scores(tmp_path):
     scores, truth = planted()
     store = gk.open(tmp_path)

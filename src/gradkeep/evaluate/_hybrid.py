@@ -16,23 +16,26 @@ from gradkeep.evaluate._lds import fitting_queries
 if TYPE_CHECKING:
     from gradkeep.evaluate._truth import GroundTruth
 
-
-_FOLDS = 5
+_FOLDS, _LEAST_IN_A_FOLD = 5, 3
+"""Those of `gk.datamodels.fit` around a prior."""
 
 
 @checked(EvaluationError)
 def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **options: Any) -> Scores:
-    """Datamodels of the choosing half with the scores as their prior: never far below either parent.
+    """Datamodels of the choosing half with the scores as their prior: mostly above either parent.
 
     Weights shrink towards the scaled scores, as far as `variances [N]` allow each row to differ (the
     mean 1 - p of a row is a good measure); the folds of `gk.datamodels.fit` choose how far, with the
-    scores alone among the choices. `options` are those of `fit`.
+    scores alone among the choices: with few subsets they can choose wrongly (.018 below its prior with
+    20, `docs/board.md`). `options` are those of `fit`.
     """
     places = fitting_queries(scores, truth)
     truth.refuse_chosen(scores.chosen_on, "reporting")
     half = truth.choosing
     prior = np.asarray(scores.values)
-    options.setdefault("folds", min(_FOLDS, max(2, len(half.masks) // 3)))
+    few = len(half.masks) < _FOLDS * _LEAST_IN_A_FOLD
+    if few and not {"folds", "lam", "held_out"} & set(options):
+        options["folds"] = _fewer_folds(len(half.masks))
     found = fit(half.masks, half.outputs[:, places], prior=prior, variances=variances, **options)
     alone = bool(np.isinf(found.lam).all())
     return dataclasses.replace(
@@ -49,6 +52,18 @@ def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **optio
         per_layer=None,
         plan=None,
     )
+
+
+def _fewer_folds(models: int) -> int:
+    """As many as hold three models each."""
+    if models < 2 * _LEAST_IN_A_FOLD:
+        raise EvaluationError(
+            "too few subsets to choose how far a hybrid follows its scores",
+            found=f"{models} in the choosing half",
+            expected=f"{2 * _LEAST_IN_A_FOLD} or more",
+            fix="gk.evaluate.ground_truth(..., subsets=...) with more adds to those that are done",
+        )
+    return models // _LEAST_IN_A_FOLD
 
 
 @checked(EvaluationError)

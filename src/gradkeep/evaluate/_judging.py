@@ -143,9 +143,11 @@ def judge_methods(
             "none of the methods could be asked", found=judged[0].refused if judged else "no method"
         )
     if hybrid_of_best:
-        whole.append(_hybrid_of_best(whole, found, level))
+        joined = _hybrid_of_best(whole, found, level)
+        judged.append(joined)
+        whole += [joined] if joined.evaluation is not None else []
         if report is not None:
-            report(whole[-1])
+            report(joined)
     ordered = sorted(whole, key=_value, reverse=True)
     return Judgement(found, tuple(ordered), tuple(one for one in judged if one.evaluation is None))
 
@@ -186,7 +188,11 @@ def _hybrid_of_best(judged: list[JudgedMethod], truth: GroundTruth, level: float
     best = max(judged, key=fits)
     assert best.scores is not None
     began = time.process_time()
-    made = hybrid(best.scores, truth)
+    try:
+        made = hybrid(best.scores, truth)
+    except GradkeepError as error:
+        told = str(error).splitlines()[0]
+        return JudgedMethod(f"{_HYBRID} of {best.name}", None, 0.0, None, told)
     took = time.process_time() - began
     found = lds(made, truth, level=level)
     return JudgedMethod(

@@ -1,0 +1,161 @@
+"""The board itself: a section for each setting, written from what a run printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradkeep.attribution import Scores
+from gradkeep.evaluate import Evaluation, GroundTruth, Judgement, compare, judge_methods, lds
+from gradkeep.store import Store
+
+BOARD = Path(__file__).resolve().parents[1] / "docs" / "board.md"
+HEAD = """# The board
+
+How true the methods are, by `./x bench quality [SETTING ...]`, which wrote every figure below: a section
+for each setting, as it was last run. LDS is the mean over queries of the rank correlation between sums of
+scores over random halves of the rows and what models trained on these halves said; brackets are 95 %
+intervals over queries and subsets. Every second subset may be chosen by; figures are of the others. The
+ceiling is what a perfect prediction would score, by how far models of other seeds agree. CPU seconds are
+those of capturing what a method reads and of asking it, on one thread, without training models; bytes are what
+is kept of a training row at all checkpoints together. "Best is ahead by" is a paired difference: where its
+interval holds zero, the two cannot be told apart. "(peer)" marks what other libraries have, asked here through
+gradkeep. Settings `labels-...` are about planted wrong labels: the area under the ROC curve of measures of
+suspicion, and what training without the most suspicious rows gains over training without random ones.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """Scores to be judged, and their price."""
+
+    name: str
+    scores: Scores
+    seconds: float
+    bytes_per_row: float | None
+    peer: bool = False
+    """Whether other libraries have this method."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What an entry must reach."""
+
+    entry: str
+    least: float
+
+    def told(self, value: float) -> str:
+        verdict = "reached" if value >= self.least else "**MISSED**"
+        return f"Bar: {self.entry} at least {self.least:.2f}; {verdict} with {value:.3f}."
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one setting came to."""
+
+    name: str
+    title: str
+    lines: tuple[str, ...]
+    missed: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join([f"## {self.name}: {self.title}", "", *self.lines]).rstrip() + "\n"
+
+
+def span(found: Evaluation) -> str:
+    low, high = found.interval
+    return f"{found.value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def judged(store: Store, truth: GroundTruth, entries: Sequence[Entry]) -> Judgement:
+    """All entries by their LDS on the reporting half."""
+    given = {one.name: one.scores for one in entries}
+    return judge_methods(store, truth, methods=(), given=given, hybrid_of_best=False)
+
+
+def table(found: Judgement, entries: Sequence[Entry]) -> list[str]:
+    """A line for each method, the best first."""
+    prices = {one.name: one for one in entries}
+    lines = [
+        "| method | LDS | of ceiling | best is ahead by | CPU s | bytes/row |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found.methods:
+        figure, price = one.evaluation, prices[one.name]
+        assert figure is not None
+        ahead = "-"
+        if one is not found.best:
+            apart = found.against_best(one.name)
+            ahead = f"{apart.value:+.3f} [{apart.interval[0]:+.3f}, {apart.interval[1]:+.3f}]"
+        share = "-" if figure.share is None else f"{figure.share:.0%}"
+        kept = "-" if price.bytes_per_row is None else f"{price.bytes_per_row:,.0f}"
+        mark = "" if not price.peer else " (peer)"
+        cells = (one.name + mark, span(figure), share, ahead, f"{price.seconds:.1f}", kept)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def chosen(found: Judgement, entries: Sequence[Entry]) -> str:
+    """The best of ours that saw no outcome, by the choosing half."""
+    fits = {
+        one.name: lds(one.scores, found.truth, part="choosing", resamples=100).value
+        for one in entries
+        if not one.peer and not one.scores.chosen_on
+    }
+    return max(fits, key=lambda name: fits[name])
+
+
+def against_peers(found: Judgement, entries: Sequence[Entry]) -> str:
+    """That one against the best that peers have.
+
+    Which is the best on the reporting half: what luck there is in it is in the peers' favour.
+    """
+    named = {one.name for one in entries if one.peer}
+    figures = {one.name: one.evaluation for one in found.methods}
+    ours = chosen(found, entries)
+    peers = next(one.name for one in found.methods if one.name in named)
+    first, second = figures[ours], figures[peers]
+    assert first is not None
+    assert second is not None
+    apart = compare(first, second)
+    low, high = apart.interval
+    told = "ahead" if low > 0 else "behind" if high < 0 else "not told apart"
+    share = "" if first.share is None else f", {first.share:.0%} of the ceiling"
+    return (
+        f"Ours that saw no outcomes, chosen by the choosing half: *{ours}* ({first.value:.3f}{share}); the "
+        f"best that peers have, *{peers}* ({second.value:.3f}): {apart.value:+.3f} [{low:+.3f}, {high:+.3f}], "
+        f"{told}."
+    )
+
+
+def bars(found: Judgement, wanted: Sequence[Bar]) -> tuple[list[str], bool]:
+    """What each bar came to, and whether one was missed."""
+    figures = {one.name: one.evaluation for one in found.methods}
+    lines, missed = [], False
+    for bar in wanted:
+        figure = figures[bar.entry]
+        assert figure is not None
+        lines += ["", bar.told(figure.value)]
+        missed |= figure.value < bar.least
+    return lines, missed
+
+
+def write(sections: Sequence[Section], order: Sequence[str], path: Path = BOARD) -> None:
+    """Put these sections on the board; those of other settings stay as they are."""
+    kept: dict[str, str] = {}
+    if path.exists():
+        for part in path.read_text(encoding="utf-8").split("\n## ")[1:]:
+            kept[part.split(":", 1)[0]] = f"## {part.rstrip()}\n"
+    kept |= {one.name: str(one) for one in sections}
+    parts = [kept[name] for name in order if name in kept]
+    missing = [name for name in order if name not in kept]
+    head = HEAD + (f"\nNot run yet: {', '.join(missing)}.\n" if missing else "")
+    path.write_text("\n".join([head, *parts]), encoding="utf-8")
+
+
+def finished(section: Section, seconds: float) -> Section:
+    """With what the whole setting cost."""
+    told = f"The whole setting, models trained and all: {seconds:.0f} CPU seconds."
+    return dataclasses.replace(section, lines=(*section.lines, "", told))

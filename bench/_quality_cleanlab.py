@@ -1,0 +1,53 @@
+"""cleanlab in an environment of its own: how it ranks rows by out-of-fold probabilities."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from bench._lm_truth import CACHE
+
+VERSION = "2.9.0"
+ASK = """
+import sys
+import numpy as np
+from cleanlab.filter import find_label_issues
+from cleanlab.rank import get_label_quality_scores
+
+given = np.load(sys.argv[1])
+p, labels = given["probabilities"], given["labels"]
+listed = find_label_issues(labels, p, return_indices_ranked_by="self_confidence", n_jobs=1)
+np.savez(sys.argv[2], listed=listed, quality=get_label_quality_scores(labels, p, method="self_confidence"))
+"""
+
+
+def ranked(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Its suspicion of every row `[N]`, and the rows that `find_label_issues` lists, the worst first."""
+    try:
+        python = _installed()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"cleanlab: skipped, cleanlab {VERSION} cannot be installed here ({error})")
+        return None
+    with tempfile.TemporaryDirectory(prefix="gradkeep-") as place:
+        asked, told = Path(place) / "asked.npz", Path(place) / "told.npz"
+        np.savez(asked, probabilities=probabilities, labels=labels)
+        subprocess.run([str(python), "-c", ASK, str(asked), str(told)], check=True)
+        with np.load(told) as found:
+            return 1 - found["quality"], found["listed"]
+
+
+def _installed() -> Path:
+    """The interpreter of the environment, which is made where it is not there yet."""
+    folder = CACHE / f"cleanlab-{VERSION}"
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    if not stamp.exists():
+        print(f"installing cleanlab {VERSION} into {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, f"cleanlab=={VERSION}"], check=True)
+        stamp.touch()
+    return python

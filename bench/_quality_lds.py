@@ -1,0 +1,148 @@
+"""Methods by their LDS on one setting: what is captured, how each is asked, and its whole price."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+import gradkeep as gk
+from bench import _lds_truth as truths
+from bench._quality_board import Entry
+from gradkeep.attribution import Scores
+from gradkeep.evaluate import GroundTruth
+from gradkeep.store import CaptureKey
+
+BASELINES = ("random", "label-match", "similarity", "loss")
+"""What these read is not gradients."""
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """A store with the captures of many models, and what each took to make."""
+
+    setting: truths.Setting
+    store: gk.Store
+    seconds: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of capturing both splits, by run and checkpoint."""
+
+    def capture(
+        self,
+        prefix: str,
+        states: dict[int, dict[str, torch.Tensor]],
+        models: Sequence[int],
+        embedded: Sequence[int] = (),
+    ) -> list[str]:
+        """Capture models of stacked weights at all epochs that were kept; the names of the runs."""
+        setting, net = self.setting, self.setting.make()
+        last = [name for name, part in net.named_modules() if isinstance(part, torch.nn.Linear)][-1]
+        runs = []
+        for number in models:
+            runs.append(f"{prefix}-{number}")
+            for epoch, state in states.items():
+                weights = {name: values[number] for name, values in state.items()}
+                source = gk.Weights(weights, step=epoch, lr=1.0)
+                began = time.process_time()
+                for split, batch in (("train", setting.train), ("test", setting.test)):
+                    gk.capture(
+                        self.store,
+                        net,
+                        [batch],
+                        task=gk.Classification(),
+                        checkpoints={epoch_name(epoch): source},
+                        embeddings=[last] if epoch in embedded else [],
+                        split=split,
+                        run=runs[-1],
+                        progress=False,
+                    )
+                took = time.process_time() - began
+                self.seconds[f"{runs[-1]}/{epoch_name(epoch)}"] = took
+        return runs
+
+    def ask(
+        self,
+        name: str,
+        method: str,
+        runs: Sequence[str],
+        epochs: Sequence[int],
+        *,
+        peer: bool = False,
+        **options: object,
+    ) -> Entry:
+        """The mean over runs of a method's scores, the price of what it reads and of asking."""
+        checkpoints = [epoch_name(epoch) for epoch in epochs]
+        over = {one.name: one.over for one in gk.methods()}[method]
+        began = time.process_time()
+        if over == "one":
+            parts = [
+                gk.attribute(
+                    self.store, method=method, run=run, checkpoints=checkpoints[-1], **options
+                )
+                for run in runs
+            ]
+            values = np.mean([part.values for part in parts], 0)
+            places = tuple(f"{run}/{checkpoints[-1]}" for run in runs)
+            scores = dataclasses.replace(parts[0], values=values, checkpoints=places)
+        else:
+            scores = gk.attribute(
+                self.store, method=method, run=list(runs), checkpoints=checkpoints, **options
+            )
+            places = tuple(f"{run}/{one}" for run in runs for one in checkpoints)
+        took = time.process_time() - began
+        if method in BASELINES:
+            return Entry(name, scores, took, None, peer)
+        read = sum(self.seconds[place] for place in places)
+        return Entry(name, scores, took + read, sum(map(self._bytes, places)), peer)
+
+    def _bytes(self, place: str) -> float:
+        """What is kept of a training row at one checkpoint."""
+        run, _, checkpoint = place.rpartition("/")
+        block = self.store.read(CaptureKey(checkpoint, "train", run))
+        return block.manifest.bytes / len(block)
+
+
+def epoch_name(epoch: int) -> str:
+    return f"epoch-{epoch:02d}"
+
+
+def ground_truth(name: str, found: truths.Truth, seconds: float) -> GroundTruth:
+    """What the room judges by; `seconds` are those of one training."""
+    return GroundTruth(name, found.masks, found.by_seed, seconds=seconds)
+
+
+def unsureness(setting: truths.Setting, state: dict[str, torch.Tensor]) -> np.ndarray:
+    """1 - p of every training row `[N]`, the mean over models of stacked weights."""
+    x, y = setting.train
+    net = setting.make().to("meta")
+    total = torch.zeros(len(y), dtype=torch.float64)
+    count = len(next(iter(state.values())))
+    with torch.no_grad():
+        for number in range(count):
+            weights = {name: values[number] for name, values in state.items()}
+            right = functional_call(net, weights, (x,)).softmax(1).gather(1, y[:, None])
+            total += 1 - right[:, 0].double()
+    # Never 0, even of a row that every model is sure of: it is a variance, too.
+    return np.clip((total / count).numpy(), 1e-6, 1)
+
+
+def combined(name: str, parts: Sequence[Entry]) -> Entry:
+    """The mean of standardised scores, at the price of all of them."""
+    scores = gk.combine([part.scores for part in parts])
+    kept = sum(part.bytes_per_row or 0 for part in parts)
+    return Entry(name, scores, sum(part.seconds for part in parts), kept)
+
+
+def timed(
+    name: str, parents: Sequence[Entry], make: Callable[[], Scores], *, peer: bool = False
+) -> Entry:
+    """Scores made from others: their price and that of making them."""
+    began = time.process_time()
+    scores = make()
+    took = time.process_time() - began + sum(one.seconds for one in parents)
+    kept = sum(one.bytes_per_row or 0 for one in parents)
+    return Entry(name, scores, took, kept or None, peer)
