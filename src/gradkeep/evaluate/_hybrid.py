@@ -26,8 +26,7 @@ def hybrid(scores: Scores, truth: GroundTruth, *, variances: Any = None, **optio
 
     Weights shrink towards the scaled scores, as far as `variances [N]` allow each row to differ (the
     mean 1 - p of a row is a good measure); the folds of `gk.datamodels.fit` choose how far, with the
-    scores alone among the choices: with few subsets they can choose wrongly (.018 below its prior with
-    20, `docs/board.md`). `options` are those of `fit`.
+    scores alone among the choices; with few subsets they can choose wrongly. `options` are those of `fit`.
     """
     places = fitting_queries(scores, truth)
     truth.refuse_chosen(scores.chosen_on, "reporting")
