@@ -117,3 +117,15 @@ def test_a_truth_made_differently_or_failing_says_so(tmp_path):
     assert "no luck" in str(caught.value)
     with pytest.raises(EvaluationError, match="subsets"):
         evaluate.ground_truth(tmp_path, recipe(), subsets=3)
+
+
+def test_models_trained_without_chosen_rows_choose_nothing(tmp_path, world):
+    import shutil
+
+    store = gk.open(shutil.copytree(world.location, tmp_path / "kept"))
+    before = gk.attribute(store, method="kernel", damping="auto").chosen_on
+    scores = gk.attribute(store, method="kernel")
+    evaluate.removal_curve(scores, recipe(), sizes=[8], queries=[1, 5], workers=0)
+    assert "retraining" not in store.row_sets()
+    assert any(name.startswith("retraining.removals.") for name in store.row_sets())
+    assert gk.attribute(store, method="kernel", damping="auto").chosen_on == before

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution._method import Method
     from gradkeep.attribution._question import AttributionQuestion
     from gradkeep.attribution._scores import Scores
+    from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,6 +29,8 @@ FALLING = "falling"
 """The fingerprint of outputs that are smaller where a query is answered better, such as losses."""
 HALVES = "halves"
 """The fingerprint of subset models that are a ground truth: every second subset is for reporting."""
+_RETRAINED = ".removals."
+"""In the names of models that were trained without chosen rows: what they say is no random outcome."""
 LEAST = 10
 """Fewer subset models than this choose nothing."""
 
@@ -129,11 +132,17 @@ def subset_outcomes(question: AttributionQuestion, wanted: Any) -> SubsetOutcome
     )
 
 
+def _subset_models(store: Store) -> list[str]:
+    """The sets of rows that can be of random subsets, ground truths first."""
+    random = [name for name in store.row_sets() if _RETRAINED not in name]
+    return sorted(random, key=lambda name: not store.rows(name).schema.fingerprints.get(HALVES))
+
+
 def _from_store(
     question: AttributionQuestion, wanted: str | None, rows: int, asked: int
 ) -> tuple[str, AnyArray, AnyArray]:
     store = question.store
-    for name in store.row_sets() if wanted is None else [wanted]:
+    for name in _subset_models(store) if wanted is None else [wanted]:
         if name not in store.row_sets():
             raise AttributionError(
                 f"no subset models {name!r}", found=", ".join(store.row_sets()) or "none"

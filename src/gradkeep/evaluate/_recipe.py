@@ -108,7 +108,7 @@ class Recipe:
 
     def retraining(self, store: Store, name: str = RETRAINING) -> Study:
         """A study of the store for its `retrain` alone: trainings on chosen rows, not on random ones."""
-        return self._study(store, name, 0, {})
+        return self._study(store, name, 1, {}, begin=False)
 
     def _study(
         self,

@@ -80,7 +80,8 @@ class Study:
     model inside a byte budget, or a fraction of what a step takes: the same models, to the bit.
     With `repeats` so many models, with seeds of their own, see each subset: `ceiling` then tells how
     much of an output the subset can explain at all. `facts` are remembered with the study, which is not
-    opened with others. Without models of its own (`num_models=0`) it is there for `retrain` alone.
+    opened with others. With `begin=False` nothing is entered in the store until models are asked for: `retrain`
+    does not need them.
 
     >>> import tempfile, torch
     >>> from gradkeep.datamodels import margins
@@ -111,8 +112,9 @@ class Study:
         repeats: int = 1,
         memory_budget: float | str | None = None,
         facts: Mapping[str, str | int | float | bool] | None = None,
+        begin: bool = True,
     ) -> None:
-        _arguments.count("num_models", num_models, error=StudyError, least=0, most=2**31 - 1)
+        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
         _arguments.count("seed", seed, error=StudyError)
         _arguments.count("repeats", repeats, error=StudyError, least=1)
         self.store = open_store(store)
@@ -140,14 +142,15 @@ class Study:
         )
         self.job.stacked = self._choose(data, stacked)
         self.schema = self._schema(data, facts or {})
-        if num_models and num_models > self.rows.num_rows:
-            self.rows.grow(num_models)
+        self._num_models = num_models
+        if begin:
+            _ = self.rows
 
     @functools.cached_property
     def rows(self) -> Rows:
         """The models in the store; entered there when they are first needed."""
         try:
-            return self.store.rows(self.name, self.schema)
+            rows = self.store.rows(self.name, self.schema)
         except SchemaMismatch as error:
             raise SchemaMismatch(
                 "this study was begun differently; nothing was changed",
@@ -155,6 +158,9 @@ class Study:
                 found=error.found,
                 fix="make it as before, or give the new one another name",
             ) from None
+        if self._num_models > rows.num_rows:
+            rows.grow(self._num_models)
+        return rows
 
     @checked(StudyError)
     def run(self, *, workers: int | None = None, **options: Any) -> farm.Outcome:

@@ -78,7 +78,8 @@ class BlockAddress:
             return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
         if self.kind == "basis":
             return self.basis.folder
-        return f"{_NAMED[self.kind]}/{self.name}"
+        # Of a catalogue that is odd the kind may be any word: what is looked up then is not there.
+        return f"{_NAMED.get(self.kind, ROWS)}/{self.name}"
 
     @property
     def capture(self) -> CaptureKey:
