@@ -9,6 +9,8 @@ import typer
 
 from gradkeep.cli._edges import output_file
 from gradkeep.cli._evaluate import (
+    asked_scores,
+    captures_asked,
     evaluation_fields,
     ids_in,
     recipe_named,
@@ -32,7 +34,6 @@ from gradkeep.cli._runs import chosen_runs
 from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
     from gradkeep.evaluate import ChosenRows, Evaluation
     from gradkeep.store import Store
 
@@ -71,7 +72,8 @@ def select(
     if out is not None:
         output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
-    scores = _scores(opened, method, target, train, checkpoints, run, capture)
+    where = captures_asked(opened, target, train, run, capture)
+    scores = asked_scores(opened, method, checkpoints, where)
     found = gk.evaluate.select_rows(scores, wanted)
     verified = None
     if recipe is not None:
@@ -114,7 +116,9 @@ def leaks(
         output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
     places = checkpoints or [_earliest(opened, queries, train, run, capture)]
-    scores = _scores(opened, "cos", queries, train, places, run, capture)
+    scores = asked_scores(
+        opened, "cos", places, captures_asked(opened, queries, train, run, capture)
+    )
     found = gk.evaluate.find_leaks(scores, above=above)
     verified = None
     if recipe is not None and len(found):
@@ -151,7 +155,8 @@ def check_removal(
     opened = gk.open(store, create=False)
     how = recipe_named(recipe, opened)
     ids = [int(part) for part in rows.split(",")] if _LISTED.fullmatch(rows) else ids_in(rows)
-    scores = _scores(opened, method, queries, train, checkpoints, run, capture)
+    where = captures_asked(opened, queries, train, run, capture)
+    scores = asked_scores(opened, method, checkpoints, where)
     found = gk.evaluate.check_removal(
         scores,
         ids,
@@ -210,28 +215,6 @@ def _share(text: str) -> int | float:
     if re.fullmatch(r"0?\.\d{1,18}|1\.0*", text):
         return float(text)
     raise EvaluationError("keep is a share or a number of rows", found=text, expected="10% or 500")
-
-
-def _scores(
-    store: Store,
-    method: str | None,
-    queries: str,
-    train: str,
-    checkpoints: list[str] | None,
-    run: list[str] | None,
-    capture: str,
-) -> Scores:
-    import gradkeep as gk
-
-    return gk.attribute(
-        store,
-        method=method,
-        queries=queries,
-        train=train,
-        checkpoints=checkpoints,
-        run=chosen_runs(store, run, splits=(queries, train), capture=capture),
-        name=capture,
-    )
 
 
 def _earliest(store: Store, queries: str, train: str, run: list[str] | None, capture: str) -> str:

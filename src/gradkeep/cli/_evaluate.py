@@ -124,7 +124,7 @@ def lds(
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = _where(opened, queries, train, run, capture)
+    where = captures_asked(opened, queries, train, run, capture)
     judged = _judged(opened, method, truth, checkpoints, where, quiet=json)
     found = [one.evaluation for one in judged.methods if one.evaluation is not None]
     names = _kept(opened, found, save=save, plots=plots)
@@ -211,10 +211,10 @@ def removal(
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = _where(opened, queries, train, run, capture)
+    where = captures_asked(opened, queries, train, run, capture)
     how = recipe_named(recipe, opened)
-    scores = _asked(opened, method, checkpoints, where)
-    beside = [_asked(opened, one, checkpoints, where) for one in against or ["label-match"]]
+    scores = asked_scores(opened, method, checkpoints, where)
+    beside = [asked_scores(opened, one, checkpoints, where) for one in against or ["label-match"]]
     found = gk.evaluate.removal_curve(
         scores,
         how,
@@ -248,9 +248,11 @@ def leakage(
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = _where(opened, queries, train, run, capture)
+    where = captures_asked(opened, queries, train, run, capture)
     asked: list[str | None] = list(method) if method else [None]
-    found = [_leak_evaluation(_asked(opened, one, checkpoints, where), copies, k) for one in asked]
+    found = [
+        _leak_evaluation(asked_scores(opened, one, checkpoints, where), copies, k) for one in asked
+    ]
     _show(opened, found, save=save, plots=plots, json=json)
 
 
@@ -273,11 +275,11 @@ def sanity(
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = _where(opened, queries, train, run, capture)
-    scores = _asked(opened, method, checkpoints, where)
+    where = captures_asked(opened, queries, train, run, capture)
+    scores = asked_scores(opened, method, checkpoints, where)
     twin = None
     if random_run is not None:
-        twin = _asked(opened, scores.method, None, {**where, "run": random_run})
+        twin = asked_scores(opened, scores.method, None, {**where, "run": random_run})
     found = gk.evaluate.sanity_check(scores, gk.evaluate.load_truth(opened, truth), randomised=twin)
     if json:
         parts = {"trained": found.trained, "shuffled": found.shuffled, "random": found.randomised}
@@ -308,7 +310,7 @@ def all(
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = _where(opened, queries, train, run, capture)
+    where = captures_asked(opened, queries, train, run, capture)
 
     def part(title: str, work: Any) -> None:
         print(f"== {title}")
@@ -328,7 +330,8 @@ def all(
     def sane() -> None:
         print(
             gk.evaluate.sanity_check(
-                _asked(opened, None, checkpoints, where), gk.evaluate.load_truth(opened, truth)
+                asked_scores(opened, None, checkpoints, where),
+                gk.evaluate.load_truth(opened, truth),
             )
         )
 
@@ -337,14 +340,14 @@ def all(
         _show(opened, found, save=save, plots=plots, json=False)
 
     def leak() -> None:
-        found = _leak_evaluation(_asked(opened, None, checkpoints, where), copies, 1)
+        found = _leak_evaluation(asked_scores(opened, None, checkpoints, where), copies, 1)
         _show(opened, [found], save=save, plots=plots, json=False)
 
     def remove() -> None:
         how = recipe_named(recipe, opened)
-        beside = [_asked(opened, "label-match", checkpoints, where)]
+        beside = [asked_scores(opened, "label-match", checkpoints, where)]
         found = gk.evaluate.removal_curve(
-            _asked(opened, None, checkpoints, where),
+            asked_scores(opened, None, checkpoints, where),
             how,
             against=beside,
             workers=workers,
@@ -388,16 +391,18 @@ def compare(
     print(found)
 
 
-def _where(
+def captures_asked(
     store: Store, queries: str, train: str, run: list[str] | None, capture: str
 ) -> dict[str, Any]:
+    """Which captures a question is about, as `gk.attribute` takes them."""
     runs = chosen_runs(store, run, splits=(queries, train), capture=capture)
     return {"queries": queries, "train": train, "run": runs, "name": capture}
 
 
-def _asked(
+def asked_scores(
     store: Store, method: str | None, checkpoints: list[str] | None, where: dict[str, Any]
 ) -> Scores:
+    """The scores of a method, or of the one that won for the task."""
     import gradkeep as gk
 
     return gk.attribute(store, method=method, checkpoints=checkpoints, **where)
