@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep.cli._edges import output_file
-from gradkeep.cli._evaluate import (
-    asked_scores,
-    captures_asked,
-    evaluation_fields,
-    ids_in,
-    recipe_named,
-    tell_progress,
-)
+from gradkeep.cli._evaluate import asked_scores, captures_asked
+from gradkeep.cli._given_rows import ids_in, recipe_named
 from gradkeep.cli._output import (
     CaptureOption,
     CheckpointOption,
@@ -31,6 +25,7 @@ from gradkeep.cli._output import (
     print_json,
 )
 from gradkeep.cli._runs import chosen_runs
+from gradkeep.cli._shown_evaluations import evaluation_fields, tell_progress
 from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._arguments import shown
-from gradkeep.cli._edges import LARGEST, input_text, output_folder
-from gradkeep.cli._imports import imported, script_names
+from gradkeep.cli._edges import LARGEST
+from gradkeep.cli._given_rows import ids_in, numbers_in, recipe_named
 from gradkeep.cli._output import (
     CaptureOption,
     CheckpointOption,
@@ -27,11 +23,18 @@ from gradkeep.cli._output import (
     print_json,
 )
 from gradkeep.cli._runs import chosen_runs
+from gradkeep.cli._shown_evaluations import (
+    evaluation_fields,
+    keep_evaluations,
+    show_evaluations,
+    tell_names,
+    tell_progress,
+)
 from gradkeep.errors import EvaluationError, GradkeepError
 
 if TYPE_CHECKING:
     from gradkeep.attribution import Scores
-    from gradkeep.evaluate import Evaluation, Judgement, Recipe
+    from gradkeep.evaluate import Evaluation, Judgement
     from gradkeep.store import Store
 
 TruthOption = Annotated[
@@ -54,7 +57,6 @@ CopiesOption = Annotated[
     str | None,
     typer.Option("--copies", metavar="FILE", help="Lines of a query's id and its copy's row id."),
 ]
-_NUMBER = re.compile(r"-?\d+")
 
 
 def truth(
@@ -127,7 +129,7 @@ def lds(
     where = captures_asked(opened, queries, train, run, capture)
     judged = _judged(opened, method, truth, checkpoints, where, quiet=json)
     found = [one.evaluation for one in judged.methods if one.evaluation is not None]
-    names = _kept(opened, found, save=save, plots=plots)
+    names = keep_evaluations(opened, found, save=save, plots=plots)
     if json:
         print_json(
             {
@@ -150,7 +152,7 @@ def lds(
     print(judged)
     assert judged.best.evaluation is not None
     print(judged.truth.to_halve(judged.best.evaluation))
-    _tell_names(names)
+    tell_names(names)
 
 
 def labels(
@@ -176,7 +178,7 @@ def labels(
         chosen_runs(opened, run, splits=(train,), capture=capture),
         capture,
     )
-    _show(opened, found, save=save, plots=plots, json=json)
+    show_evaluations(opened, found, save=save, plots=plots, json=json)
 
 
 def removal(
@@ -227,7 +229,7 @@ def removal(
         progress=None if json else tell_progress,
     )
     both = [one for one in (found.change, found.flipped) if one is not None]
-    _show(opened, both, save=save, plots=plots, json=json)
+    show_evaluations(opened, both, save=save, plots=plots, json=json)
 
 
 def leakage(
@@ -253,7 +255,7 @@ def leakage(
     found = [
         _leak_evaluation(asked_scores(opened, one, checkpoints, where), copies, k) for one in asked
     ]
-    _show(opened, found, save=save, plots=plots, json=json)
+    show_evaluations(opened, found, save=save, plots=plots, json=json)
 
 
 def sanity(
@@ -325,7 +327,7 @@ def all(
         print(judged)
         assert judged.best.evaluation is not None
         print(judged.truth.to_halve(judged.best.evaluation))
-        _tell_names(_kept(opened, found, save=save, plots=plots))
+        tell_names(keep_evaluations(opened, found, save=save, plots=plots))
 
     def sane() -> None:
         print(
@@ -337,11 +339,11 @@ def all(
 
     def label() -> None:
         found = _label_evaluations(opened, wrong, train, checkpoints, where["run"], capture)
-        _show(opened, found, save=save, plots=plots, json=False)
+        show_evaluations(opened, found, save=save, plots=plots, json=False)
 
     def leak() -> None:
         found = _leak_evaluation(asked_scores(opened, None, checkpoints, where), copies, 1)
-        _show(opened, [found], save=save, plots=plots, json=False)
+        show_evaluations(opened, [found], save=save, plots=plots, json=False)
 
     def remove() -> None:
         how = recipe_named(recipe, opened)
@@ -354,7 +356,7 @@ def all(
             progress=tell_progress,
         )
         both = [one for one in (found.change, found.flipped) if one is not None]
-        _show(opened, both, save=save, plots=plots, json=False)
+        show_evaluations(opened, both, save=save, plots=plots, json=False)
 
     for title, work in (
         ("lds", score),
@@ -478,149 +480,6 @@ def _leak_evaluation(scores: Scores, copies: str | None, k: int) -> Evaluation:
             "which rows are copies of queries is not known",
             fix="pass --copies FILE with lines of a query's id and a row's id",
         )
-    pairs = dict(_numbers(copies, each=2).tolist())
+    pairs = dict(numbers_in(copies, each=2).tolist())
     wanted = np.array([pairs.get(int(query), -1) for query in scores.query_ids])
     return gk.evaluate.leakage(scores, wanted, k=k)
-
-
-def ids_in(path: str) -> Any:
-    """The ids `[K]` in a text file, one to a line; more on a line is passed over."""
-    return _numbers(path, each=1)[:, 0]
-
-
-def _numbers(path: str, *, each: int) -> Any:
-    """Whole numbers from a text file, so many to a line: split by commas, tabs or spaces."""
-    import numpy as np
-
-    rows = []
-    for number, line in enumerate(input_text(path, error=EvaluationError).splitlines(), 1):
-        parts = re.split(r"[\s,;]+", line.strip())
-        if parts == [""] or (number == 1 and not _NUMBER.fullmatch(parts[0])):
-            continue  # an empty line, or the names of columns
-        if len(parts) < each or not _are_numbers(parts[:each]):
-            raise EvaluationError(
-                f"line {number} does not hold {each} whole number{'s' * (each > 1)}",
-                path=path,
-                found=shown(line),
-            )
-        rows.append([int(part) for part in parts[:each]])
-    if not rows:
-        raise EvaluationError("the file holds no ids", path=path)
-    return np.array(rows, np.int64)
-
-
-def _are_numbers(parts: list[str]) -> bool:
-    """Whether all of these are whole numbers that fit into 64 bits."""
-    return not [p for p in parts if not _NUMBER.fullmatch(p) or abs(int(p)) >= 2**62]
-
-
-def recipe_named(source: str | None, store: Store | None) -> Recipe:
-    """The recipe that is named, or the one of the ground truth in the store."""
-    import dataclasses
-
-    import gradkeep as gk
-
-    if source is None and store is not None:
-        source = gk.evaluate.load_truth(store).recipe
-    if source is None:
-        raise EvaluationError(
-            "how models are trained is not known",
-            fix="pass --recipe module:name or file.py:name, a gk.evaluate.Recipe",
-        )
-    place, _, name = source.rpartition(":")
-    if place.endswith(".py"):
-        found = script_names(place, error=EvaluationError).get(name)
-    else:
-        found = imported(source, os.getcwd(), error=EvaluationError)
-    if callable(found) and not isinstance(found, gk.evaluate.Recipe):
-        found = found()
-    if not isinstance(found, gk.evaluate.Recipe):
-        raise EvaluationError(
-            f"{shown(source)} is no recipe",
-            found=type(found).__name__,
-            expected="a gk.evaluate.Recipe, or a function that returns one",
-        )
-    return dataclasses.replace(found, source=source)
-
-
-def _kept(
-    store: Store, found: list[Evaluation], *, save: bool, plots: str | None
-) -> list[str | None]:
-    """Save and draw evaluations; their names in the store."""
-    import xxhash
-
-    folder = None if plots is None else output_folder(plots, error=EvaluationError)
-    names: list[str | None] = []
-    for one in found:
-        mark = xxhash.xxh3_64_hexdigest(f"{one.universe} {one.subject} {one.value}".encode())[:8]
-        words = re.sub(r"[^A-Za-z0-9]+", "-", f"{one.metric} {one.subject.split(' at ')[0]}")
-        name = f"{words.strip('-')[:80]}-{mark}"
-        if save:
-            one.save(name, store=store)
-        names.append(name if save else None)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            one.plot().savefig(Path(folder) / f"{name}.png")
-    return names
-
-
-def _show(
-    store: Store, found: list[Evaluation], *, save: bool, plots: str | None, json: bool
-) -> None:
-    names = _kept(store, found, save=save, plots=plots)
-    if json:
-        print_json(
-            [
-                {**evaluation_fields(one), "saved": name}
-                for one, name in zip(found, names, strict=True)
-            ]
-        )
-        return
-    for one in found:
-        print(one)
-        if one.curve is not None:
-            print("  " + str(one.curve).replace("\n", "\n  "))
-    _tell_names(names)
-
-
-def _tell_names(names: list[str | None]) -> None:
-    kept = [name for name in names if name is not None]
-    if kept:
-        print(f"kept as {', '.join(kept)}")
-
-
-def evaluation_fields(found: Evaluation) -> dict[str, Any]:
-    """An evaluation as JSON fields."""
-    curve = found.curve
-    return {
-        "metric": found.metric,
-        "subject": found.subject,
-        "value": found.value,
-        "interval": found.interval,
-        "level": found.level,
-        "ceiling": found.ceiling,
-        "share_of_ceiling": found.share,
-        "queries": found.sizes.queries,
-        "subsets": found.sizes.subsets,
-        "seeds": found.sizes.seeds,
-        "rows": found.sizes.rows,
-        "truth": found.truth,
-        "provenance": found.provenance,
-        "curve": None
-        if curve is None
-        else {
-            curve.along: curve.at.tolist(),
-            **{
-                name: values.tolist()
-                for name, values in zip(curve.names, curve.values, strict=True)
-            },
-        },
-    }
-
-
-def tell_progress(progress: Any) -> None:
-    """Tell on a terminal how far trainings are."""
-    import sys
-
-    if sys.stderr.isatty():
-        print(f"\r  {progress}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""Evaluations as commands show, draw and keep them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.cli._edges import output_folder
+from gradkeep.cli._output import print_json
+from gradkeep.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from gradkeep.evaluate import Evaluation
+    from gradkeep.store import Store
+
+
+def keep_evaluations(
+    store: Store, found: list[Evaluation], *, save: bool, plots: str | None
+) -> list[str | None]:
+    """Save and draw evaluations; their names in the store."""
+    import xxhash
+
+    folder = None if plots is None else output_folder(plots, error=EvaluationError)
+    names: list[str | None] = []
+    for one in found:
+        mark = xxhash.xxh3_64_hexdigest(f"{one.universe} {one.subject} {one.value}".encode())[:8]
+        words = re.sub(r"[^A-Za-z0-9]+", "-", f"{one.metric} {one.subject.split(' at ')[0]}")
+        name = f"{words.strip('-')[:80]}-{mark}"
+        if save:
+            one.save(name, store=store)
+        names.append(name if save else None)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            one.plot().savefig(Path(folder) / f"{name}.png")
+    return names
+
+
+def show_evaluations(
+    store: Store, found: list[Evaluation], *, save: bool, plots: str | None, json: bool
+) -> None:
+    names = keep_evaluations(store, found, save=save, plots=plots)
+    if json:
+        print_json(
+            [
+                {**evaluation_fields(one), "saved": name}
+                for one, name in zip(found, names, strict=True)
+            ]
+        )
+        return
+    for one in found:
+        print(one)
+        if one.curve is not None:
+            print("  " + str(one.curve).replace("\n", "\n  "))
+    tell_names(names)
+
+
+def tell_names(names: list[str | None]) -> None:
+    """Say under which names evaluations were kept."""
+    kept = [name for name in names if name is not None]
+    if kept:
+        print(f"kept as {', '.join(kept)}")
+
+
+def evaluation_fields(found: Evaluation) -> dict[str, Any]:
+    """An evaluation as JSON fields."""
+    curve = found.curve
+    return {
+        "metric": found.metric,
+        "subject": found.subject,
+        "value": found.value,
+        "interval": found.interval,
+        "level": found.level,
+        "ceiling": found.ceiling,
+        "share_of_ceiling": found.share,
+        "queries": found.sizes.queries,
+        "subsets": found.sizes.subsets,
+        "seeds": found.sizes.seeds,
+        "rows": found.sizes.rows,
+        "truth": found.truth,
+        "provenance": found.provenance,
+        "curve": None
+        if curve is None
+        else {
+            curve.along: curve.at.tolist(),
+            **{
+                name: values.tolist()
+                for name, values in zip(curve.names, curve.values, strict=True)
+            },
+        },
+    }
+
+
+def tell_progress(progress: Any) -> None:
+    """Tell on a terminal how far trainings are."""
+    import sys
+
+    if sys.stderr.isatty():
+        print(f"\r  {progress}", end="", file=sys.stderr, flush=True)
