@@ -23,6 +23,14 @@ def ranks(values: AnyArray) -> AnyArray:
     return out
 
 
+def column_correlations(one: AnyArray, other: AnyArray) -> AnyArray:
+    """Spearman's correlation of each column of two tables `[m, t]` -> `[t]`; NaN where one is constant."""
+    left, right = (values - values.mean(0) for values in (ranks(one), ranks(other)))
+    size = np.sqrt((left * left).sum(0) * (right * right).sum(0))
+    out = np.full_like(size, np.nan)
+    return np.asarray(np.divide((left * right).sum(0), size, out=out, where=size > 0))
+
+
 def rank_correlation(one: AnyArray, other: AnyArray) -> float:
     """Spearman's correlation of two lists of numbers `[m]`; 0 where one of them is constant.
 

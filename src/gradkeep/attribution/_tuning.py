@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._ranks import ranks
+from gradkeep._ranks import column_correlations
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -94,12 +94,7 @@ def choose_option(
 def agreement(scores: AnyArray, found: SubsetOutcomes) -> float:
     """The mean over queries of the rank correlation of predicted and true outcomes."""
     predicted = found.masks.astype(np.float32) @ np.asarray(scores).T
-    p, y = ranks(predicted), ranks(found.outputs)
-    p, y = p - p.mean(0), y - y.mean(0)
-    spread = np.sqrt((p * p).sum(0) * (y * y).sum(0))
-    return float(
-        np.divide((p * y).sum(0), spread, out=np.zeros_like(spread), where=spread > 0).mean()
-    )
+    return float(np.nan_to_num(column_correlations(predicted, found.outputs)).mean())
 
 
 def subset_outcomes(question: AttributionQuestion, wanted: Any) -> SubsetOutcomes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep._ranks import ranks
+from gradkeep._ranks import column_correlations
 from gradkeep.attribution import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._bootstrap import digest_of
@@ -318,17 +318,10 @@ def ceiling_of(outputs: AnyArray) -> float | None:
     for _ in range(_SPLITS if seeds > 2 else 1):
         order = rng.permutation(seeds)
         one, other = (outputs[:, order[at : at + half]].mean(axis=1) for at in (0, half))
-        found.append(_mean_correlation(one, other))
+        each = column_correlations(one, other)
+        found.append(each[np.isfinite(each)].mean() if np.isfinite(each).any() else 0.0)
     r = float(np.mean(found))
     if not math.isfinite(r) or r <= 0:
         return 0.0
     one_seed = r / (half - (half - 1) * r)
     return math.sqrt(seeds * one_seed / (1 + (seeds - 1) * one_seed))
-
-
-def _mean_correlation(one: AnyArray, other: AnyArray) -> float:
-    """The mean over columns of the rank correlation `[m, T]`, without those that are constant."""
-    p, y = ranks(one), ranks(other)
-    p, y = p - p.mean(0), y - y.mean(0)
-    spread = np.sqrt((p * p).sum(0) * (y * y).sum(0))
-    return float(((p * y).sum(0)[spread > 0] / spread[spread > 0]).mean()) if spread.any() else 0.0
