@@ -5,7 +5,9 @@ import re
 import numpy as np
 
 import gradkeep as gk
-from gradkeep.cli._story import tell
+from gradkeep.cli import _story_text
+from gradkeep.cli._story import recipe, tell
+from gradkeep.cli._story_text import tell_text
 from gradkeep.data import load_digits
 
 
@@ -30,9 +32,43 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path):
     assert f"{len(mistakes)} mistakes" in story
     harmed = [digits.planted[scores.bottom(5, query=int(q)).ids].mean() for q in mistakes]
     assert f"{np.mean(harmed):.0%} carry a planted label" in story
+    assert "equal to the bit" in story
+    kernel, trak = (
+        float(re.search(rf"{name} ([\d.]+) \[", story)[1]) for name in ("kernel", "trak")
+    )
+    assert min(kernel, trak) > 0.4
+    kept = {
+        one.subject.split(" at ")[0]: one.value for one in gk.evaluate.evaluations(store).values()
+    }
+    assert f"{kept['kernel']:.2f}" == f"{kernel:.2f}"
     assert "0 lost" in story
     assert "NOT" not in story
     again = []
     tell(tmp_path / "store", seeds=1, say=again.append)
     assert again[1] == lines[1]
     assert [line.split()[0] for line in again] == [line.split()[0] for line in lines]
+
+
+def test_the_recipe_of_the_story_trains_its_network():
+    model = recipe().training((recipe().train[0][:64], recipe().train[1][:64]), 0)
+    assert model(recipe().queries[0]).shape == (360, 10)
+    assert recipe().source == "gradkeep.cli._story:recipe"
+
+
+def test_the_story_in_words_finds_the_false_sentences(tmp_path, monkeypatch):
+    monkeypatch.setattr(_story_text, "SEEDS", (0,))
+    monkeypatch.setattr(_story_text, "EPOCHS", 10)
+    lines = []
+    tell_text(tmp_path / "store", say=lines.append)
+    story = "\n".join(lines)
+    documents = _story_text.load_documents()
+    assert (documents.planted >= 0).sum() == len(_story_text.FACTS) * _story_text.COPIES
+    scores = gk.attribute(gk.open(tmp_path / "store"))
+    shares = [
+        (documents.planted[scores.top(_story_text.COPIES, query=q).ids] == q).mean()
+        for q in range(4)
+    ]
+    assert np.mean(shares) > 0.7
+    assert f"{np.mean(shares):.0%} carry that sentence" in story
+    found, random = re.findall(r"([\d.]+)%", next(line for line in lines if "retrained" in line))
+    assert float(found) < float(random)

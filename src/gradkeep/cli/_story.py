@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,13 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.cli import _story_breaks
+from gradkeep.cli._story_checks import budget_curve, explain_by_groups, hold_against_retraining
 from gradkeep.data import load_digits
+from gradkeep.datamodels import Training
+from gradkeep.evaluate import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from gradkeep.data import Digits
@@ -28,6 +32,22 @@ WRONG = 0.08
 
 def tell(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) -> None:
     """Tell the whole story in `folder`; a second run goes on where the first one stopped."""
+    with one_thread():
+        _tell(folder, seeds, say)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Small matrices gain nothing from more threads, and lose much beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
     store = gk.open(folder)
     digits = load_digits(wrong_labels=WRONG)
@@ -42,9 +62,12 @@ def tell(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) ->
         f"{len(trained.states)} checkpoints: {trained.accuracy:.1%} of the test digits right"
     )
     _capture(store, digits, trained.states, say)
-    blamed = _attribute(store, digits, say)
+    scores, blamed = _attribute(store, digits, say)
+    explain_by_groups(scores, blamed, digits.planted, say)
     suspected = _suspects(store, digits, say)
     _retrain(digits, suspected, seeds, say)
+    hold_against_retraining(store, recipe(), scores, say)
+    budget_curve(say)
     _story_breaks.kill_and_resume(store, say)
     _story_breaks.damage_and_repair(store, say)
     say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
@@ -68,7 +91,7 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
         }
         kept = gk.capture(
             store,
-            network(0),
+            network(),
             [batch],
             task=gk.Classification(),
             split=split,
@@ -85,8 +108,10 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
     )
 
 
-def _attribute(store: gk.Store, digits: Digits, say: Callable[[str], None]) -> int:
-    """Score all rows for all test digits; returns a mistake that planted labels explain best."""
+def _attribute(
+    store: gk.Store, digits: Digits, say: Callable[[str], None]
+) -> tuple[gk.Scores, int]:
+    """Score all rows for all test digits; also gives a mistake that planted labels explain best."""
     began = time.perf_counter()
     scores = gk.attribute(store)
     took = time.perf_counter() - began
@@ -100,13 +125,13 @@ def _attribute(store: gk.Store, digits: Digits, say: Callable[[str], None]) -> i
     shares = [digits.planted[scores.bottom(5, query=int(query)).ids].mean() for query in mistakes]
     if not len(mistakes):
         say("explained  no test digit is wrong")
-        return int(scores.query_ids[0])
+        return scores, int(scores.query_ids[0])
     say(
         f"explained  {len(mistakes)} mistakes: of the 5 training digits that harmed each most, "
         f"{np.mean(shares):.0%} carry a planted label (of all training digits "
         f"{digits.planted.mean():.0%})"
     )
-    return int(mistakes[int(np.argmax(shares))])
+    return scores, int(mistakes[int(np.argmax(shares))])
 
 
 def _suspects(store: gk.Store, digits: Digits, say: Callable[[str], None]) -> Any:
@@ -141,7 +166,7 @@ def _retrain(digits: Digits, suspected: Any, seeds: int, say: Callable[[str], No
     say(f"retrained  mean of {seeds} seeds: {'; '.join(told)}")
 
 
-EPOCHS = 30
+EPOCHS, BATCH, RATE, MOMENTUM = 30, 64, 0.1, 0.9
 KEPT = (2, 4, 7, 10, 15, 30)
 """The epochs whose weights are kept, more of them early: late ones have learnt all by heart."""
 
@@ -156,22 +181,22 @@ class Trained:
     """The weights by the name of their checkpoint."""
 
 
-def network(seed: int) -> nn.Sequential:
-    """The 64-64-10 network that a seed stands for."""
-    torch.manual_seed(seed)
+def network() -> nn.Sequential:
+    """A 64-64-10 network."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def train(digits: Digits, rows: Any, *, seed: int, keep: bool = False) -> Trained:
     """Train on some rows of the training digits."""
-    model = network(seed)
+    torch.manual_seed(seed)
+    model = network()
     chosen = torch.as_tensor(rows)
     images = torch.from_numpy(digits.train_images)[chosen]
     labels = torch.from_numpy(digits.train_labels)[chosen]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     states = {}
     for epoch in range(1, EPOCHS + 1):
-        for batch in torch.split(torch.randperm(len(labels)), 64):
+        for batch in torch.split(torch.randperm(len(labels)), BATCH):
             optimizer.zero_grad()
             torch.autograd.backward(F.cross_entropy(model(images[batch]), labels[batch]))
             optimizer.step()
@@ -183,3 +208,16 @@ def train(digits: Digits, rows: Any, *, seed: int, keep: bool = False) -> Traine
         said = model(torch.from_numpy(digits.test_images)).argmax(1)
     accuracy = float((said == torch.from_numpy(digits.test_labels)).float().mean())
     return Trained(accuracy, states)
+
+
+def recipe() -> Recipe:
+    """How the demo's network is trained, for whoever trains it again: the study, the commands."""
+    digits = load_digits(wrong_labels=WRONG)
+    pairs = (
+        (torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)),
+        (torch.from_numpy(digits.test_images), torch.from_numpy(digits.test_labels)),
+    )
+    training = Training(
+        network, epochs=EPOCHS, batch_size=BATCH, lr=RATE, options={"momentum": MOMENTUM}
+    )
+    return Recipe(*pairs, training, source=f"{__name__}:recipe")
