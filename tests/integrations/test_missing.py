@@ -32,7 +32,8 @@ def test_the_recorder_names_its_extra(tmp_path):
 
 
 def test_the_names_are_these():
-    names = [*CALLBACKS.values(), "GradkeepTrainerRecorder"]
+    writers = ["write_tensorboard", "write_wandb"]
+    names = [*CALLBACKS.values(), "GradkeepTrainerRecorder", *writers]
     assert sorted(integrations.__all__) == sorted(names)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = integrations.no_such_name

@@ -1,4 +1,4 @@
-"""Callbacks that keep gradients while another library trains.
+"""Callbacks that keep gradients while another library trains, and writers for others' boards.
 
 Each is loaded when it is first used, for its library takes seconds to import.
 """
@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradkeep.integrations._lightning import GradkeepLightningCallback
+    from gradkeep.integrations._links_out import write_tensorboard, write_wandb
     from gradkeep.integrations._recorder import GradkeepTrainerRecorder
     from gradkeep.integrations._transformers import GradkeepTrainerCallback
 
-__all__ = ["GradkeepLightningCallback", "GradkeepTrainerCallback", "GradkeepTrainerRecorder"]
+__all__ = [
+    "GradkeepLightningCallback",
+    "GradkeepTrainerCallback",
+    "GradkeepTrainerRecorder",
+    "write_tensorboard",
+    "write_wandb",
+]
 
 _HOMES = {
     "GradkeepLightningCallback": "_lightning",
     "GradkeepTrainerCallback": "_transformers",
     "GradkeepTrainerRecorder": "_recorder",
+    "write_tensorboard": "_links_out",
+    "write_wandb": "_links_out",
 }
 
 
