@@ -27,6 +27,7 @@ import gradkeep.store.blocks
 import gradkeep.store.catalog
 import gradkeep.store.rows
 import gradkeep.testing
+import gradkeep.web
 
 NAMES = {
     "gradkeep": """
@@ -132,6 +133,9 @@ NAMES = {
     """,
     "gradkeep.testing": """
         BackendTests StoreTests
+    """,
+    "gradkeep.web": """
+        Access RequestLimits create_app serve write_report
     """,
 }
 

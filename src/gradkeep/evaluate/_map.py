@@ -110,9 +110,7 @@ def map_rows(
 
 
 @checked(EvaluationError)
-def map_targets(
-    found: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0
-) -> RowMap:
+def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0) -> RowMap:
     """Targets of datamodels in the plane, by the training examples that they depend on.
 
     >>> from gradkeep.datamodels import fit, planted

@@ -98,14 +98,18 @@ def create_app(
     models are trained; `logs` are recorded training steps. `access` says who may ask: by default
     this machine alone.
     """
-    location = getattr(store, "location", None) or os.fspath(store)
-    served = ServedStore(
-        location, previews_of(data), recipe, tuple(Path(log).resolve() for log in logs)
-    )
+    served = served_store(store, data=data, recipe=recipe, logs=logs)
     return app_of(served, access or Access(secrets.token_urlsafe(24)))
 
 
-def previews_of(data: Any) -> dict[str, Preview]:
+def served_store(store: Any, *, data: Any, recipe: Any, logs: Sequence[Any]) -> ServedStore:
+    """What was given, as it is served."""
+    location = getattr(store, "location", None) or os.fspath(store)
+    paths = tuple(Path(log).resolve() for log in logs)
+    return ServedStore(str(location), _previews_of(data), recipe, paths)
+
+
+def _previews_of(data: Any) -> dict[str, Preview]:
     """Previews by split."""
     if data is None:
         return {}
@@ -129,7 +133,7 @@ def app_of(served: ServedStore, access: Access) -> FastAPI:
         redoc_url=None,
         openapi_url="/api/openapi.json",
     )
-    for path, function in _questions(served).items():
+    for path, function in questions(served).items():
         app.add_api_route(path, _answering(function), methods=["GET"], response_model=None)
     for path, act in _acts(served).items():
         app.add_api_route(path, _answering(act), methods=["POST"], response_model=None)
@@ -140,7 +144,7 @@ def app_of(served: ServedStore, access: Access) -> FastAPI:
     return app
 
 
-def _questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
+def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
     """What can be asked, by address; asking changes nothing."""
 
     def session() -> Any:
@@ -395,5 +399,3 @@ async def _not_there(_: Request, error: Exception) -> Response:
         dict(error.headers or {}),
         "application/json",
     )
-
-

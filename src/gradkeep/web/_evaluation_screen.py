@@ -60,9 +60,7 @@ class EvaluationsView:
 
 def list_evaluations(served: ServedStore) -> EvaluationsView:
     """Every evaluation that the store keeps."""
-    names = tuple(
-        (one.address.name, one.version) for one in served.info().evaluations
-    )
+    names = tuple((one.address.name, one.version) for one in served.info().evaluations)
     return served.desk.ask(
         ("evaluations", names),
         "reading evaluations",
@@ -99,7 +97,9 @@ def evaluation_view(name: str, found: Evaluation) -> EvaluationView:
     items = np.asarray(found.items, np.float64)
     items = items[np.isfinite(items)]
     low, high = (float(items.min()), float(items.max())) if len(items) else (0.0, 0.0)
-    counts = np.histogram(items, bins=_BINS, range=(low, high) if high > low else (low - 1, low + 1))
+    counts = np.histogram(
+        items, bins=_BINS, range=(low, high) if high > low else (low - 1, low + 1)
+    )
     curve = found.curve
     return EvaluationView(
         name=name,

@@ -120,7 +120,9 @@ class Guard:
     def _known_host(self, host: str | None) -> bool:
         if not host:
             return False
-        name, _, port = host.rpartition(":") if host.rfind(":") > host.rfind("]") else (host, "", "")
+        name, _, port = (
+            host.rpartition(":") if host.rfind(":") > host.rfind("]") else (host, "", "")
+        )
         if self._access.port is not None and port not in ("", str(self._access.port)):
             return False
         if self._access.port not in (None, 80, 443) and not port:

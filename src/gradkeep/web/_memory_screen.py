@@ -117,9 +117,7 @@ def draw_curves(served: ServedStore, *, log: str) -> MemoryView:
         return MemoryView(name, views, 0, 0, 0, [], problem_of(error))
 
 
-def draw_timeline(
-    served: ServedStore, *, log: str, heuristic: str, ratio: float
-) -> TimelineView:
+def draw_timeline(served: ServedStore, *, log: str, heuristic: str, ratio: float) -> TimelineView:
     """What happens in memory over one step in a budget."""
     program = _program(served, log)
     path = known_logs(served)[log]

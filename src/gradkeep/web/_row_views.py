@@ -41,7 +41,9 @@ class RowView:
     @property
     def wrong(self) -> bool:
         """Whether the model says another label."""
-        return self.label is not None and self.predicted is not None and self.label != self.predicted
+        return (
+            self.label is not None and self.predicted is not None and self.label != self.predicted
+        )
 
 
 def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[RowView]:

@@ -11,8 +11,6 @@ from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.store import ScoresKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gradkeep.attribution import Scores
     from gradkeep.store.catalog import BlockFacts
     from gradkeep.web._served import ServedStore
@@ -74,8 +72,10 @@ def score_sources(served: ServedStore) -> list[ScoreSource]:
             note = f"weights of datamodels fitted to {told.get('num_models')} models"
             found.append(ScoreSource(f"fit:{name}", "fit", name, "datamodel", note, exact=False))
     for row_set in served.info().row_sets:
-        if _has(row_set.facts, "masks") and row_set.done and ".removals" not in (
-            name := row_set.facts.address.name
+        if (
+            _has(row_set.facts, "masks")
+            and row_set.done
+            and ".removals" not in (name := row_set.facts.address.name)
         ):
             note = f"datamodels of the {row_set.done} models of {name}"
             found.append(
@@ -119,7 +119,14 @@ def default_source(served: ServedStore, asked: Asked) -> str:
     return f"method:{method}"
 
 
-def scores_for(served: ServedStore, source: ScoreSource, asked: Asked, query: int) -> Scores:
+def scores_for(
+    served: ServedStore,
+    source: ScoreSource,
+    asked: Asked,
+    query: int,
+    *,
+    per_layer: bool = False,
+) -> Scores:
     """Scores that hold the query: of it alone, or of all queries where these are few."""
     from gradkeep.attribution import Scores
 
@@ -135,24 +142,20 @@ def scores_for(served: ServedStore, source: ScoreSource, asked: Asked, query: in
             lambda _: _of_study(served, source.name),
             size=lambda found: found.values.nbytes,
         )
-    rows = len(served.table(asked.run, asked.train, asked.name).ids)
+    train = served.table(asked.run, asked.train, asked.name)
     queries = len(served.table(asked.run, asked.queries, asked.name).ids)
-    whole = 4 * rows * queries <= _WHOLE
+    layers = len(train.block.schema.layers) if per_layer else 1
+    whole = 4 * layers * len(train.ids) * queries <= _WHOLE
     return served.desk.ask(
-        ("scores", source.id, asked, age, None if whole else query),
+        ("scores", source.id, asked, age, None if whole else query, per_layer),
         f"asking {source.name} about {f'all {queries} queries' if whole else f'query {query}'}",
-        lambda _: ask_method(served, source, asked, ids=None if whole else [query]),
-        size=lambda found: found.values.nbytes,
+        lambda _: _ask_method(served, source, asked, None if whole else [query], per_layer),
+        size=lambda found: found.values.nbytes * (1 + layers if per_layer else 1),
     )
 
 
-def ask_method(
-    served: ServedStore,
-    source: ScoreSource,
-    asked: Asked,
-    *,
-    ids: list[int] | None,
-    per_layer: bool = False,
+def _ask_method(
+    served: ServedStore, source: ScoreSource, asked: Asked, ids: list[int] | None, per_layer: bool
 ) -> Scores:
     """What `gk.attribute` says, at all checkpoints or, of methods about one, at the last."""
     from gradkeep.attribution import attribute, methods
@@ -208,5 +211,3 @@ def _rows_done(served: ServedStore, source: ScoreSource) -> tuple[tuple[str, str
 
 def _has(block: BlockFacts, array: str) -> bool:
     return any(one.name == array for one in block.arrays)
-
-

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +15,8 @@ from gradkeep.store import open as open_store
 from gradkeep.web._desk import Desk
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from collections.abc import Mapping
     from gradkeep._preview import Preview
     from gradkeep.evaluate import Recipe
     from gradkeep.store import Block, Decision
@@ -174,6 +174,8 @@ def only_known(what: str, given: str, known: list[str]) -> str:
     """A name from a request if it is one of the known ones."""
     if given not in known:
         raise StoreError(
-            f"no {what} {given[:100]!r}", found=", ".join(known[:20]) or "none", expected="a known one"
+            f"no {what} {given[:100]!r}",
+            found=", ".join(known[:20]) or "none",
+            expected="a known one",
         )
     return given

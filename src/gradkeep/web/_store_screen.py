@@ -192,7 +192,9 @@ def list_runs(served: ServedStore) -> RunsView:
     found = []
     for run in served.info().runs:
         captures = [one for checkpoint in run.checkpoints for one in checkpoint.captures]
-        names = sorted({one.address.name for one in captures}, key=lambda name: (name != "main", name))
+        names = sorted(
+            {one.address.name for one in captures}, key=lambda name: (name != "main", name)
+        )
         splits = sorted({str(one.address.split) for one in captures}, key=_split_order)
         rows = {
             split: max(one.rows for one in captures if one.address.split == split)
@@ -248,9 +250,7 @@ def _points(
             if "label" in columns and "predicted" in columns and len(table.ids):
                 accuracy = float(np.mean(columns["label"] == columns["predicted"]))
             step = steps.get((run, checkpoint))
-            found.append(
-                CheckpointPoint(checkpoint, step, split, len(table.ids), loss, accuracy)
-            )
+            found.append(CheckpointPoint(checkpoint, step, split, len(table.ids), loss, accuracy))
     return found
 
 
@@ -273,7 +273,9 @@ def _block(one: BlockFacts) -> BlockView:
         modified=one.modified,
         keep=None if told.get("kept") is None else str(told.get("kept")),
         layers=[
-            LayerView(layer.name, layer.type, layer.parameters, layer.row_bytes, layer.dense_row_bytes)
+            LayerView(
+                layer.name, layer.type, layer.parameters, layer.row_bytes, layer.dense_row_bytes
+            )
             for layer in one.layers
         ],
     )

@@ -17,7 +17,6 @@ from gradkeep.web._row_views import RowView, row_views
 from gradkeep.web._score_sources import (
     Asked,
     ScoreSource,
-    ask_method,
     default_source,
     score_sources,
     scores_for,
@@ -252,33 +251,22 @@ def split_layers(
 ) -> LayerSplit:
     """The parts of the layers in a query's scores, of methods whose scores are sums over layers."""
     named = source_named(served, source)
-    age = served.sealed(asked.run, asked.name)
-
-    def make(_: Any) -> LayerSplit:
-        if named.kind == "saved":
-            from gradkeep.attribution import Scores
-
-            scores = Scores.load(served.store, named.name, ids=[query])
-        else:
-            scores = ask_method(served, named, asked, ids=[query], per_layer=True)
-        if scores.per_layer is None:
-            raise MissingRows(
-                "these scores were saved without their layers",
-                fix=f"gk.attribute(store, method={named.method!r}, per_layer=True, save=NAME)",
-            )
-        parts = np.asarray(scores.per_layer, np.float64)[:, 0]
-        rows = [*scores.top(k, query=query).ids, *scores.bottom(k, query=query).ids]
-        places = [int(np.flatnonzero(scores.train_ids == row)[0]) for row in rows]
-        whole = np.abs(parts).sum(axis=1)
-        return LayerSplit(
-            scores.layers,
-            (whole / max(float(whole.sum()), 1e-30)).tolist(),
-            [int(row) for row in rows],
-            [parts[:, place].tolist() for place in places],
+    scores = scores_for(served, named, asked, query, per_layer=True)
+    if scores.per_layer is None:
+        raise MissingRows(
+            "these scores are not told apart by layers",
+            fix=f"gk.attribute(store, method={named.method!r}, per_layer=True, save=NAME)",
         )
-
-    return served.desk.ask(
-        ("layers", source, asked, age, query, k), f"telling the layers of {query} apart", make
+    at = int(np.flatnonzero(scores.query_ids == query)[0])
+    parts = np.asarray(scores.per_layer[:, at], np.float64)
+    rows = [*scores.top(k, query=query).ids, *scores.bottom(k, query=query).ids]
+    places = [int(np.flatnonzero(scores.train_ids == row)[0]) for row in rows]
+    whole = np.abs(parts).sum(axis=1)
+    return LayerSplit(
+        scores.layers,
+        (whole / max(float(whole.sum()), 1e-30)).tolist(),
+        [int(row) for row in rows],
+        [parts[:, place].tolist() for place in places],
     )
 
 

@@ -17,7 +17,7 @@ function Curves({ view, ratio }) {
   const ratios = [...new Set(view.curves.flatMap((one) => one.points.map((point) => point.ratio)))].sort((a, b) => a - b);
   const data = [ratios.map((one) => 100 * one), ...view.curves.map((curve) => ratios.map((one) => curve.points.find((point) => point.ratio === one && point.status === "ok")?.overhead ?? null))];
   const series = view.curves.map((curve, at) => ({ label: curve.heuristic, colour: `series-${at + 1}` }));
-  return html`<${Lines} title="Slowdown by budget" data=${data} series=${series} x="budget, % of the peak" y="time, \u00d7" height=${270} marker=${100 * ratio} yValues=${(_, values) => values.map((one) => `${one.toFixed(2)}\u00d7`)} xValues=${(_, values) => values.map((one) => `${Math.round(one)}%`)} />`;
+  return html`<${Lines} title="Slowdown by budget" data=${data} series=${series} x="budget, % of the peak" y="time, \u00d7" height=${270} marker=${100 * ratio} xRange=${() => [0, 102]} yRange=${(_, low, high) => [0.95, Math.max(1.3, 1.05 * high)]} yValues=${(_, values) => values.map((one) => `${one.toFixed(2)}\u00d7`)} xValues=${(_, values) => values.map((one) => `${Math.round(one)}%`)} />`;
 }
 
 function Timeline({ view }) {
@@ -54,6 +54,13 @@ function Timeline({ view }) {
   return html`<${Lines} title="Bytes in memory over one step" data=${data} series=${series} x="time of the step" y="bytes" height=${230} hooks=${ticks} yRange=${(_, low, high) => [0, 1.05 * Math.max(high, view.budget)]} yValues=${(_, values) => values.map((one) => bytes(one))} xValues=${(_, values) => values.map((one) => percent(one / Math.max(1, view.clock[view.clock.length - 1]), 0))} />`;
 }
 
+// Another heuristic that still works where the chosen one does not.
+function instead(view, ratio, heuristic) {
+  const fits = view.curves.flatMap((curve) => curve.points.filter((point) => point.status === "ok" && point.ratio <= ratio + 1e-9).slice(0, 1).map((point) => [point, curve.heuristic]));
+  const best = fits.filter(([, name]) => name !== heuristic).sort((a, b) => a[0].overhead - b[0].overhead)[0];
+  return best ? ` By ${best[1]} it takes ${best[0].overhead.toFixed(2)}\u00d7.` : "";
+}
+
 export function Memory({ place, session }) {
   const { params } = place;
   const curves = useAnswer("api/memory", { log: params.log });
@@ -72,11 +79,11 @@ export function Memory({ place, session }) {
     ${!view || curves.problem ? html`<${Waiting} answer=${curves} />` : ""}
     ${view?.problem && html`<${Problem} problem=${view.problem} />`}
     ${view && view.curves.length > 0 && html`
-      ${time ? html`<p class="sentence ${time.cost.status === "ok" ? "" : "bad"}">${time.sentence}</p>` : html`<${Waiting} answer=${timeline} />`}
+      ${time ? html`<p class="sentence ${time.cost.status === "ok" ? "" : "bad"}">${time.sentence}${time.cost.status === "ok" ? "" : instead(view, ratio, heuristic)}</p>` : html`<${Waiting} answer=${timeline} />`}
       ${!isReport && html`<div class="tools row"><label class="slider wide"><${Def} is="The budget as a share of what the step takes without one (j and k).">budget</${Def}> <input type="range" min="0.05" max="1" step="0.05" value=${ratio} aria-label="Budget" onInput=${(event) => set(Number(event.target.value))} /> <output class="n">${percent(ratio, 0)}</output></label>
         <label>by <select aria-label="Heuristic" value=${heuristic} title=${NAMES[heuristic]} onChange=${(event) => keep({ by: event.target.value })}>${Object.keys(NAMES).map((one) => html`<option value=${one} selected=${one === heuristic}>${one}</option>`)}</select></label></div>`}
       <p class="facts"><span><${Def} is="Bytes that the step needs at once if nothing is ever recomputed.">peak</${Def}> <b class="n">${bytes(view.peak)}</b></span><span><${Def} is="Inputs, parameters and the largest single operator: no budget below this can work.">floor</${Def}> <b class="n">${bytes(view.floor)}</b></span><span><b class="n">${count(view.operators)}</b> operators</span>
-        ${time && html`<span><b class="n minus-ink">${count(time.total_evictions)}</b> <${Def} is="Storages that left memory before their last use.">evictions</${Def}></span><span><b class="n plus-ink">${count(time.total_recomputes)}</b> <${Def} is="Operators that ran again to bring a value back.">recomputations</${Def}></span><span>time <b class="n">${fixed(time.cost.overhead, 2)}\u00d7</b></span>`}</p>
+        ${time && html`<span><b class="n minus-ink">${count(time.total_evictions)}</b> <${Def} is="Storages that left memory before their last use.">evictions</${Def}></span><span><b class="n plus-ink">${count(time.total_recomputes)}</b> <${Def} is="Operators that ran again to bring a value back.">recomputations</${Def}></span>${time.cost.status === "ok" && html`<span>time <b class="n">${fixed(time.cost.overhead, 2)}\u00d7</b></span>`}`}</p>
       <div class="pair"><figure><figcaption>What every budget costs; a curve ends where the step runs out of memory or takes more than 4\u00d7 the time</figcaption><${Curves} view=${view} ratio=${ratio} /></figure>
       <figure><figcaption>One step at ${percent(ratio, 0)}: ticks below are evictions, ticks above them recomputations</figcaption>${time ? html`<${Timeline} view=${time} />` : ""}</figure></div>`}`;
 }

@@ -78,10 +78,13 @@ function QueryHead({ view, place, onLabel }) {
 
 function Scored({ one, side, most, tokens }) {
   const width = `${Math.max(1, (100 * Math.abs(one.share)) / Math.max(1e-12, most))}%`;
+  const { shown } = one.row;
+  const words = shown && (shown.text || shown.problem || (shown.table ?? []).length > 0);
   return html`<li class=${`scored ${side}`}>
-    <div class="scoreline"><span class="n share" title=${`score ${number(one.score)}, as the method computes it`}>${signed(one.share)}</span><span class="bar"><i style=${{ width }}></i></span></div>
-    <div class="rowline">${hasLook(one.row) && html`<${Shown} shown=${one.row.shown} tokens=${tokens} />`}
-      <div class="meta"><span class="n id">#${one.row.id}</span> <${Label} row=${one.row} />${one.decision && html` <span class="badge" title="A person decided about this label.">${one.decision === "relabel" ? "label wrong" : "label right"}</span>`}${tokens && !hasLook(one.row) && html`<${Tokens} parts=${tokens} />`}</div></div>
+    ${shown?.image && html`<img src=${shown.image} alt="" />`}
+    <div class="body"><div class="scoreline"><span class="n share" title=${`score ${number(one.score)}, as the method computes it`}>${signed(one.share)}</span><span class="bar"><i style=${{ width }}></i></span></div>
+      <div class="meta"><span class="n id">#${one.row.id}</span> <${Label} row=${one.row} />${one.decision && html` <span class="badge" title="A person decided about this label.">${one.decision === "relabel" ? "label wrong" : "label right"}</span>`}</div>
+      ${words ? html`<${Shown} shown=${{ ...shown, image: null }} tokens=${tokens} />` : tokens && html`<${Tokens} parts=${tokens} />`}</div>
   </li>`;
 }
 
