@@ -135,7 +135,7 @@ NAMES = {
         BackendTests StoreTests
     """,
     "gradkeep.web": """
-        Access RequestLimits create_app serve write_report
+        Access RequestLimits ShownRow create_app serve write_report
     """,
 }
 

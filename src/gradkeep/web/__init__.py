@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from gradkeep._public import lazy_names
 
 if TYPE_CHECKING:
+    from gradkeep._preview import ShownRow
     from gradkeep.web._app import create_app
     from gradkeep.web._guard import Access, RequestLimits
     from gradkeep.web._report import write_report
     from gradkeep.web._serve import serve
 
-__all__ = ["Access", "RequestLimits", "create_app", "serve", "write_report"]
+__all__ = ["Access", "RequestLimits", "ShownRow", "create_app", "serve", "write_report"]
 
 if not TYPE_CHECKING:
     _lazy = lazy_names(
@@ -24,6 +25,7 @@ if not TYPE_CHECKING:
         {
             "Access": "gradkeep.web._guard",
             "RequestLimits": "gradkeep.web._guard",
+            "ShownRow": "gradkeep._preview",
             "create_app": "gradkeep.web._app",
             "serve": "gradkeep.web._serve",
             "write_report": "gradkeep.web._report",

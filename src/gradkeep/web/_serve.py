@@ -100,17 +100,24 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listening = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(_CONNECTIONS)
-    except (OSError, UnicodeError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        raise StoreError(
-            f"nothing can listen on {host[:100]} port {port}",
-            found=said,
-            fix="--port 0 takes any that is free",
-        ) from error
+    except OSError as error:
+        listening.close()
+        raise _cannot_listen(host, port, error) from error
     return listening
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> StoreError:
+    return StoreError(
+        f"nothing can listen on {host[:100]} port {port}",
+        found=getattr(error, "strerror", None) or str(error),
+        fix="--port 0 takes any that is free",
+    )
 
 
 def _open(url: str) -> None:

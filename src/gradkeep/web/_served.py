@@ -15,8 +15,9 @@ from gradkeep.store import open as open_store
 from gradkeep.web._desk import Desk
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Mapping
+    from pathlib import Path
+
     from gradkeep._preview import Preview
     from gradkeep.evaluate import Recipe
     from gradkeep.store import Block, Decision
