@@ -135,6 +135,28 @@ def evaluate_calls(w, call):
                 "seeds": 1,
             },
         ),
+        "evaluate.map_rows": (
+            evaluate.map_rows,
+            {
+                "store": w.store,
+                "split": "train",
+                "checkpoints": None,
+                "run": "main",
+                "name": "main",
+                "clusters": 2,
+                "most": 6,
+                "seed": 0,
+            },
+        ),
+        "evaluate.map_targets": (
+            evaluate.map_targets,
+            {
+                "found": dm.fit(masks, rng.standard_normal((24, 4)), penalty="ridge", lam=1.0),
+                "clusters": 2,
+                "most": 6,
+                "seed": 0,
+            },
+        ),
         "evaluate.select_rows": (
             evaluate.select_rows,
             {"scores": w.scores, "keep": 2, "kinds": None},

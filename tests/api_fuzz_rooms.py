@@ -94,6 +94,19 @@ def room_calls(w, call):
             {"model": model, "batch": batch, "task": task, "rows": 10, "queries": 2, **kept}
             | {"compute": None, "memory_budget": "1GiB", "mode": "eval"},
         ),
+        "default_method": (
+            gk.attribution.default_method,
+            {"store": w.store, "run": "main", "train": "train", "name": "main"},
+        ),
+        "preview": (
+            gk.Preview,
+            {"image": None, "text": ["a", "b"], "table": None, "tokens": None, "classes": ["x"]},
+        ),
+        "preview.show": (gk.Preview(text=["a", "b"]).show, {"row": 0}),
+        "decision": (
+            gk.store.Decision,
+            {"split": "train", "row": 1, "action": "relabel", "label": 1, "before": 0, "of": None},
+        ),
         "suspects": (
             gk.suspects,
             {"store": w.store, "train": "train", "by": "loss", "checkpoints": None}

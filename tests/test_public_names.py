@@ -27,6 +27,7 @@ import gradkeep.store.blocks
 import gradkeep.store.catalog
 import gradkeep.store.rows
 import gradkeep.testing
+import gradkeep.web
 
 NAMES = {
     "gradkeep": """
@@ -36,14 +37,15 @@ NAMES = {
         attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep attribute_once evaluate groups text_similarity """,
+    Keep Preview attribute_once evaluate groups text_similarity """,
     "gradkeep.evaluate": """
         CheckedRemoval ChosenRows Curve Difference Evaluation GroundTruth JudgedMethod
         Judgement MoreModels Recipe RemovalCurve RowGroup RowGroups SampleSizes
         SanityCheck agreement check_removal class_retrieval compare datamodel_scores evaluations
         find_leaks ground_truth groups hybrid judge_methods label_detection lds
         leakage leave_one_out load_truth out_of_fold randomise rank_sum removal_curve
-        sanity_check select_rows stability suggest_labels verify_rows """,
+        sanity_check select_rows stability suggest_labels verify_rows
+        OpposingClusters RowMap map_rows map_targets """,
     "gradkeep.factors": """
         AnyForm ArraySource CACHED Compute Convolution ConvolutionRows Cost CostCounter
         Dense DenseRows Form GradientRows Lookup LookupRows MachineSpeeds Outer
@@ -67,7 +69,7 @@ NAMES = {
         attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
-    FALLING HALVES SubsetOutcomes attribute_once subset_digests text_similarity """,
+    FALLING HALVES SubsetOutcomes default_method attribute_once subset_digests text_similarity """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews
@@ -113,7 +115,7 @@ NAMES = {
         Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowCounts RowState Rows
         Run Schema ScoresKey Store Verdict Writer WriterShare backend_for gc open
         register_backend verify zarr_references zarr_view
-    BasisKey EvaluationKey """,
+    BasisKey EvaluationKey Decision standing """,
     "gradkeep.store.backends": """
         Backend Bucket Durability Entry LocalDisk Memory Readable Syscalls backend_for
         register_backend
@@ -131,6 +133,9 @@ NAMES = {
     """,
     "gradkeep.testing": """
         BackendTests StoreTests
+    """,
+    "gradkeep.web": """
+        Access RequestLimits ShownRow create_app serve write_report
     """,
 }
 

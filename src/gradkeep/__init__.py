@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         remat,
         store,
     )
+    from gradkeep._preview import Preview
     from gradkeep.attribution import (
         CheckpointView,
         Method,
@@ -83,6 +84,7 @@ _ROOMS = (
     *("farm", "query", "remat", "store"),
 )
 _NAMES = {
+    "_preview": ("Preview",),
     "attribution": (
         *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "TokenScores"),
         *("attribute", "attribute_once", "attribute_tokens", "combine", "methods"),
@@ -120,6 +122,7 @@ __all__ = [
     "LayerRule",
     "Measured",
     "Method",
+    "Preview",
     "Projection",
     "Ragged",
     "Regression",

@@ -6,7 +6,12 @@ from gradkeep.attribution._label_noise import LabelNoise, SuspicionThreshold
 from gradkeep.attribution._method import Method, NoOptions, Scorer
 from gradkeep.attribution._once import attribute_once
 from gradkeep.attribution._question import AttributionQuestion, CheckpointView, RunCheckpoint
-from gradkeep.attribution._registry import methods, register_method, unregister_method
+from gradkeep.attribution._registry import (
+    default_method,
+    methods,
+    register_method,
+    unregister_method,
+)
 from gradkeep.attribution._scores import RankedRows, Scores
 from gradkeep.attribution._solve import (
     StreamedRows,
@@ -53,6 +58,7 @@ __all__ = [
     "attribute_once",
     "attribute_tokens",
     "combine",
+    "default_method",
     "methods",
     "project",
     "project_dense",

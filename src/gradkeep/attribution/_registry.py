@@ -70,6 +70,7 @@ def method_named(name: str) -> Method:
     )
 
 
+@checked(AttributionError)
 def default_method(store: Store, *, run: str | Sequence[str], train: str, name: str) -> str:
     """The method that won for what was captured: `ekfac` for sequences, else `kernel`."""
     runs = [run] if isinstance(run, str) else list(run)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
-from gradkeep.errors import AttributionError, NotSealed
+from gradkeep.errors import AttributionError, MissingRows, NotSealed
 from gradkeep.store import Array, Schema, ScoresKey
 
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
-    from gradkeep.store import Store
+    from gradkeep.store import Block, Store
 
 _TOLD = ("method", "queries", "train", "scale", "exact", "approximate", "options", "chosen")
 _LISTED = ("checkpoints", "layers")
@@ -75,8 +76,8 @@ def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, 
         )
 
 
-def load_scores(store: Store, name: str, kind: type[Scores]) -> Scores:
-    """Read scores back."""
+def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) -> Scores:
+    """Read scores back, of all queries or of some."""
     known = sorted(k.name for k in store.scores() if not k.name.endswith(_TRAIN))
     if name not in known:
         raise AttributionError(
@@ -99,33 +100,51 @@ def load_scores(store: Store, name: str, kind: type[Scores]) -> Scores:
         )
     train = store.read(ScoresKey(name + _TRAIN))
     told: Any = block.schema.fingerprints
-    shape = block.schema.array("score").shape
-    values = zeros_on_disk_or_in_memory((len(block), *shape))
-    layered = None
-    if "per_layer" in block.names:
-        layered = zeros_on_disk_or_in_memory(
-            (block.schema.array("per_layer").shape[0], len(block), *shape)
-        )
-    names = ["score"] + (["per_layer"] if layered is not None else [])
-    for batch in block.stream(names):
-        rows = slice(batch.first_row, batch.first_row + len(batch.ids))
-        values[rows] = batch["score"]
-        if layered is not None:
-            layered[:, rows] = np.moveaxis(batch["per_layer"], 1, 0)
+    queries, kept = _all_queries(block) if ids is None else _some_queries(block, ids)
     provenance: Any = {part: told[part] for part in _TOLD}
     provenance |= {part: tuple(json.loads(told[part])) for part in _LISTED}
     return kind(
-        values=values,
-        query_ids=block.ids,
+        values=kept["score"],
+        query_ids=queries,
         train_ids=train.ids,
         **provenance,
         chosen_on=tuple(str(told.get("chosen_on", "")).split()),
-        query_labels=block.column("label") if "label" in block.names else None,
+        query_labels=kept.get("label"),
         train_labels=train.column("label") if "label" in train.names else None,
-        confidence=block.column("confidence") if "confidence" in block.names else None,
-        per_layer=layered,
+        confidence=kept.get("confidence"),
+        per_layer=kept.get("per_layer"),
         store=store,
     )
+
+
+def _all_queries(block: Block) -> tuple[Any, dict[str, Any]]:
+    """The ids and arrays of all queries; large ones on disk."""
+    shape = block.schema.array("score").shape
+    found: dict[str, Any] = {"score": zeros_on_disk_or_in_memory((len(block), *shape))}
+    if "per_layer" in block.names:
+        layers = block.schema.array("per_layer").shape[0]
+        found["per_layer"] = zeros_on_disk_or_in_memory((layers, len(block), *shape))
+    for batch in block.stream(list(found)):
+        rows = slice(batch.first_row, batch.first_row + len(batch.ids))
+        found["score"][rows] = batch["score"]
+        if "per_layer" in found:
+            found["per_layer"][:, rows] = np.moveaxis(batch["per_layer"], 1, 0)
+    small = [part for part in ("label", "confidence") if part in block.names]
+    return block.ids, {**found, **{part: block.column(part) for part in small}}
+
+
+def _some_queries(block: Block, ids: Any) -> tuple[Any, dict[str, Any]]:
+    """The same of the queries with these ids; costs their bytes."""
+    least = -_arguments.LARGEST
+    wanted = _arguments.whole_numbers("ids", ids, error=AttributionError, least=least)
+    try:
+        batch = block.read(wanted)
+    except MissingRows as error:
+        raise AttributionError("no such query was scored", found=error.found) from error
+    found: dict[str, Any] = {part: np.asarray(batch[part]) for part in block.names}
+    if "per_layer" in found:
+        found["per_layer"] = np.moveaxis(found["per_layer"], 1, 0)
+    return batch.ids, found
 
 
 def _digest(scores: Scores) -> str:

@@ -158,9 +158,12 @@ class Scores:
 
     @classmethod
     @checked(AttributionError)
-    def load(cls, store: Store, name: str) -> Scores:
-        """The scores saved under that name; what does not fit in memory is mapped from disk."""
-        return load_scores(store, name, cls)
+    def load(cls, store: Store, name: str, *, ids: Any = None) -> Scores:
+        """The scores saved under that name; what does not fit in memory is mapped from disk.
+
+        `ids` picks queries: only their rows are read.
+        """
+        return load_scores(store, name, cls, ids)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`: a row per query id, a column per training id."""

@@ -12,6 +12,7 @@ import gradkeep.store as gs
 from gradkeep import remat
 from gradkeep._arguments import count, flag, instance, number, one_of, optional, texts
 from gradkeep._budgets import parse_budget
+from gradkeep._preview import Preview
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._columns import column_choice
 from gradkeep.capturing._first_batch import CaptureSettings
@@ -61,6 +62,7 @@ def capture(
     ids: Ids | None = ...,
     embeddings: Sequence[str] = ...,
     columns: Columns | None = ...,
+    preview: Preview | None = ...,
     memory_budget: float | str | None = ...,
     resume: bool = ...,
     step: int | None = ...,
@@ -90,6 +92,7 @@ def capture(
     ids: Ids | None = ...,
     embeddings: Sequence[str] = ...,
     columns: Columns | None = ...,
+    preview: Preview | None = ...,
     memory_budget: float | str | None = ...,
     resume: bool = ...,
     step: int | None = ...,
@@ -119,6 +122,7 @@ def capture(
     ids: Ids | None = None,
     embeddings: Sequence[str] = (),
     columns: Columns | None = None,
+    preview: Preview | None = None,
     memory_budget: float | str | None = None,
     resume: bool = True,
     step: int | None = None,
@@ -140,7 +144,8 @@ def capture(
     `columns` names further entries of the batch, numbers or texts, that are kept of every row for
     SQL: `["source", "text"]`, `{"document": "id"}`, or values in the loader's order,
     `{"text": dataset["text"]}`. Rows of several documents, as padding-free collators make them, are
-    taken apart: every document is a row.
+    taken apart: every document is a row. `preview` copies what rows look like into the store, small,
+    for `gradkeep serve`: its functions are asked for the rows 0, 1, 2 ... in the loader's order.
 
     `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
     is of the bytes that the batches take otherwise: activations are dropped and made again, to the
@@ -166,6 +171,7 @@ def capture(
     flag("progress", progress, error=CaptureError)
     optional(count, "step", step, error=CaptureError)
     optional(number, "lr", lr, error=CaptureError, least=0)
+    optional(instance, "preview", preview, kind=Preview, error=CaptureError)
     optional(one_of, "mode", mode, words=("eval", "train"), error=CaptureError)
     named = (checkpoints,) if isinstance(checkpoints, str) else _checked(checkpoints)
     keys = [gs.CaptureKey(label, split, run, name) for label in named]
@@ -173,7 +179,7 @@ def capture(
     replay = Replay(
         store=gs.open(store),
         model=model,
-        batches=task_batches(loader, model, task, mode, ids=ids, columns=columns),
+        batches=task_batches(loader, model, task, mode, ids=ids, columns=columns, preview=preview),
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=texts("embeddings", embeddings, error=CaptureError),
@@ -226,6 +232,7 @@ def task_batches(
     *,
     ids: Ids | None = None,
     columns: Any = None,
+    preview: Preview | None = None,
 ) -> Batches:
     """The batches of a loader as a task takes them: packs taken apart, tokens and labels checked."""
     return batches_of(
@@ -233,5 +240,5 @@ def task_batches(
         ids,
         unpacking=unpacking_for(model, task, mode),
         checks=sequence_checks(model, task),
-        columns=column_choice(columns),
+        columns=column_choice(columns, preview),
     )

@@ -10,18 +10,21 @@ import numpy as np
 import torch
 
 from gradkeep._arguments import instance, text, texts, writable
+from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT
 from gradkeep.capturing._row_making import MadeRows
 from gradkeep.capturing._row_values import plain
 from gradkeep.errors import CaptureError
 from gradkeep.store import Ragged
 
 if TYPE_CHECKING:
+    from gradkeep._preview import Preview
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._row_making import RowMaker
 
 Columns = Sequence[str] | Mapping[str, Any]
 """Keys of the batch; or names, each with its key, or with the values of all rows in order."""
 _TAKEN = (
+    *(COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT),
     *("id", "ids", "run", "checkpoint", "split", "capture", "example", "loss", "norm", "norms"),
     *("output", "slope", "label", "predicted", "token_loss", "probabilities"),
 )
@@ -49,10 +52,17 @@ class ColumnChoice:
     """The key of each in a batch."""
     whole: dict[str, Sequence[Any]]
     """The values of all rows, in the loader's order."""
+    preview: Preview | None = None
+    """What rows look like, which is asked for in the loader's order."""
+
+    @property
+    def by_order(self) -> tuple[str, ...]:
+        """What is told apart by the order of rows alone."""
+        return (*self.whole, *(() if self.preview is None else ("preview",)))
 
     def taken(self, batch: Any, *, at: int, rows: int) -> Any:
         """The batch, whose first row is row `at` of the loader, with its columns beside it."""
-        if not self.keys and not self.whole:
+        if not self.keys and not self.by_order:
             return batch
         found: dict[str, Any] = {}
         for name, key in self.keys.items():
@@ -71,6 +81,8 @@ class ColumnChoice:
             gone = [key for key in self.keys.values() if key not in _READ]
             batch = {key: value for key, value in batch.items() if key not in gone}
         found |= {name: values[at : at + rows] for name, values in self.whole.items()}
+        if self.preview is not None:
+            found |= self.preview.copied(range(at, at + rows))
         for name, values in found.items():
             if not hasattr(values, "__len__") or len(values) != rows:
                 raise _wrong_length(name, values, rows)
@@ -86,11 +98,11 @@ class ColumnChoice:
                 raise _wrong_length(name, values, rows)
 
 
-def column_choice(columns: Columns | None) -> ColumnChoice:
+def column_choice(columns: Columns | None, preview: Preview | None = None) -> ColumnChoice:
     """What was asked for, once it makes sense."""
     error = CaptureError
     if columns is None:
-        return ColumnChoice({}, {})
+        return ColumnChoice({}, {}, preview)
     if not isinstance(columns, Mapping):
         columns = {name: name for name in texts("columns", columns, error=error)}
     keys: dict[str, str] = {}
@@ -110,7 +122,7 @@ def column_choice(columns: Columns | None) -> ColumnChoice:
             if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
                 instance("columns", given, Sequence, error=error, expected=expected)
             whole[name] = given
-    return ColumnChoice(keys, whole)
+    return ColumnChoice(keys, whole, preview)
 
 
 def without_columns(batch: Any) -> Any:

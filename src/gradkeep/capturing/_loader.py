@@ -150,10 +150,10 @@ def batches_of(
         unpacking = unpacking.settled(whole)
         first = unpacking.parts(whole)[0]
     if columns is not None:
-        if columns.whole and inside is not None:
+        if columns.by_order and inside is not None:
             raise CaptureError(
                 "columns by order, but rows by the ids that batches bring",
-                found=", ".join(columns.whole),
+                found=", ".join(columns.by_order),
                 expected="columns in the batch, as the ids are",
                 fix="have the collate function pass them on, and name them: columns=['text']",
             )

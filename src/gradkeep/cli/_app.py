@@ -50,6 +50,8 @@ COMMANDS = (
     Command("attribute", "_attribute", "Score training rows for queries, from what is kept."),
     Command("why", "_attribute", "Show which training rows made the model answer so."),
     Command("suspects", "_attribute", "Show the rows whose labels are most likely wrong."),
+    Command("serve", "_page", "Look at a store in the browser: the local page."),
+    Command("report", "_page", "Write the same page into one HTML file."),
     Command("select", "_act", "Choose the rows most worth training on for a target."),
     Command("leaks", "_act", "Find training rows that are copies of queries."),
     Command("check-removal", "_act", "Train without rows: did the prediction hold?"),

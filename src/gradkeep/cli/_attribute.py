@@ -320,7 +320,11 @@ def _facts(
     run, _, checkpoint = scores.checkpoints[-1].rpartition("/")
     block = store.read(CaptureKey(checkpoint, split, run or "main", capture))
     names = [name for name in ("label", "predicted", "loss", "output") if name in block.names]
-    texts = [array.name for array in block.schema.arrays if array.is_text]
+    texts = [
+        array.name
+        for array in block.schema.arrays
+        if array.is_text and not array.name.startswith("preview_")
+    ]
     batch = block.read(ids, [*names, *texts])
     told = {name: batch[name].texts() for name in texts}
     return [

@@ -13,6 +13,7 @@ from gradkeep.evaluate._hybrid import datamodel_scores, hybrid
 from gradkeep.evaluate._judging import JudgedMethod, Judgement, judge_methods
 from gradkeep.evaluate._labels import label_detection, rank_sum
 from gradkeep.evaluate._lds import lds
+from gradkeep.evaluate._map import OpposingClusters, RowMap, map_rows, map_targets
 from gradkeep.evaluate._out_of_fold import out_of_fold, suggest_labels
 from gradkeep.evaluate._recipe import Recipe
 from gradkeep.evaluate._removal import RemovalCurve, leave_one_out, removal_curve
@@ -32,10 +33,12 @@ __all__ = [
     "JudgedMethod",
     "Judgement",
     "MoreModels",
+    "OpposingClusters",
     "Recipe",
     "RemovalCurve",
     "RowGroup",
     "RowGroups",
+    "RowMap",
     "SampleSizes",
     "SanityCheck",
     "agreement",
@@ -54,6 +57,8 @@ __all__ = [
     "leakage",
     "leave_one_out",
     "load_truth",
+    "map_rows",
+    "map_targets",
     "out_of_fold",
     "randomise",
     "rank_sum",

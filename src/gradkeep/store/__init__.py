@@ -1,6 +1,7 @@
 """Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
 
 from gradkeep._public import lazy_names
+from gradkeep.store._decisions import Decision, standing
 from gradkeep.store._gc import GcReport, gc
 from gradkeep.store._keys import (
     BasisKey,
@@ -50,6 +51,7 @@ __all__ = [
     "CaptureKey",
     "Checkpoint",
     "Damage",
+    "Decision",
     "Durability",
     "Encoding",
     "Entry",
@@ -75,6 +77,7 @@ __all__ = [
     "gc",
     "open",
     "register_backend",
+    "standing",
     "verify",
     "zarr_references",
     "zarr_view",

@@ -6,7 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from gradkeep.store._keys import BASES, BLOCKS, EVALUATIONS, HEADS, ROWS, RUNS, SCORES
+from gradkeep.store._keys import (
+    BASES,
+    BLOCKS,
+    DECISIONS,
+    EVALUATIONS,
+    HEADS,
+    ROWS,
+    RUNS,
+    SCORES,
+)
 
 FileKind = Literal[
     "identity",
@@ -22,6 +31,7 @@ FileKind = Literal[
     "failure",
     "size",
     "head",
+    "decision",
 ]
 
 _N = r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}"
@@ -31,7 +41,7 @@ _HEX = r"[0-9a-f]{32}"
 _BLOCK = rf"(?:{BLOCKS}/{_N}/{_N}/{_N}/{_N}|(?:{SCORES}|{EVALUATIONS})/{_N}|{BASES}/{_N}/{_N}/{_N})"
 _SET = rf"{ROWS}/{_N}"
 _RUN = rf"{RUNS}/{_N}"
-_TOP = "|".join((BASES, BLOCKS, EVALUATIONS, SCORES, ROWS, RUNS))
+_TOP = "|".join((BASES, BLOCKS, DECISIONS, EVALUATIONS, SCORES, ROWS, RUNS))
 _PATTERNS: dict[FileKind, str] = {
     "identity": r"(?P<folder>)STORE\.json",
     "run": rf"(?P<folder>{_RUN})/run\.json",
@@ -47,6 +57,7 @@ _PATTERNS: dict[FileKind, str] = {
     "size": rf"(?P<folder>{_SET})/size/(?P<number>\d{{12}}|[1-9]\d{{12,17}})\.json",
     "head": rf"{HEADS}/(?P<folder>{_BLOCK}|{_SET}(?:/size)?|{_RUN}(?:/ckpt/{_N})?)"
     rf"/(?P<number>{_SIX})-{_HEX}\.json",
+    "decision": rf"(?P<folder>{DECISIONS}/{_N})/(?P<number>{_SIX})\.json",
 }
 _FILES = [(kind, re.compile(pattern)) for kind, pattern in _PATTERNS.items()]
 _FOLDERS = re.compile(
@@ -55,7 +66,7 @@ _FOLDERS = re.compile(
     rf"|{HEADS}/(?:{_TOP})(?:/.*)?"
 )
 _ABOVE = re.compile(
-    rf"(?:{BLOCKS}(?:/{_N}){{1,4}}|{BASES}(?:/{_N}){{1,3}}|(?:{SCORES}|{EVALUATIONS}|{ROWS}|{RUNS})/{_N}"
+    rf"(?:{BLOCKS}(?:/{_N}){{1,4}}|{BASES}(?:/{_N}){{1,3}}|(?:{SCORES}|{EVALUATIONS}|{ROWS}|{RUNS}|{DECISIONS})/{_N}"
     rf"|{_RUN}/ckpt/{_N})"
 )
 _OURS = (".json", ".safetensors")

@@ -13,11 +13,13 @@ import xxhash
 from gradkeep import _annotations
 from gradkeep.errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
 from gradkeep.store import _document
+from gradkeep.store._decisions import append_decision, read_decisions
 from gradkeep.store._fields import read_document
 from gradkeep.store._heads import head_keys, record_head
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
+    DECISIONS,
     EVALUATIONS,
     HEADS,
     ROWS,
@@ -61,6 +63,7 @@ from gradkeep.store.rows._rows import Rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gradkeep.store._decisions import Decision
     from gradkeep.store._keys import BlockKey
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._manifest import Manifest
@@ -94,7 +97,9 @@ class Store:
     def require_some(backend: Backend) -> None:
         """Raise unless there is a store, damaged or not, that this version understands."""
         names = {entry.name for entry in backend.list("")}
-        if not names & {STORE_FILE, BASES, BLOCKS, EVALUATIONS, SCORES, ROWS, RUNS, HEADS}:
+        if not names & {
+            *(STORE_FILE, BASES, BLOCKS, DECISIONS, EVALUATIONS, SCORES, ROWS, RUNS, HEADS)
+        }:
             _check_free(backend, create=False)
         if STORE_FILE in names:
             # What a later version wrote is not damage, and must not be repaired as if it were.
@@ -174,6 +179,24 @@ class Store:
         records = (read_checkpoint(self.backend, run, name) for name in names)
         found = [checkpoint for checkpoint in records if checkpoint is not None]
         return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
+
+    @_annotations.checked(StoreError)
+    def decide(self, decision: Decision) -> Decision:
+        """Record what a person said about a row's label, durably; returns it with its number.
+
+        >>> import gradkeep as gk, tempfile
+        >>> store = gk.open(tempfile.mkdtemp())
+        >>> store.decide(gk.store.Decision("train", row=7, action="relabel", label=3)).number
+        0
+        >>> [one.action for one in store.decisions("train")]
+        ['relabel']
+        """
+        return append_decision(self.backend, decision, durability=self.durability)
+
+    @_annotations.checked(StoreError)
+    def decisions(self, split: str = "train", *, start: int = 0) -> list[Decision]:
+        """All decisions about a split, in order, from number `start` on."""
+        return read_decisions(self.backend, split, start=max(0, start))
 
     @_annotations.checked(StoreError)
     def write(

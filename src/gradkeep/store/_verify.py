@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradkeep import _annotations
 from gradkeep.errors import Damaged, GradkeepError, StoreError
+from gradkeep.store._decisions import decision_key, decision_of
 from gradkeep.store._fields import read_document
 from gradkeep.store._gc import YOUNG_SECONDS
 from gradkeep.store._heads import check_head
@@ -117,6 +118,7 @@ def verify(
     check.chains()
     check.missing_schemas()
     check.sizes()
+    check.decisions()
     try:
         orphans = tuple(backend.leftovers(older_than=YOUNG_SECONDS))
     except (GradkeepError, OSError):
@@ -262,6 +264,10 @@ class _Check:
             fields.text("error")
             if fields.whole("row") != file.number:
                 raise fields.wrong("a failure of another row than the name says")
+        elif file.kind == "decision":
+            decision = decision_of(fields)
+            if decision_key(decision.split, decision.number) != key:
+                raise fields.wrong("another decision than the name says")
         elif file.kind == "lease":
             fields.text("owner"), fields.text("token"), fields.number("expires")
 
@@ -404,6 +410,16 @@ class _Check:
             told = any(item.path.startswith(f"{folder}/{SIZES}") for item in self.damage)
             if most > max(sizes, default=0) and not told:
                 self._note(size_key(folder, most), f"missing: there are rows up to {most - 1}")
+
+    def decisions(self) -> None:
+        """Whether the logs of decisions have no gaps."""
+        logs: dict[str, set[int]] = {}
+        for file in self._known.values():
+            if file.kind == "decision":
+                logs.setdefault(file.folder.partition("/")[2], set()).add(file.number)
+        for split, there in sorted(logs.items()):
+            for number in sorted(set(range(max(there))) - there):
+                self._note(decision_key(split, number), "missing: the log goes on after it")
 
 
 def _in_its_folder(key: str, file: KnownFile) -> bool:

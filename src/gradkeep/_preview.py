@@ -1,0 +1,206 @@
+"""What rows look like to a person: images, texts and tables from the user's own data."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradkeep import _arguments
+from gradkeep.errors import CaptureError
+
+_LARGEST_SIDE = 128
+"""Pixels; larger images are thinned out to this."""
+_LONGEST_TEXT = 4000
+_MOST_CELLS = 40
+_MOST_TOKENS = 4096
+_LARGEST_FILE = 1 << 20
+_FILES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
+COPIED_IMAGE, COPIED_TEXT, COPIED_TABLE = "preview_image", "preview_text", "preview_table"
+"""The columns in which a capture keeps previews, where that was asked for."""
+
+RowSource = Callable[[int], Any] | Sequence[Any] | Any
+"""A function of a row's id, or what holds the rows under their ids: a list, array, tensor, table."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRow:
+    """A row as it is shown."""
+
+    image: str | None = None
+    """A `data:` URL."""
+    text: str | None = None
+    table: tuple[tuple[str, str], ...] = ()
+    """Names and values."""
+    tokens: tuple[str, ...] = ()
+    problem: str | None = None
+    """What the user's function raised, if it did."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to be seen."""
+        return self == ShownRow()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preview:
+    """How rows are shown: functions of a row's id, or lists, arrays or tables that hold the rows.
+
+    `image` gives pixels `[H, W]`, `[H, W, C]` or `[C, H, W]` (an array, a tensor, a PIL image, or the
+    bytes of a PNG or JPEG file), `text` a text, `table` a mapping of names to values (or a data
+    frame), `tokens` the words of a text as the model reads them, `classes` the names of labels.
+    Given to `gk.capture` previews are copied into the store; given to `gradkeep serve --data` nothing
+    is copied, and rows are asked for when they are looked at.
+
+    >>> preview = Preview(text=["a cat", "a dog"], classes=["cat", "dog"])
+    >>> preview.show(1).text
+    'a dog'
+    >>> preview.show(7).problem
+    'IndexError: list index out of range'
+    """
+
+    image: RowSource | None = None
+    text: RowSource | None = None
+    table: RowSource | None = None
+    tokens: RowSource | None = None
+    classes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("image", "text", "table", "tokens"):
+            value = getattr(self, name)
+            if value is not None and not callable(value) and not hasattr(value, "__getitem__"):
+                raise _arguments.refused(
+                    name,
+                    value,
+                    error=CaptureError,
+                    expected="a function of a row's id, or a list, array or table of rows",
+                )
+        if self.classes is not None:
+            named = _arguments.texts("classes", self.classes, error=CaptureError)
+            object.__setattr__(self, "classes", tuple(named))
+
+    def show(self, row: int) -> ShownRow:
+        """A row as it is shown; what the user's functions raise is told in its place."""
+        _arguments.count("row", row, error=CaptureError, least=-_arguments.LARGEST)
+        try:
+            return ShownRow(
+                image=None if self.image is None else image_url(_found(self.image, row)),
+                text=None if self.text is None else _as_text(_found(self.text, row)),
+                table=() if self.table is None else _as_table(_found(self.table, row)),
+                tokens=() if self.tokens is None else _as_tokens(_found(self.tokens, row)),
+            )
+        except Exception as error:  # the user's code: whatever it raises is theirs to see
+            said = " ".join(str(error).split())[:300]
+            return ShownRow(problem=f"{type(error).__name__}: {said}" if said else str(type(error)))
+
+    def name_of(self, label: int | None) -> str | None:
+        """The name of a label, if it has one."""
+        if label is None or self.classes is None or not 0 <= label < len(self.classes):
+            return None
+        return self.classes[label]
+
+    def copied(self, ids: Sequence[int]) -> dict[str, list[str]]:
+        """The columns in which a capture keeps what these rows look like."""
+        import json
+
+        shown = [self.show(row) for row in ids]
+        problems = [one.problem for one in shown if one.problem is not None]
+        if problems:
+            raise CaptureError(
+                "a preview that is copied must not raise",
+                found=problems[0],
+                fix="mend the function, or give it to gradkeep serve --data, where it may",
+            )
+        found: dict[str, list[str]] = {}
+        if self.image is not None:
+            found[COPIED_IMAGE] = [one.image or "" for one in shown]
+        if self.text is not None:
+            found[COPIED_TEXT] = [one.text or "" for one in shown]
+        if self.table is not None:
+            found[COPIED_TABLE] = [json.dumps(one.table) for one in shown]
+        return found
+
+
+def image_url(pixels: Any) -> str:
+    """An image as a `data:` URL, as PNG.
+
+    >>> image_url(np.eye(2))[:30]
+    'data:image/png;base64,iVBORw0K'
+    """
+    if isinstance(pixels, bytes):
+        for begin, kind in _FILES.items():
+            if pixels.startswith(begin) and len(pixels) <= _LARGEST_FILE:
+                return f"data:{kind};base64,{base64.b64encode(pixels).decode()}"
+        raise ValueError("these bytes are no PNG, JPEG or GIF file of at most 1 MiB")
+    values = np.asarray(pixels.detach().cpu() if hasattr(pixels, "detach") else pixels)
+    if values.ndim == 3 and values.shape[0] in (1, 3, 4) and values.shape[2] not in (1, 3, 4):
+        values = np.moveaxis(values, 0, 2)
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[:, :, 0]
+    if not 2 <= values.ndim <= 3 or not values.size or (values.ndim == 3 and values.shape[2] > 4):
+        raise ValueError(f"an image is [H, W], [H, W, C] or [C, H, W], not {values.shape}")
+    step = -(-max(values.shape[:2]) // _LARGEST_SIDE)
+    values = values[::step, ::step]
+    if values.dtype != np.uint8:
+        values = np.nan_to_num(values.astype(np.float64))
+        low, high = float(values.min()), float(values.max())
+        if low < 0 or high > 1:
+            values = (values - low) / max(high - low, 1e-30)
+        values = np.round(255 * values).astype(np.uint8)
+    return f"data:image/png;base64,{base64.b64encode(_png(values)).decode()}"
+
+
+def _png(values: np.ndarray[Any, Any]) -> bytes:
+    """The bytes of a PNG file, which needs nothing but zlib."""
+    kinds = {1: 0, 2: 4, 3: 2, 4: 6}
+    height, width = values.shape[:2]
+    channels = 1 if values.ndim == 2 else values.shape[2]
+    lines = np.ascontiguousarray(values).reshape(height, width * channels)
+    raw = np.concatenate([np.zeros((height, 1), np.uint8), lines], axis=1).tobytes()
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, kinds[channels], 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(raw, 9))
+        + chunk(b"IEND", b"")
+    )
+
+
+def _found(source: Any, row: int) -> Any:
+    if callable(source):
+        return source(row)
+    if hasattr(source, "iloc"):  # a data frame, whose rows are meant by place
+        return source.iloc[row]
+    return source[row]
+
+
+def _as_text(value: Any) -> str:
+    return str(value)[:_LONGEST_TEXT]
+
+
+def _as_table(value: Any) -> tuple[tuple[str, str], ...]:
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if not isinstance(value, Mapping):
+        given = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value).reshape(-1)
+        value = {str(place): one.item() for place, one in enumerate(given[:_MOST_CELLS])}
+    cells = list(value.items())[:_MOST_CELLS]
+    return tuple((str(name)[:200], _cell(cell)) for name, cell in cells)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:500]
+
+
+def _as_tokens(value: Any) -> tuple[str, ...]:
+    return tuple(str(token)[:200] for token in list(value)[:_MOST_TOKENS])

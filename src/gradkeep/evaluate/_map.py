@@ -1,0 +1,190 @@
+"""Maps: rows in the plane, by their gradients or by what they depend on, and groups that oppose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep import _arguments
+from gradkeep._annotations import checked
+from gradkeep.attribution import Projection, project
+from gradkeep.errors import EvaluationError, MissingExtra
+from gradkeep.query import gradients
+from gradkeep.store import open as open_store
+
+if TYPE_CHECKING:
+    import os
+
+    from gradkeep.datamodels import Datamodels
+    from gradkeep.store import Store
+
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+_DIMENSIONS = 256
+"""Of the random projections that stand for gradients: cosines are off by about 0.06."""
+_DIRECTIONS = 10
+"""Principal components that rows are clustered by."""
+_PAIRS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class OpposingClusters:
+    """Two clusters whose rows pull the model in opposite directions."""
+
+    first: int
+    second: int
+    cosine: float
+    """Of their mean directions: -1 is straight against each other."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Rows in the plane: near each other if they act alike."""
+
+    ids: AnyArray
+    """`[N]`"""
+    places: AnyArray
+    """`[N, 2]`: the first two principal components of the rows' directions"""
+    share: tuple[float, float]
+    """Of the variance along each axis."""
+    clusters: AnyArray
+    """`[N]`, numbered from the largest"""
+    labels: AnyArray | None
+    """`[N]`, where they were kept"""
+    opposing: tuple[OpposingClusters, ...]
+    """Pairs of clusters that are most against each other."""
+    total: int
+    """Rows that there are; of more than were asked for, a random part is on the map."""
+    of: str
+    """What the map is made of."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __str__(self) -> str:
+        part = "" if len(self) == self.total else f" of {self.total}"
+        count = len(np.unique(self.clusters))
+        return f"{len(self)}{part} rows by {self.of}: {count} clusters, {len(self.opposing)} pairs opposed"
+
+
+@checked(EvaluationError)
+def map_rows(
+    store: Store | str | os.PathLike[str],
+    *,
+    split: str = "train",
+    checkpoints: str | None = None,
+    run: str = "main",
+    name: str = "main",
+    clusters: int = 8,
+    most: int = 4000,
+    seed: int = 0,
+) -> RowMap:
+    """Rows of a capture in the plane, by the directions of their gradients, in clusters (k-means).
+
+    Gradients are projected to 256 numbers (`gk.project`) and scaled to length 1; of more than `most`
+    rows a random part is taken. Cost: one read of the capture, and a singular value decomposition
+    `[most, 256]`.
+
+    >>> import gradkeep as gk, tempfile, torch
+    >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+    >>> data = [(torch.randn(12, 4), torch.arange(12) % 3)]
+    >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
+    >>> map_rows(store, clusters=3).places.shape
+    (12, 2)
+    """
+    _arguments.count("clusters", clusters, error=EvaluationError, least=1)
+    _arguments.count("most", most, error=EvaluationError, least=2)
+    _arguments.count("seed", seed, error=EvaluationError)
+    opened = open_store(store, create=False)
+    kept = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
+    block = kept.block
+    low = np.asarray(project(kept, Projection(dim=_DIMENSIONS)), np.float64)
+    rows = np.arange(len(low))
+    if len(rows) > most:
+        rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
+    labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
+    of = f"gradients of {split} at {kept.key.checkpoint}"
+    return _mapped(low[rows], block.ids[rows], labels, len(low), of, clusters, seed)
+
+
+@checked(EvaluationError)
+def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0) -> RowMap:
+    """Targets of datamodels in the plane, by the training examples that they depend on.
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(300, 20, 6)
+    >>> map_targets(fit(data.masks, data.outputs), clusters=2).places.shape
+    (6, 2)
+    """
+    _arguments.count("clusters", clusters, error=EvaluationError, least=1)
+    _arguments.count("most", most, error=EvaluationError, least=2)
+    _arguments.count("seed", seed, error=EvaluationError)
+    weights = np.asarray(found.weights.T, np.float64)
+    rows = np.arange(len(weights))
+    if len(rows) > most:
+        rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
+    of = f"datamodels of {found.num_models} models"
+    return _mapped(weights[rows], rows, None, len(weights), of, clusters, seed)
+
+
+def _mapped(
+    rows: AnyArray,
+    ids: AnyArray,
+    labels: AnyArray | None,
+    total: int,
+    of: str,
+    clusters: int,
+    seed: int,
+) -> RowMap:
+    if len(rows) < 2:
+        raise EvaluationError("a map needs two rows at least", found=len(rows))
+    unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
+    centred = unit - unit.mean(axis=0)
+    left, strength, _ = np.linalg.svd(centred, full_matrices=False)
+    along = left[:, :_DIRECTIONS] * strength[:_DIRECTIONS]
+    power = np.append(strength**2, [0.0, 0.0])
+    whole = max(float(power.sum()), 1e-30)
+    places = np.zeros((len(rows), 2))
+    places[:, : min(2, along.shape[1])] = along[:, :2]
+    marks = _clustered(along, min(clusters, len(rows)), seed)
+    return RowMap(
+        ids=np.asarray(ids),
+        places=places,
+        share=(float(power[0] / whole), float(power[1] / whole)),
+        clusters=marks,
+        labels=labels,
+        opposing=_opposing(unit, marks),
+        total=total,
+        of=of,
+    )
+
+
+def _clustered(along: AnyArray, count: int, seed: int) -> AnyArray:
+    try:
+        from sklearn.cluster import KMeans
+    except ImportError as error:
+        raise MissingExtra(
+            "clusters need scikit-learn", fix='pip install "gradkeep[demo]"'
+        ) from error
+    count = min(count, len(np.unique(along, axis=0)))
+    marks = KMeans(count, n_init=4, random_state=seed).fit_predict(along)
+    sizes = np.bincount(marks, minlength=count)
+    order = np.argsort(-sizes, kind="stable")
+    places = np.empty(count, np.int64)
+    places[order] = np.arange(count)
+    return np.asarray(places[marks])
+
+
+def _opposing(unit: AnyArray, marks: AnyArray) -> tuple[OpposingClusters, ...]:
+    means = np.stack([unit[marks == mark].mean(axis=0) for mark in range(marks.max() + 1)])
+    means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-30)
+    cosines = means @ means.T
+    pairs = [
+        OpposingClusters(i, j, float(cosines[i, j]))
+        for i in range(len(means))
+        for j in range(i + 1, len(means))
+        if cosines[i, j] < 0
+    ]
+    return tuple(sorted(pairs, key=lambda pair: pair.cosine)[:_PAIRS])

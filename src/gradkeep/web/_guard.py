@@ -1,0 +1,230 @@
+"""Who may ask: hosts, origins, tokens, sizes and rates, looked at before anything else is done."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from gradkeep.web._answers import ProblemView, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+    App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+TOKEN_HEADER = "x-gradkeep-token"
+TOKEN_COOKIE = "gradkeep_token"
+_READS = ("GET", "HEAD")
+_CLIENTS = 1024
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
+    (b"cache-control", b"no-store"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """How much one client may ask."""
+
+    body_bytes: int = 64 << 10
+    target_bytes: int = 8 << 10
+    """Of path and query."""
+    reads_per_second: float = 200.0
+    writes_per_second: float = 20.0
+    burst_seconds: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may ask, and what they must carry."""
+
+    token: str
+    hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "[::1]")
+    """Names that the Host header may have; an IP address is allowed by itself where `remote`."""
+    port: int | None = None
+    """The port that the Host header must have; any if it is None."""
+    remote: bool = False
+    """Every request must carry the token, not only writes."""
+    limits: RequestLimits = RequestLimits()
+
+
+class Guard:
+    """An ASGI application around another: what is not allowed does not reach it."""
+
+    def __init__(self, app: App, access: Access) -> None:
+        self._app, self._access = app, access
+        self._lock = threading.Lock()
+        self._spent: OrderedDict[tuple[str, bool], tuple[float, float]] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # there are no web sockets here
+        asked = _Asked(scope)
+        refusal = self._refusal(asked)
+        if refusal is not None:
+            await _say(send, *refusal, extra=_HEADERS)
+            return
+        if self._access.remote and asked.token_in_query is not None:
+            # The token goes from the address into a cookie, so that it is not passed on by chance.
+            await _say(send, 303, "go on without the token", extra=(*_HEADERS, *self._to_cookie()))
+            return
+        await self._app(scope, self._bounded(receive), _with_headers(send))
+
+    def _refusal(self, asked: _Asked) -> tuple[int, str] | None:
+        access, write = self._access, asked.method not in _READS
+        if len(asked.target) > access.limits.target_bytes:
+            return 414, "the address is too long"
+        if not self._known_host(asked.header("host")):
+            return 421, "this page is not served under that name"
+        if not self._in_time(asked.client, write=write):
+            return 429, "too many requests; wait a moment"
+        if access.remote and not self._fits(asked.carried()):
+            return 401, "this page needs the token that `gradkeep serve` printed"
+        if not write:
+            return None
+        origin = asked.header("origin")
+        if origin is not None and origin != f"{asked.scheme}://{asked.header('host')}":
+            return 403, "writes come from this page only"
+        if asked.header("sec-fetch-site") not in (None, "same-origin", "none"):
+            return 403, "writes come from this page only"
+        if not self._fits(asked.header(TOKEN_HEADER)):
+            return 403, "writes need the page's token; load the page again"
+        length = asked.header("content-length") or "0"
+        if not length.isdecimal() or int(length) > access.limits.body_bytes:
+            return 413, f"a request holds at most {access.limits.body_bytes} bytes"
+        return None
+
+    def _known_host(self, host: str | None) -> bool:
+        if not host:
+            return False
+        name, _, port = (
+            host.rpartition(":") if host.rfind(":") > host.rfind("]") else (host, "", "")
+        )
+        if self._access.port is not None and port not in ("", str(self._access.port)):
+            return False
+        if self._access.port not in (None, 80, 443) and not port:
+            return False
+        if name.lower() in self._access.hosts:
+            return True
+        return self._access.remote and _is_address(name)
+
+    def _fits(self, given: str | None) -> bool:
+        return given is not None and hmac.compare_digest(
+            given.encode(errors="replace"), self._access.token.encode()
+        )
+
+    def _in_time(self, client: str, *, write: bool) -> bool:
+        """A bucket for each client that fills again with time."""
+        limits = self._access.limits
+        rate = limits.writes_per_second if write else limits.reads_per_second
+        now = time.monotonic()
+        with self._lock:
+            left, last = self._spent.pop((client, write), (rate * limits.burst_seconds, now))
+            left = min(rate * limits.burst_seconds, left + (now - last) * rate)
+            self._spent[client, write] = (max(0.0, left - 1), now)
+            while len(self._spent) > _CLIENTS:
+                self._spent.popitem(last=False)
+        return left >= 1
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """The body, which ends where it is longer than allowed, whatever its head says."""
+        left = self._access.limits.body_bytes
+
+        async def bounded() -> MutableMapping[str, Any]:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            return {"type": "http.disconnect"} if left < 0 else message
+
+        return bounded
+
+    def _to_cookie(self) -> tuple[tuple[bytes, bytes], ...]:
+        cookie = f"{TOKEN_COOKIE}={self._access.token}; Path=/; HttpOnly; SameSite=Strict"
+        return ((b"location", b"/"), (b"set-cookie", cookie.encode()))
+
+
+class _Asked:
+    """What a request says about itself."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.method = str(scope["method"])
+        self.scheme = str(scope.get("scheme", "http"))
+        self.target = bytes(scope.get("raw_path") or b"") + bytes(scope.get("query_string") or b"")
+        self.client = str((scope.get("client") or ("", 0))[0])
+        self._headers = {bytes(k).lower(): bytes(v) for k, v in scope["headers"]}
+        self._query = bytes(scope.get("query_string") or b"").decode("latin-1")
+
+    def header(self, name: str) -> str | None:
+        found = self._headers.get(name.encode())
+        return None if found is None else found.decode("latin-1")
+
+    @property
+    def token_in_query(self) -> str | None:
+        return parse_qs(self._query).get("token", [None])[0]
+
+    def carried(self) -> str | None:
+        """The token that the request carries, wherever it is."""
+        bearer = self.header("authorization") or ""
+        if bearer.lower().startswith("bearer "):
+            return bearer[7:].strip()
+        if self.header(TOKEN_HEADER) is not None:
+            return self.header(TOKEN_HEADER)
+        if self.token_in_query is not None:
+            return self.token_in_query
+        try:
+            cookie = SimpleCookie(self.header("cookie") or "").get(TOKEN_COOKIE)
+        except CookieError:
+            return None
+        return None if cookie is None else cookie.value
+
+
+def _is_address(name: str) -> bool:
+    """Whether this is an IP address: no name that somebody could point here."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            told = {bytes(name).lower() for name, _ in message.get("headers", [])}
+            more = [(name, value) for name, value in _HEADERS if name not in told]
+            message = {**message, "headers": [*message.get("headers", []), *more]}
+        await send(message)
+
+    return sending
+
+
+async def _say(
+    send: Send, status: int, what: str, *, extra: tuple[tuple[bytes, bytes], ...]
+) -> None:
+    body = to_json({"problem": ProblemView("Refused", what)})
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*head, *extra]})
+    await send({"type": "http.response.body", "body": body})
