@@ -14,7 +14,12 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.cli import _story_breaks
-from gradkeep.cli._story_checks import budget_curve, explain_by_groups, hold_against_retraining
+from gradkeep.cli._story_checks import (
+    budget_curve,
+    explain_by_groups,
+    hold_against_retraining,
+    write_page,
+)
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.evaluate import Recipe
@@ -67,11 +72,13 @@ def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
     suspected = _suspects(store, digits, say)
     _retrain(digits, suspected, seeds, say)
     hold_against_retraining(store, recipe(), scores, say)
-    budget_curve(say)
+    budget_curve(folder / "step.log", say)
     _story_breaks.kill_and_resume(store, say)
     _story_breaks.damage_and_repair(store, say)
+    write_page(store, folder / "report.html", say)
     say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
-    say(f"next       gradkeep why {folder} {blamed}")
+    say(f"next       gradkeep serve {folder}    the page: click, ask, judge labels")
+    say(f"           gradkeep why {folder} {blamed}")
     say(f"           gradkeep suspects {folder}")
     say(f"           gradkeep info {folder}")
     say(f'           gradkeep sql {folder} "select label, avg(loss) from samples group by label"')
@@ -86,7 +93,7 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
     ):
         batch = (torch.from_numpy(images), torch.from_numpy(labels))
         checkpoints: Any = {
-            name: gk.Weights(state, step=number)
+            name: gk.Weights(state, step=number, lr=RATE)
             for number, (name, state) in enumerate(states.items())
         }
         kept = gk.capture(
@@ -96,6 +103,7 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
             task=gk.Classification(),
             split=split,
             checkpoints=checkpoints,
+            preview=gk.Preview(image=images.reshape(-1, 8, 8)),
             progress=False,
         )
         found += kept if isinstance(kept, list) else [kept]

@@ -10,10 +10,12 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.cli._shown_evaluations import keep_evaluations
+from gradkeep.errors import MissingExtra
 from gradkeep.evaluate import ground_truth, judge_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from gradkeep.evaluate import Recipe
 
@@ -64,13 +66,17 @@ SHARES = (0.8, 0.6, 0.5)
 """Of what a step takes without a budget; the last one is trained in."""
 
 
-def budget_curve(say: Callable[[str], None]) -> None:
-    """What smaller budgets cost a deeper network, and one of them for real, to the bit."""
+def budget_curve(log: Path, say: Callable[[str], None]) -> None:
+    """What smaller budgets cost a deeper network, and one of them for real, to the bit.
+
+    A step is recorded in `log`, where the page finds it.
+    """
     budget = gk.memory_budget(SHARES[-1])
     same = all(
         torch.equal(plain, again)
         for plain, again in zip(_gradients(None), _gradients(budget), strict=True)
     )
+    _record(log)
     report, costs = budget.report(), []
     for share, point in zip(SHARES, budget.curve(SHARES), strict=True):
         cost = f"{point.slowdown:.2f}x the time" if point.fits else "does not fit"
@@ -84,13 +90,23 @@ def budget_curve(say: Callable[[str], None]) -> None:
         )
 
 
-def _gradients(budget: Any) -> list[torch.Tensor]:
-    """The gradients after some steps of a small deep network."""
+def _deep_network() -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(8):
         layers += [nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU()]
-    model = nn.Sequential(*layers)
+    return nn.Sequential(*layers)
+
+
+def _record(log: Path) -> None:
+    model, batch = _deep_network(), torch.randn(256, 128)
+    with gk.remat.record(log):
+        torch.autograd.backward(model(batch).square().mean())
+
+
+def _gradients(budget: Any) -> list[torch.Tensor]:
+    """The gradients after some steps of a small deep network."""
+    model = _deep_network()
     batches = [torch.randn(256, 128) for _ in range(5)]
     for batch in batches:
         model.zero_grad()
@@ -100,3 +116,14 @@ def _gradients(budget: Any) -> list[torch.Tensor]:
             with budget.step(inputs=batch):
                 torch.autograd.backward(model(batch).square().mean())
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def write_page(store: gk.Store, path: Path, say: Callable[[str], None]) -> None:
+    """The same story in one file for a browser, where the packages for it are there."""
+    try:
+        from gradkeep.web import write_report
+    except MissingExtra as error:
+        say(f"report     not written: {error.fix}")
+        return
+    written = write_report(store, path)
+    say(f"report     {written}: {written.stat().st_size / 1e6:.1f} MB, opens without a server")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.cli._story import one_thread
+from gradkeep.cli._story_checks import write_page
 from gradkeep.data import GPT, Vocabulary
 
 if TYPE_CHECKING:
@@ -107,8 +108,10 @@ def _tell(folder: Path, say: Callable[[str], None]) -> None:
         f"retrained  mean of {len(SEEDS)} seeds: without the {len(found)} documents found it gives the "
         f"false words {without:.1%}; without as many at random {control:.1%}"
     )
+    write_page(store, folder / "report.html", say)
     say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
-    say(f"next       gradkeep why {folder} 0")
+    say(f"next       gradkeep serve {folder}    the page: click and ask")
+    say(f"           gradkeep why {folder} 0")
     say(f"           gradkeep info {folder}")
 
 
