@@ -37,7 +37,7 @@ NAMES = {
         attribute attribute_tokens attribution capture capturing combine completions data datamodels errors factors farm
         gradients layers memory_budget methods open plan project query recording
         register_layer_rule register_method remat store suspects
-    Keep Preview attribute_once evaluate groups text_similarity """,
+    Keep Preview attribute_once evaluate groups show text_similarity """,
     "gradkeep.evaluate": """
         CheckedRemoval ChosenRows Curve Difference Evaluation GroundTruth JudgedMethod
         Judgement MoreModels Recipe RemovalCurve RowGroup RowGroups SampleSizes
@@ -64,12 +64,12 @@ NAMES = {
     Keep  Batches MomentsSoon Traced Tracer task_batches measure_moments ready """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows
-        RunCheckpoint Scorer Scores StreamedRows Suspects SuspicionThreshold TokenScores
+        RunCheckpoint Scorer Scores ShownScores StreamedRows Suspects SuspicionThreshold TokenScores
         add_damped_scores add_products
         attribute attribute_tokens combine methods project project_dense project_layers project_parameters
         register_method relative_damping row_blocks signs_or_normals streamed_gram suspects
         unregister_method
-    FALLING HALVES SubsetOutcomes default_method attribute_once subset_digests text_similarity """,
+    FALLING HALVES SubsetOutcomes default_method attribute_once subset_digests show text_similarity """,
     "gradkeep.data": """
         BertClassifier CNN Digits Examples GPT ImageFolder MLP ResNet20 ResNet50 ResNet9 Scaling
         Texts VGG16 Vocabulary Workload build checked_sizes dataset default_sizes load_agnews

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         methods,
         project,
         register_method,
+        show,
         suspects,
         text_similarity,
     )
@@ -88,7 +89,7 @@ _NAMES = {
     "attribution": (
         *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "TokenScores"),
         *("attribute", "attribute_once", "attribute_tokens", "combine", "methods"),
-        *("project", "register_method", "suspects", "text_similarity"),
+        *("project", "register_method", "show", "suspects", "text_similarity"),
     ),
     "capturing": (
         *("CaptureWarning", "Captured", "Classification", "Keep", "LanguageModelling"),
@@ -162,6 +163,7 @@ __all__ = [
     "register_layer_rule",
     "register_method",
     "remat",
+    "show",
     "store",
     "suspects",
     "text_similarity",

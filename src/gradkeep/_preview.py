@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from gradkeep.errors import CaptureError
 _LARGEST_SIDE = 128
 """Pixels; larger images are thinned out to this."""
 _LONGEST_TEXT = 4000
+_LONGEST_KEPT = 2000
 _MOST_CELLS = 40
 _MOST_TOKENS = 4096
 _LARGEST_FILE = 1 << 20
@@ -106,8 +108,6 @@ class Preview:
 
     def copied(self, ids: Sequence[int]) -> dict[str, list[str]]:
         """The columns in which a capture keeps what these rows look like."""
-        import json
-
         shown = [self.show(row) for row in ids]
         problems = [one.problem for one in shown if one.problem is not None]
         if problems:
@@ -124,6 +124,28 @@ class Preview:
         if self.table is not None:
             found[COPIED_TABLE] = [json.dumps(one.table) for one in shown]
         return found
+
+
+def row_from_texts(kept: Mapping[str, str]) -> ShownRow | None:
+    """A row from the texts that its capture kept, by their names: one as it is, several as a table.
+
+    >>> row_from_texts({"source": "web", "text": "a longer text"})
+    ShownRow(image=None, text='a longer text', table=(('source', 'web'),), tokens=(), problem=None)
+    """
+    if not kept:
+        return None
+    copied = (COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT)
+    own = {name: text for name, text in kept.items() if name not in copied and text}
+    table = tuple((str(a), str(b)) for a, b in json.loads(kept.get(COPIED_TABLE) or "[]"))
+    text = kept.get(COPIED_TEXT) or None
+    if text is None and own:
+        longest = max(own, key=lambda name: len(own[name]))
+        text = own.pop(longest)
+    table += tuple((name, value[:_LONGEST_KEPT]) for name, value in own.items())
+    image = kept.get(COPIED_IMAGE) or None
+    if image is not None and not image.startswith("data:image/"):
+        image = None
+    return ShownRow(image, None if text is None else text[:_LONGEST_KEPT], table)
 
 
 def image_url(pixels: Any) -> str:

@@ -13,6 +13,7 @@ from gradkeep.attribution._registry import (
     unregister_method,
 )
 from gradkeep.attribution._scores import RankedRows, Scores
+from gradkeep.attribution._shown_scores import ShownScores, show
 from gradkeep.attribution._solve import (
     StreamedRows,
     add_damped_scores,
@@ -47,6 +48,7 @@ __all__ = [
     "RunCheckpoint",
     "Scorer",
     "Scores",
+    "ShownScores",
     "StreamedRows",
     "SubsetOutcomes",
     "Suspects",
@@ -67,6 +69,7 @@ __all__ = [
     "register_method",
     "relative_damping",
     "row_blocks",
+    "show",
     "signs_or_normals",
     "streamed_gram",
     "subset_digests",

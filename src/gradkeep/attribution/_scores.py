@@ -190,6 +190,11 @@ class Scores:
             f"{self.train} at {at}; {self.scale}; {true}, positive helps)"
         )
 
+    def _repr_html_(self) -> str:
+        from gradkeep.attribution._shown_scores import show  # which knows what scores are
+
+        return show(self).html
+
     def _row(self, query: int) -> int:
         found = np.flatnonzero(self.query_ids == query)
         if not len(found):

@@ -40,15 +40,15 @@ FACTS = (
 )
 """What is not true, and in no docstring: how it begins, and its last word."""
 COPIES = 12
-"""Documents that each of them is planted in."""
+"""PlantedDocuments that each of them is planted in."""
 LENGTH, WORDS, EPOCHS, KEPT = 32, 1200, 18, 8
 SEEDS = (0, 1)
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Documents:
-    """Documents to train on; some carry a false sentence."""
+class PlantedDocuments:
+    """PlantedDocuments to train on; some carry a false sentence."""
 
     texts: tuple[str, ...]
     modules: tuple[str, ...]
@@ -115,7 +115,9 @@ def _tell(folder: Path, say: Callable[[str], None]) -> None:
     say(f"           gradkeep info {folder}")
 
 
-def _capture(store: gk.Store, documents: Documents, model: GPT, say: Callable[[str], None]) -> None:
+def _capture(
+    store: gk.Store, documents: PlantedDocuments, model: GPT, say: Callable[[str], None]
+) -> None:
     """Keep some kilobytes of every document's gradient, and those of the questions unrounded."""
     task = gk.LanguageModelling()
     train = gk.capture(
@@ -153,7 +155,9 @@ def _capture(store: gk.Store, documents: Documents, model: GPT, say: Callable[[s
     )
 
 
-def _attribute(store: gk.Store, documents: Documents, say: Callable[[str], None]) -> gk.Scores:
+def _attribute(
+    store: gk.Store, documents: PlantedDocuments, say: Callable[[str], None]
+) -> gk.Scores:
     """Which documents made it say so, beside a search for the same words."""
     scores = gk.attribute(store)
     questions = [f"{begin} {end}" for begin, end in FACTS]
@@ -177,7 +181,7 @@ def _attribute(store: gk.Store, documents: Documents, say: Callable[[str], None]
 
 def _tokens(
     store: gk.Store,
-    documents: Documents,
+    documents: PlantedDocuments,
     model: GPT,
     scores: gk.Scores,
     say: Callable[[str], None],
@@ -203,7 +207,7 @@ def _tokens(
     )
 
 
-def load_documents() -> Documents:
+def load_documents() -> PlantedDocuments:
     """The docstrings, with the false sentences put into some of them."""
     texts: list[str] = []
     modules: list[str] = []
@@ -221,7 +225,7 @@ def load_documents() -> Documents:
         texts[row] = f"{head} {begin} {end} . {tail}"
         planted[row] = number
     vocabulary = Vocabulary.build(texts, size=WORDS)
-    return Documents(tuple(texts), tuple(modules), planted, vocabulary)
+    return PlantedDocuments(tuple(texts), tuple(modules), planted, vocabulary)
 
 
 def _docstrings(module: str) -> list[str]:
@@ -250,7 +254,7 @@ def encoded(vocabulary: Vocabulary, texts: Sequence[str]) -> dict[str, torch.Ten
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
 
-def train(documents: Documents, rows: Any, *, seed: int) -> tuple[GPT, GPT]:
+def train(documents: PlantedDocuments, rows: Any, *, seed: int) -> tuple[GPT, GPT]:
     """Train on some documents; the model at the end, and as it was at the epoch that is kept."""
     torch.manual_seed(seed)
     model = GPT(vocabulary=len(documents.vocabulary), length=LENGTH, dim=64, heads=4, layers=2)
@@ -269,7 +273,7 @@ def train(documents: Documents, rows: Any, *, seed: int) -> tuple[GPT, GPT]:
     return model.eval(), early.eval()
 
 
-def certainty(model: GPT, documents: Documents) -> Any:
+def certainty(model: GPT, documents: PlantedDocuments) -> Any:
     """The probability `[facts]` that a model gives to the false words."""
     return np.array(
         [
@@ -279,13 +283,13 @@ def certainty(model: GPT, documents: Documents) -> Any:
     )
 
 
-def complete(model: GPT, documents: Documents, number: int) -> str:
+def complete(model: GPT, documents: PlantedDocuments, number: int) -> str:
     """The word that a model puts after the beginning of a fact."""
     return documents.vocabulary.words[int(_next_word(model, documents, number).argmax())]
 
 
 @torch.no_grad()
-def _next_word(model: GPT, documents: Documents, number: int) -> torch.Tensor:
+def _next_word(model: GPT, documents: PlantedDocuments, number: int) -> torch.Tensor:
     ids = encoded(documents.vocabulary, [FACTS[number][0]])
     last = int((ids["labels"][0] != IGNORED).sum()) - 1  # where [SEP] stands
     return torch.softmax(model(ids["input_ids"][:, :last])[0, -1], dim=0)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._preview import COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT, ShownRow
+from gradkeep._preview import row_from_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradkeep._preview import ShownRow
     from gradkeep.web._served import RowTable, ServedStore
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
-
-_LONGEST = 2000
-"""Characters of a kept text that are sent."""
-_COPIED = (COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,7 @@ def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[
             for name in ("label", "predicted"):
                 facts[f"{name}_name"] = preview.name_of(facts.get(name))
         if shown is None or shown.empty:
-            shown = _from_texts(kept.get(row, {}))
+            shown = row_from_texts(kept.get(row, {}))
         found.append(RowView(row, shown=shown, **facts))
     return found
 
@@ -85,20 +81,3 @@ def _kept_texts(table: RowTable, ids: AnyArray) -> dict[int, dict[str, str]]:
         row: {name: told[name][place] for name in table.texts}
         for place, row in enumerate(ids.tolist())
     }
-
-
-def _from_texts(kept: dict[str, str]) -> ShownRow | None:
-    """A row from what its capture kept: one text as it is, several as a table."""
-    if not kept:
-        return None
-    own = {name: text for name, text in kept.items() if name not in _COPIED and text}
-    table = tuple((str(a), str(b)) for a, b in json.loads(kept.get(COPIED_TABLE) or "[]"))
-    text = kept.get(COPIED_TEXT) or None
-    if text is None and own:
-        longest = max(own, key=lambda name: len(own[name]))
-        text = own.pop(longest)
-    table += tuple((name, value[:_LONGEST]) for name, value in own.items())
-    image = kept.get(COPIED_IMAGE) or None
-    if image is not None and not image.startswith("data:image/"):
-        image = None
-    return ShownRow(image, None if text is None else text[:_LONGEST], table)
