@@ -1,6 +1,7 @@
 """Calls for the fuzz of public functions: captures, budgets and stores; each in a place of its own."""
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import tempfile
@@ -10,6 +11,16 @@ import torch
 import gradkeep as gk
 import gradkeep.store as stores
 from gradkeep import remat
+from gradkeep.integrations import write_tensorboard, write_wandb
+
+
+class Logging:
+    """Takes what a run of wandb takes."""
+
+    summary = None
+
+    def log(self, told):
+        pass
 
 
 def room_calls(w, call):
@@ -102,6 +113,11 @@ def room_calls(w, call):
             gk.Preview,
             {"image": None, "text": ["a", "b"], "table": None, "tokens": None, "classes": ["x"]},
         ),
+        "attribution.show": (gk.show, {"scores": w.scores, "query": [0], "k": 2, "preview": None}),
+        "integrations.write_tensorboard": (
+            write_tensorboard,
+            {"store": w.store, "folder": w.folder / "events", "suspected": 2, "budget": None},
+        ),
         "preview.show": (gk.Preview(text=["a", "b"]).show, {"row": 0}),
         "decision": (
             gk.store.Decision,
@@ -182,4 +198,7 @@ def room_calls(w, call):
         "Rows.retry": (rows_method("retry"), {"rows": [3]}),
         "Rows.states": (rows_method("states"), {"max_attempts": 3}),
     }
+    if importlib.util.find_spec("wandb") is not None:
+        told = {"store": w.store, "run": Logging(), "suspected": 2, "budget": None}
+        table["integrations.write_wandb"] = (write_wandb, told)
     return [call(name, function, good) for name, (function, good) in table.items()]

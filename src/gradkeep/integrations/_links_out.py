@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep import _arguments
+from gradkeep import _arguments, remat
 from gradkeep._annotations import checked
 from gradkeep.attribution import suspects
 from gradkeep.errors import GradkeepError, MissingExtra, StoreError
@@ -17,6 +16,8 @@ from gradkeep.evaluate import evaluations
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
+    import os
+
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Store
 
@@ -74,7 +75,8 @@ def write_tensorboard(
     suspicious labels and all saved evaluations as tables. Returns how many things were written. Cost:
     reading the losses.
     """
-    _arguments.count("suspected", suspected, error=StoreError)
+    _check(suspected, budget)
+    where = _arguments.file_path("folder", folder, error=StoreError)
     opened = open_store(store, create=False)
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -83,7 +85,10 @@ def write_tensorboard(
             "event files need tensorboard", fix='pip install "gradkeep[tensorboard]"'
         ) from error
     found = logged(opened, suspected=suspected, budget=budget)
-    writer: Any = SummaryWriter(os.fspath(folder))
+    try:
+        writer: Any = SummaryWriter(where)
+    except OSError as error:
+        raise StoreError("event files cannot be written there", path=where, found=error) from None
     try:
         for scalar in found.scalars:
             writer.add_scalar(scalar.tag, scalar.value, scalar.step)
@@ -108,8 +113,8 @@ def write_wandb(
 
     Each step's numbers are one `run.log`, steps rising; tables are `wandb.Table`s.
     """
-    _arguments.count("suspected", suspected, error=StoreError)
-    if not callable(getattr(run, "log", None)):
+    _check(suspected, budget)
+    if not callable(getattr(run, "log", None)) or not hasattr(run, "summary"):
         raise _arguments.refused("run", run, error=StoreError, expected="what wandb.init() returns")
     opened = open_store(store, create=False)
     try:
@@ -132,6 +137,12 @@ def write_wandb(
             }
         )
     return len(found.scalars) + len(found.distributions) + len(found.tables)
+
+
+def _check(suspected: int, budget: MemoryBudget | None) -> None:
+    _arguments.count("suspected", suspected, error=StoreError)
+    optional, instance = _arguments.optional, _arguments.instance
+    optional(instance, "budget", budget, kind=remat.MemoryBudget, error=StoreError)
 
 
 def logged(store: Store, *, suspected: int, budget: MemoryBudget | None) -> LoggedStore:
