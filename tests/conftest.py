@@ -25,6 +25,30 @@ settings.load_profile(
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_read_cache(monkeypatch):
+    """Tests leave nothing in the user's cache, and see every request; those of the cache name one."""
+    monkeypatch.setenv("GRADKEEP_CACHE", "off")
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """The address of an S3 server with a bucket named `bucket`."""
+    from s3_server import serving
+
+    with serving() as address:
+        yield address
+
+
+@pytest.fixture
+def line(s3):
+    """A line to that server which can be made bad."""
+    from s3_server import carrying
+
+    with carrying(s3) as server:
+        yield server
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A function that mounts a small filesystem, or changes how it is mounted."""

@@ -1,17 +1,12 @@
 """Buckets: a real S3 protocol on 127.0.0.1, and a network that loses what it carries."""
 
-import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
-import time
-import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from s3_server import ANYBODY, ONCE, connect
 
 import gradkeep as gk
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
@@ -19,52 +14,11 @@ from gradkeep.store import Bucket, verify
 from gradkeep.store.backends import _bucket
 from gradkeep.testing import StoreTests
 
-# One request at a time: moto itself does not make looking and putting one step.
-SERVER = """
-import sys
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import run_simple
-run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app))
-"""
-ANYBODY = {"access_key_id": "any", "secret_access_key": "body", "region": "us-east-1"}
-ONCE = {"max_retries": 0}
-
-
-@pytest.fixture(scope="module")
-def s3():
-    """The address of an S3 server with a bucket named `bucket`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert server.poll() is None, "the S3 server ended"
-                time.sleep(0.05)
-        urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
-        yield address
-    finally:
-        server.terminate()
-        server.wait(30)
-
 
 @pytest.fixture
 def url(request):
     """A folder in the bucket for each test."""
     return f"s3://bucket/{abs(hash(request.node.nodeid)):x}"
-
-
-def connect(url, address, **options):
-    return Bucket(url, endpoint=address, client_options={"allow_http": True}, **ANYBODY, **options)
 
 
 class TestS3(StoreTests):
@@ -74,67 +28,6 @@ class TestS3(StoreTests):
     @pytest.fixture
     def backend(self, url, s3):
         return connect(url, s3)
-
-
-class Line(ThreadingHTTPServer):
-    """A proxy that can lose requests and replies, or answer on its own."""
-
-    def __init__(self, address):
-        super().__init__(("127.0.0.1", 0), Carrier)
-        self.target = address.removeprefix("http://")
-        self.fault = lambda method: "none"
-
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request, client_address):
-        """The other side hung up: that is what these tests are about."""
-
-
-class Carrier(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def carry(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.server.fault(self.command)
-        if fault == "lose request":
-            self.close_connection = True
-            return
-        if isinstance(fault, int):
-            self.send_response(fault)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        line = http.client.HTTPConnection(self.server.target)
-        line.request(self.command, self.path, body, dict(self.headers))
-        reply = line.getresponse()
-        content = reply.read()
-        line.close()
-        if fault == "lose reply":
-            self.close_connection = True
-            return
-        self.send_response(reply.status)
-        for name, value in reply.getheaders():
-            if name.lower() not in ("server", "date", "connection", "transfer-encoding"):
-                self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = carry
-
-    def log_message(self, *_):
-        """Nobody reads it."""
-
-
-@pytest.fixture
-def line(s3):
-    with Line(s3) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
 
 
 def on_put(fault):

@@ -7,12 +7,16 @@ its service calls it): one winner per name, without a lock, and no reader ever s
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import xxhash
+
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
+from gradkeep.store.backends._read_cache import cache_of_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +27,9 @@ _LARGEST = 5_000 << 20
 _TIMEOUT = "10min"
 _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "proxy_url", "timeout")
 _OPENING_BYTES = 1 << 16
+_PIECE_BYTES = 8 << 20
+_AT_ONCE = 8
+"""Large values come in so many pieces at a time: one connection seldom fills a line."""
 _WORTH_LISTING = 8
 _ATTEMPTS = 5
 
@@ -30,8 +37,9 @@ _ATTEMPTS = 5
 class Bucket(Backend):
     """A bucket, or a folder in one, by its URL; `options` are those of `obstore.store.from_url`.
 
-    Credentials come from the environment, as the provider's own tools take them. `memory://` is a
-    new and empty place each time, `file://` a folder without fsync, whose links are followed: both
+    Credentials come from the environment, as the provider's own tools take them. Large values that were
+    read whole are kept on this machine, checked, in at most 10 GiB: GRADKEEP_CACHE names the folder or is
+    `off`, GRADKEEP_CACHE_SIZE the limit. `memory://` is a new and empty place each time, `file://` a folder without fsync, whose links are followed: both
     are for trying things out. `gk.open("file:///folder")` is a folder as any other and no bucket.
 
     >>> bucket = Bucket("memory://")
@@ -50,6 +58,7 @@ class Bucket(Backend):
         # In memory an e_tag is a counter, of a file it is made of times: neither is proof that a
         # value is still the same.
         self._trusted = urlsplit(url).scheme not in ("memory", "file")
+        self._cache = cache_of_environment() if self._trusted else None
 
     def put_if_absent(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
@@ -242,6 +251,8 @@ class _Object(Readable):
         self.size = meta["size"]
         self.identity = (meta["e_tag"], meta["version"], meta["last_modified"], self.size)
         self.settled = trusted and meta["e_tag"] is not None
+        # Without an e-tag nothing says that a value is still the same.
+        self._cache = bucket._cache if self.settled else None
 
     def read(self, offset: int, length: int) -> bytes:
         stop = min(offset + length, self.size)
@@ -249,6 +260,9 @@ class _Object(Readable):
             return self._opening[offset:stop]
         if offset >= stop:
             return b""
+        kept = None if self._cache is None else self._cache.find(self._cached_name())
+        if kept is not None:
+            return bytes(kept[offset:stop])
         with self._bucket._reading(self._key):
             return bytes(self._obs.get_range(self._store, self._key, start=offset, end=stop))
 
@@ -261,8 +275,36 @@ class _Object(Readable):
     def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
         if self.size <= len(self._opening):
             return memoryview(self._opening)
+        if self._cache is None:
+            return memoryview(self._whole())
+        kept = self._cache.get(self._cached_name(), self._whole)
+        return kept if len(kept) == self.size else memoryview(self._whole())
+
+    def _cached_name(self) -> str:
+        facts = "\0".join(map(str, (self._bucket.location, self._key, *self.identity)))
+        return xxhash.xxh3_128_hexdigest(facts.encode())
+
+    def _whole(self) -> bytearray:
+        """All bytes, by several requests at a time."""
+        whole = bytearray(self.size)
+        view = memoryview(whole)
+        view[: len(self._opening)] = self._opening
+        starts = range(len(self._opening), self.size, _PIECE_BYTES)
+
+        def bring(start: int) -> None:
+            stop = min(start + _PIECE_BYTES, self.size)
+            piece = self._obs.get_range(self._store, self._key, start=start, end=stop)
+            if len(piece) != stop - start:
+                raise EOFError(start + len(piece))
+            view[start:stop] = piece
+
         with self._bucket._reading(self._key):
-            return memoryview(self._obs.get(self._store, self._key).bytes())
+            if len(starts) == 1:
+                bring(starts[0])
+            else:
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    list(pool.map(bring, starts))
+        return whole
 
     def close(self) -> None:
         """Nothing to let go of."""
