@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _annotations
+from gradkeep._arguments import number
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep._public import renamed_arguments
@@ -30,6 +32,14 @@ from gradkeep.capturing._pace import measured_pace, predicted_seconds
 from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.capturing._row_making import GradientMaker
+from gradkeep.capturing._scale import (
+    S3,
+    WorkerCosts,
+    checked_scale,
+    measure_folder,
+    measure_start,
+    scale_plan,
+)
 from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing.coordinates._keep import Keep
@@ -43,15 +53,18 @@ if TYPE_CHECKING:
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._scale import PlaceName, ScalePlan
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.factors import Compute, MachineSpeeds
     from gradkeep.query import LayerChoice, MemoryShares
     from gradkeep.store import Encoding
 
-_TRIED, _FEW = 16, 2
+_TRIED, _FEW, _MOST = 16, 2, 256
 _PROVED = 0.5
 """Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
+_FINGERPRINT_SECONDS = 1.5e-5
+"""Of one row, when a capture by workers is compared and sealed."""
 _DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
 """What is tried to keep of a row where all of its gradient is too much."""
 
@@ -96,6 +109,47 @@ class CapturePlan:
     """Whether that is within the memory budget and the free bytes of the disk."""
     advice: str = ""
     """What is too much, and the `keep=` that would fit; empty: it fits."""
+    rows_per_segment: int = 1
+    fixed_seconds: float = 0.0
+    """What a capture takes before its first row: the proof on the first batch, a basis."""
+
+    def at_scale(
+        self,
+        *,
+        rows: int,
+        workers: int = 1,
+        place: PlaceName = "local",
+        load_seconds: float = 0.0,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> ScalePlan:
+        """What capturing so many rows by so many workers takes, on devices as fast as this one.
+
+        Bytes, requests, hours and memory for each worker, from what was measured here: a row's seconds,
+        a process's start, and for `place="local"` the durable writes of `folder` (by default that of
+        temporary files); the costs of `"s3"` are assumed, and said. `load_seconds` is what a row takes
+        to be loaded. Cost: seconds.
+
+        >>> import gradkeep as gk, torch
+        >>> model, batch = torch.nn.Linear(8, 2), (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
+        >>> small = gk.plan(model, batch, task=gk.Classification(), rows=100)
+        >>> far = small.at_scale(rows=10**9, workers=256, place="s3")
+        >>> far.segments == -(-(10**9) // small.rows_per_segment), far.played.busy <= 1
+        (True, True)
+        """
+        checked_scale(rows, workers, place)
+        number("load_seconds", load_seconds, error=CaptureError, least=0)
+        spread = self.capture_seconds - self.fixed_seconds
+        costs = WorkerCosts(
+            start_seconds=measure_start() + self.fixed_seconds,
+            row_seconds=spread / max(1, self.rows + self.queries) + load_seconds,
+            row_bytes=self.row_bytes,
+            rows_per_segment=self.rows_per_segment,
+            check_seconds=load_seconds + _FINGERPRINT_SECONDS,
+        )
+        where = S3 if place == "s3" else measure_folder(os.fspath(folder or tempfile.gettempdir()))
+        return scale_plan(
+            costs, rows=rows, workers=workers, place=where, memory=self.capture_memory
+        )
 
     def __str__(self) -> str:
         head = ("layer", "type", "T", "kept as", "on disk", "scored", "GFLOP", "seconds")
@@ -265,6 +319,14 @@ def _sized(
         shaped = dataclasses.replace(shaped, prepared=prepared)
         pace = measured_pace(model, task, own, settings.of, speeds, shaped.work)
         seen = seen_rows(GradientMaker(prepared, {}, None, device), own)
+        # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
+        many = min(batch_size(batch), int(_PROVED / 4 / max(seen.seconds, 1e-6)), _MOST)
+        if many > batch_size(own):
+            own = to_device(rows_of(batch, 0, many), device)
+            seen = min(
+                (seen_rows(GradientMaker(prepared, {}, None, device), own) for _ in range(3)),
+                key=lambda one: one.seconds,
+            )
         return _Sized(shaped, Clock(speeds, pace), seen)
 
 
@@ -327,6 +389,8 @@ def _planned(
         query_seconds=sum(layer.seconds for layer in planned),
         row_bytes=cost.row_bytes,
         basis_bytes=cost.basis_bytes,
+        rows_per_segment=max(1, int(cost.segment_rows)),
+        fixed_seconds=cost.fixed_seconds,
         fits=not too_much,
         advice=", ".join(too_much),
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
+import time
 import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +24,15 @@ ConfigArgument = Annotated[
 ]
 
 
+class PlaceChoice(enum.StrEnum):
+    """Where the store of a large capture would be."""
+
+    LOCAL = "local"
+    S3 = "s3"
+
+
+_LOADING_SEEN = 0.3
+"""Seconds of loading rows that tell what one takes."""
 _PASSED = (
     *("run", "name", "layers", "encoding", "keep", "tolerance", "of", "uncovered", "mode"),
     *("embeddings", "memory_budget"),
@@ -77,14 +89,24 @@ def plan(
         typer.Option(metavar="BYTES", help="Of a row, instead of the file's choice: 16KiB."),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="For so many rows, instead of those there are.")
+        str | None, typer.Option(help="For so many rows, instead of those there are: 1e9.")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="Captured by so many workers.")
+    ] = None,
+    place: Annotated[
+        PlaceChoice, typer.Option("--store", help="Where the store of that capture would be.")
+    ] = PlaceChoice.LOCAL,
     disk_budget: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Instead of what is free on this disk.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what capturing and asking will take, per layer, before anything runs."""
+    """Show what capturing and asking will take, per layer, before anything runs.
+
+    With --workers, --store s3 or many more --rows than there are, also what that takes elsewhere, played
+    through with costs that are measured here.
+    """
     import gradkeep as gk
     from gradkeep.cli._capture_config import first_batch, read_config
     from gradkeep.errors import CaptureError
@@ -94,11 +116,13 @@ def plan(
         if split not in given.data:
             raise CaptureError(f"no data for {split!r}", path=config, found=", ".join(given.data))
     loader = given.loader(train)
+    there = len(loader.dataset)  # type: ignore[arg-type]
+    wanted = there if rows is None else _whole(rows)
     planned = gk.plan(
         given.make_model(),
         first_batch(loader),
         task=given.make_task(),
-        rows=len(loader.dataset) if rows is None else rows,  # type: ignore[arg-type]
+        rows=wanted,
         queries=len(given.loader(queries).dataset),  # type: ignore[arg-type]
         layers=given.layers,
         encoding=given.encoding,  # type: ignore[arg-type]
@@ -108,7 +132,46 @@ def plan(
         memory_budget=memory_budget if memory_budget is not None else given.memory_budget,
         mode=given.mode,  # type: ignore[arg-type]
     )
+    far = None
+    if workers is not None or place is not PlaceChoice.LOCAL or wanted > 10 * there:
+        took = _load_seconds(loader)
+        far = planned.at_scale(
+            rows=wanted, workers=workers or 1, place=place.value, load_seconds=took
+        )
     if json:
-        print_json(dataclasses.asdict(planned))
+        scaled = {} if far is None else {"scale": dataclasses.asdict(far)}
+        print_json(dataclasses.asdict(planned) | scaled)
     else:
         print(planned)
+        if far is not None:
+            print(far)
+
+
+def _whole(text: str) -> int:
+    """A whole number, also as people write large ones.
+
+    >>> _whole("1e9"), _whole("2_000")
+    (1000000000, 2000)
+    """
+    from gradkeep.errors import CaptureError
+
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found) or found != int(found) or not 1 <= found < 2**53:
+        raise CaptureError(
+            "this is no number of rows", found=text[:80], expected="a whole number such as 1e9"
+        )
+    return int(found)
+
+
+def _load_seconds(loader: Any) -> float:
+    """What loading one row takes, seen on the first ones."""
+    began, rows = time.process_time(), 0
+    for batch in loader:
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        rows += len(first)
+        if time.process_time() - began > _LOADING_SEEN:
+            break
+    return (time.process_time() - began) / max(1, rows)
