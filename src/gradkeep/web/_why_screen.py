@@ -22,6 +22,7 @@ from gradkeep.web._score_sources import (
     scores_for,
     source_named,
 )
+from gradkeep.web._served import AS_LABEL
 
 if TYPE_CHECKING:
     from gradkeep.attribution import Scores
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 QueryFilter = Literal["all", "wrong", "unsure"]
-AS_LABEL = "-as-"
-"""Between the name of a split and the label that its rows were captured with."""
 _UNSURE = (0.1, 0.9)
 _BINS = 48
 _LARGEST_TEXTS = 32 << 20
