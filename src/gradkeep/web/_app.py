@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import anyio.to_thread
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,6 +54,7 @@ _SOURCE = r"^(saved|method|fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _MAP = r"^(gradients|(fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99})$"
 _LARGEST = 2**62
 _MOST_AT_ONCE = 120
+_THREADS = 6
 TOKEN_PLACE = b"GRADKEEP-TOKEN"
 
 Name = Annotated[str, Query(pattern=_NAME)]
@@ -127,6 +130,7 @@ def _previews_of(data: Any) -> dict[str, Preview]:
 def app_of(served: ServedStore, access: Access) -> FastAPI:
     """The application about what is served."""
     app = FastAPI(
+        lifespan=_few_threads,
         title="gradkeep",
         version=__version__,
         docs_url=None,
@@ -142,6 +146,14 @@ def app_of(served: ServedStore, access: Access) -> FastAPI:
     app.add_exception_handler(HTTPException, _not_there)
     app.add_middleware(Guard, access=access)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _few_threads(_: FastAPI) -> AsyncIterator[None]:
+    """One person looks at the page: each further thread would only hold memory of its own."""
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    limiter.total_tokens = _THREADS
+    yield
 
 
 def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:

@@ -36,7 +36,7 @@ class StillWorking(Exception):
 @dataclass(slots=True, eq=False)
 class _Work:
     what: str
-    make: Callable[[Callable[[int, int], None]], Any]
+    make: Callable[[Callable[[int, int], None]], Any] | None
     size: Callable[[Any], int]
     done: int = 0
     total: int = 0
@@ -53,7 +53,7 @@ class _Work:
 class Desk:
     """Answers by key: worked out once, kept while there is room, the oldest going first."""
 
-    def __init__(self, *, most_bytes: int = 96 << 20) -> None:
+    def __init__(self, *, most_bytes: int = 24 << 20) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, _Work] = OrderedDict()
@@ -128,12 +128,15 @@ class Desk:
                     return
                 work = self._waiting[lane].pop(0)
             try:
+                assert work.make is not None
                 work.result = work.make(work.report)
                 work.bytes = max(_SMALL, work.size(work.result))
             except Exception as error:  # told to whoever asks
                 work.failure = error
+            work.make = None  # it holds what it was made with
             work.failed_at = time.monotonic()
             work.ended.set()
+            del work
             self._make_room()
 
     def _make_room(self) -> None:
