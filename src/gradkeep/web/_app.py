@@ -39,15 +39,8 @@ from gradkeep.web._suspects_screen import (
     retrain,
     suggest,
 )
-from gradkeep.web._why_screen import (
-    QueryFilter,
-    explain,
-    group_rows,
-    list_queries,
-    random_query,
-    split_layers,
-    split_tokens,
-)
+from gradkeep.web._why_parts import group_rows, split_layers, split_tokens
+from gradkeep.web._why_screen import QueryFilter, explain, list_queries, random_query
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _SOURCE = r"^(saved|method|fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"

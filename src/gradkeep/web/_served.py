@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.errors import MissingRows, StoreError
+from gradkeep.errors import MissingRows
 from gradkeep.store import CaptureKey, Store
 from gradkeep.store import open as open_store
 from gradkeep.web._desk import Desk
@@ -172,14 +172,3 @@ class ServedStore:
         return RowTable(
             key, block, ids, columns, probability, texts, np.argsort(ids, kind="stable")
         )
-
-
-def only_known(what: str, given: str, known: list[str]) -> str:
-    """A name from a request if it is one of the known ones."""
-    if given not in known:
-        raise StoreError(
-            f"no {what} {given[:100]!r}",
-            found=", ".join(known[:20]) or "none",
-            expected="a known one",
-        )
-    return given

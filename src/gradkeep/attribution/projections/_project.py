@@ -42,9 +42,9 @@ def project(
     """The projections `[N, k]` of a capture's gradients, all layers in one, float32 on the CPU.
 
     Gradients of the loss are those of the output times the kept slopes. `model` names the
-    projection beside its seed: projections of different models are independent. `rows`
-    picks rows by their positions, and only those are read. Cost: one read of the factors, and per row and layer the cheaper of a weight's values and two transforms of k
-    numbers a position.
+    projection beside its seed: projections of different models are independent. `rows` picks rows
+    by their positions, and only those are read. Cost: one read of the factors, and per row and layer
+    the cheaper of a weight's values and two transforms of k numbers a position.
 
     >>> import gradkeep as gk, tempfile
     >>> from gradkeep.attribution.projections import Projection
