@@ -290,8 +290,7 @@ def test_evaluations_and_the_store(page, site):
     assert page.locator(".panel td", has_text="Linear").count() == 2
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_every_screen_fits_its_width_in_both_colours(browser, site, scheme, width):
     url, _ = site
     size = {"width": width, "height": 840}

@@ -168,7 +168,7 @@ def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
         return look_at_store(served)
 
     def health() -> Any:
-        return check_health(served, again=False)
+        return check_health(served, begin=False)
 
     def sources() -> Any:
         return score_sources(served)
@@ -249,11 +249,11 @@ def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
         )
 
     def suggestions(split: Name = "train") -> Any:
-        suggest(served, split=split)
+        suggest(served, split=split, begin=False)
         return {"there": True}
 
     def retrained(run: Name = "main", split: Name = "train", name: Name = "main") -> Any:
-        return retrain(served, run=run, split=split, name=name)
+        return retrain(served, run=run, split=split, name=name, begin=False)
 
     def decisions(split: Name = "train") -> Any:
         return served.decisions(split)
@@ -321,14 +321,14 @@ def _acts(served: ServedStore) -> dict[str, Callable[..., Any]]:
         return decide(served, **given.model_dump())
 
     def verified() -> Any:
-        return check_health(served, again=True)
+        return check_health(served, begin=True)
 
     def suggested(given: GivenCapture) -> Any:
-        suggest(served, split=given.split)
+        suggest(served, split=given.split, begin=True)
         return {"there": True}
 
     def retrained(given: GivenCapture) -> Any:
-        return retrain(served, run=given.run, split=given.split, name=given.name)
+        return retrain(served, run=given.run, split=given.split, name=given.name, begin=True)
 
     return {
         "/api/decisions": decided,

@@ -69,10 +69,12 @@ class Desk:
         size: Callable[[T], int] = lambda _: _SMALL,
         lane: Lane = "quick",
         patience: float = _PATIENCE,
+        begin: bool = True,
     ) -> T:
         """The answer under `key`; raises `StillWorking` while `make(report)` is under way.
 
-        What `make` raises is raised here, too, for some seconds; then it is tried again.
+        What `make` raises is raised here, too, for some seconds; then it is tried again. Without
+        `begin`, only what was begun is told of.
         """
         with self._lock:
             work = self._kept.get(key)
@@ -80,6 +82,8 @@ class Desk:
             if stale and time.monotonic() - work.failed_at > _REMEMBERED:  # type: ignore[union-attr]
                 work = None
             if work is None:
+                if not begin:
+                    raise StoreError("this was not begun", fix="begin it on the page")
                 if len(self._waiting[lane]) >= _MOST_WAITING:
                     raise StoreError("the page is busy", fix="wait for what is under way")
                 work = _Work(what, make, size)
