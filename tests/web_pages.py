@@ -47,13 +47,15 @@ def previews():
 
 
 def settled(client, url, *, seconds=60, post=None):
-    """The response once nothing is worked on any more."""
+    """The response once nothing is worked on any more; `post` begins it."""
     until = time.monotonic() + seconds
+    found = None if post is None else client.post(url, json=post)
     while True:
-        found = client.get(url) if post is None else client.post(url, json=post)
+        found = client.get(url) if found is None else found
         body = found.json() if found.headers["content-type"] == "application/json" else {}
         answers = body.get("answers", ()) if isinstance(body, dict) else ()
         if found.status_code != 202 and not any(one["working"] for one in answers):
             return found
         assert time.monotonic() < until, f"{url} takes too long: {body}"
         time.sleep(0.05)
+        found = None

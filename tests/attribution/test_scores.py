@@ -54,6 +54,19 @@ def test_saved_scores_come_back_as_they_were(store):
     assert gk.Scores.load(store, "second").confidence is None
 
 
+def test_single_queries_of_saved_scores_are_read_alone(store):
+    made = gk.attribute(store, per_layer=True, save="whole")
+    ids = made.query_ids[[2, 0]]
+    found = gk.Scores.load(store, "whole", ids=ids)
+    assert np.array_equal(found.query_ids, ids)
+    assert np.array_equal(found.values, made.values[[2, 0]])
+    assert np.array_equal(found.per_layer, made.per_layer[:, [2, 0]])
+    assert np.array_equal(found.confidence, made.confidence[[2, 0]])
+    assert np.array_equal(found.query_labels, made.query_labels[[2, 0]])
+    with pytest.raises(AttributionError, match="no such query"):
+        gk.Scores.load(store, "whole", ids=[10**6])
+
+
 def test_saving_again_is_free_and_other_scores_are_refused(store):
     made = gk.attribute(store, save="kept")
     made.save("kept")

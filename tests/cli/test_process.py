@@ -2,12 +2,14 @@
 
 import os
 import pty
+import re
 import resource
 import select
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -179,3 +181,32 @@ def test_a_store_that_may_only_be_read_is_shown_checked_and_queried(folder):
     assert refused.returncode == 2
     assert "does not take writes" in refused.stderr
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+
+
+def test_serve_answers_until_it_is_interrupted_and_report_writes_one_file(
+    gradkeep, folder, tmp_path
+):
+    line = [sys.executable, "-m", "gradkeep", "serve", str(folder), "--port", "0", "--no-open"]
+    server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    try:
+        url = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())[0]
+        for path, part in (
+            ("", b"gradkeep"),
+            ("api/runs", b'"main"'),
+            ("static/app.js", b"render"),
+        ):
+            with urllib.request.urlopen(url + path, timeout=30) as found:
+                assert part in found.read()
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) in (0, 130)
+        server.stdout.close()
+    done = gradkeep("report", folder, "--out", tmp_path / "seen.html")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "seen.html").read_text()
+    assert "gradkeep-answers" in text
+    assert "http://" not in re.sub(r"http://www\.w3\.org|http://www\.apache\.org\S*", "", text)
+    refused = gradkeep("serve", folder, "--host", "0.0.0.0", "--port", "0")
+    assert (refused.returncode, "--allow-remote" in refused.stderr) == (2, True)
+    assert gradkeep("serve", tmp_path / "nowhere", "--port", "0").returncode == 2
+    assert gradkeep("serve", folder, "--data", "os:getcwd", "--port", "0").returncode == 2

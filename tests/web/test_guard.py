@@ -53,6 +53,14 @@ def test_writes_need_the_token_and_this_page(client, folder, headers):
     assert decisions(folder) == []
 
 
+def test_another_page_can_ask_nothing_and_asking_begins_no_training(client):
+    assert client.get("/api/runs", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+    for path in ("health", "suspects/suggestions"):
+        told = client.get(f"/api/{path}")
+        assert (told.status_code, told.json()["problem"]["what"]) == (409, "this was not begun")
+
+
 def test_a_write_from_this_page_is_taken(client, folder):
     own = {"origin": "http://127.0.0.1", "sec-fetch-site": "same-origin"}
     assert client.post("/api/decisions", json=DECISION, headers=own).status_code == 200

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
 HEADERS = {"host": "testserver", "x-gradkeep-token": TOKEN}
 RELAXED = settings(
-    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 

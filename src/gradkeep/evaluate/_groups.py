@@ -14,7 +14,7 @@ from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
 from gradkeep.evaluate._verified import verify_rows
-from gradkeep.query import cosine, gradients
+from gradkeep.query import GradientPair, ProductEngine, gradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +102,7 @@ def groups(
     of `features` `[N, D]`, and named by what most of a group shares: labels, and `columns`
     of the training rows (a source, a text, of which the words are taken). With a `recipe` each group
     is left out in turn and the model trained again, beside as many random rows (`options` are those of
-    `gk.farm.run`). Cost: most x N products of gradients; with a recipe, (groups + 5) x seeds trainings.
+    `gk.farm.run`). Cost: most x most products of gradients; with a recipe, (groups + 5) x seeds trainings.
     """
     _arguments.count("count", count, error=EvaluationError, least=1)
     _arguments.count("most", most, error=EvaluationError, least=_LEAST)
@@ -172,8 +172,16 @@ def _alike(scores: Scores, place: str, rows: AnyArray) -> AnyArray:
     assert scores.store is not None
     run, _, checkpoint = place.rpartition("/")
     kept = gradients(scores.store, split=scores.train, checkpoints=checkpoint, run=run or "main")
-    found = cosine(kept, kept, ids=scores.train_ids[rows])
-    return np.asarray(found.values.double())[:, rows]
+    at = kept.positions(scores.train_ids[rows]).tolist()
+    pair = GradientPair(kept, kept)
+    engine = ProductEngine([pair], positions=at, rows=at, answer=8 * len(at) ** 2)
+    products = np.zeros((len(at), len(at)))
+    for tile in engine.tiles():
+        high, wide = tile.values.shape[1:]
+        columns = slice(tile.train_start, tile.train_start + wide)
+        products[tile.query_start : tile.query_start + high, columns] = tile.values[0].numpy()
+    lengths = np.sqrt(np.maximum(products.diagonal(), 0))
+    return np.asarray(products / np.maximum(np.outer(lengths, lengths), 1e-30))
 
 
 def _cosines(told: AnyArray) -> AnyArray:

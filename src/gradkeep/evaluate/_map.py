@@ -84,8 +84,7 @@ def map_rows(
     """Rows of a capture in the plane, by the directions of their gradients, in clusters (k-means).
 
     Gradients are projected to 256 numbers (`gk.project`) and scaled to length 1; of more than `most`
-    rows a random part is taken. Cost: one read of the capture, and a singular value decomposition
-    `[most, 256]`.
+    rows a random part is taken. Cost: one read of these rows, and 256² products of them.
 
     >>> import gradkeep as gk, tempfile, torch
     >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
@@ -100,13 +99,13 @@ def map_rows(
     opened = open_store(store, create=False)
     kept = gradients(opened, split=split, checkpoints=checkpoints, run=run, name=name)
     block = kept.block
-    low = np.asarray(project(kept, Projection(dim=_DIMENSIONS)), np.float64)
-    rows = np.arange(len(low))
+    rows = np.arange(len(kept))
     if len(rows) > most:
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
+    low = np.asarray(project(kept, Projection(dim=_DIMENSIONS), rows=rows))
     labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
     of = f"gradients of {split} at {kept.key.checkpoint}"
-    return _mapped(low[rows], block.ids[rows], labels, len(low), of, clusters, seed)
+    return _mapped(low, block.ids[rows], labels, len(kept), of, clusters, seed)
 
 
 @checked(EvaluationError)
@@ -121,7 +120,7 @@ def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed:
     _arguments.count("clusters", clusters, error=EvaluationError, least=1)
     _arguments.count("most", most, error=EvaluationError, least=2)
     _arguments.count("seed", seed, error=EvaluationError)
-    weights = np.asarray(found.weights.T, np.float64)
+    weights = np.asarray(found.weights.T)
     rows = np.arange(len(weights))
     if len(rows) > most:
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
@@ -141,10 +140,7 @@ def _mapped(
     if len(rows) < 2:
         raise EvaluationError("a map needs two rows at least", found=len(rows))
     unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
-    centred = unit - unit.mean(axis=0)
-    left, strength, _ = np.linalg.svd(centred, full_matrices=False)
-    along = left[:, :_DIRECTIONS] * strength[:_DIRECTIONS]
-    power = np.append(strength**2, [0.0, 0.0])
+    along, power = _principal(unit - unit.mean(axis=0))
     whole = max(float(power.sum()), 1e-30)
     places = np.zeros((len(rows), 2))
     places[:, : min(2, along.shape[1])] = along[:, :2]
@@ -159,6 +155,19 @@ def _mapped(
         total=total,
         of=of,
     )
+
+
+def _principal(centred: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """Rows along their first principal components, and the variance along each of all, falling."""
+    wide = centred.shape[1] > len(centred)
+    values, vectors = np.linalg.eigh(centred @ centred.T if wide else centred.T @ centred)
+    power = np.maximum(values[::-1], 0)
+    first = vectors[:, ::-1][:, :_DIRECTIONS]
+    along = first * np.sqrt(power[:_DIRECTIONS]) if wide else centred @ first
+    # An eigenvector has no sign: the row that is farthest out is on the positive side.
+    far = np.abs(along).argmax(axis=0)
+    along = along * np.where(along[far, np.arange(along.shape[1])] < 0, -1.0, 1.0)
+    return along, np.append(power, [0.0, 0.0])
 
 
 def _clustered(along: AnyArray, count: int, seed: int) -> AnyArray:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import anyio.to_thread
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,21 +39,15 @@ from gradkeep.web._suspects_screen import (
     retrain,
     suggest,
 )
-from gradkeep.web._why_screen import (
-    QueryFilter,
-    explain,
-    group_rows,
-    list_queries,
-    random_query,
-    split_layers,
-    split_tokens,
-)
+from gradkeep.web._why_parts import group_rows, split_layers, split_tokens
+from gradkeep.web._why_screen import QueryFilter, explain, list_queries, random_query
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _SOURCE = r"^(saved|method|fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _MAP = r"^(gradients|(fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99})$"
 _LARGEST = 2**62
 _MOST_AT_ONCE = 120
+_THREADS = 6
 TOKEN_PLACE = b"GRADKEEP-TOKEN"
 
 Name = Annotated[str, Query(pattern=_NAME)]
@@ -127,6 +123,7 @@ def _previews_of(data: Any) -> dict[str, Preview]:
 def app_of(served: ServedStore, access: Access) -> FastAPI:
     """The application about what is served."""
     app = FastAPI(
+        lifespan=_few_threads,
         title="gradkeep",
         version=__version__,
         docs_url=None,
@@ -142,6 +139,14 @@ def app_of(served: ServedStore, access: Access) -> FastAPI:
     app.add_exception_handler(HTTPException, _not_there)
     app.add_middleware(Guard, access=access)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _few_threads(_: FastAPI) -> AsyncIterator[None]:
+    """One person looks at the page: each further thread would only hold memory of its own."""
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    limiter.total_tokens = _THREADS
+    yield
 
 
 def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
@@ -163,7 +168,7 @@ def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
         return look_at_store(served)
 
     def health() -> Any:
-        return check_health(served, again=False)
+        return check_health(served, begin=False)
 
     def sources() -> Any:
         return score_sources(served)
@@ -244,11 +249,11 @@ def questions(served: ServedStore) -> dict[str, Callable[..., Any]]:
         )
 
     def suggestions(split: Name = "train") -> Any:
-        suggest(served, split=split)
+        suggest(served, split=split, begin=False)
         return {"there": True}
 
     def retrained(run: Name = "main", split: Name = "train", name: Name = "main") -> Any:
-        return retrain(served, run=run, split=split, name=name)
+        return retrain(served, run=run, split=split, name=name, begin=False)
 
     def decisions(split: Name = "train") -> Any:
         return served.decisions(split)
@@ -316,14 +321,14 @@ def _acts(served: ServedStore) -> dict[str, Callable[..., Any]]:
         return decide(served, **given.model_dump())
 
     def verified() -> Any:
-        return check_health(served, again=True)
+        return check_health(served, begin=True)
 
     def suggested(given: GivenCapture) -> Any:
-        suggest(served, split=given.split)
+        suggest(served, split=given.split, begin=True)
         return {"there": True}
 
     def retrained(given: GivenCapture) -> Any:
-        return retrain(served, run=given.run, split=given.split, name=given.name)
+        return retrain(served, run=given.run, split=given.split, name=given.name, begin=True)
 
     return {
         "/api/decisions": decided,

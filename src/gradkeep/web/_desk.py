@@ -36,7 +36,7 @@ class StillWorking(Exception):
 @dataclass(slots=True, eq=False)
 class _Work:
     what: str
-    make: Callable[[Callable[[int, int], None]], Any]
+    make: Callable[[Callable[[int, int], None]], Any] | None
     size: Callable[[Any], int]
     done: int = 0
     total: int = 0
@@ -53,7 +53,7 @@ class _Work:
 class Desk:
     """Answers by key: worked out once, kept while there is room, the oldest going first."""
 
-    def __init__(self, *, most_bytes: int = 96 << 20) -> None:
+    def __init__(self, *, most_bytes: int = 24 << 20) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, _Work] = OrderedDict()
@@ -69,10 +69,12 @@ class Desk:
         size: Callable[[T], int] = lambda _: _SMALL,
         lane: Lane = "quick",
         patience: float = _PATIENCE,
+        begin: bool = True,
     ) -> T:
         """The answer under `key`; raises `StillWorking` while `make(report)` is under way.
 
-        What `make` raises is raised here, too, for some seconds; then it is tried again.
+        What `make` raises is raised here, too, for some seconds; then it is tried again. Without
+        `begin`, only what was begun is told of.
         """
         with self._lock:
             work = self._kept.get(key)
@@ -80,6 +82,8 @@ class Desk:
             if stale and time.monotonic() - work.failed_at > _REMEMBERED:  # type: ignore[union-attr]
                 work = None
             if work is None:
+                if not begin:
+                    raise StoreError("this was not begun", fix="begin it on the page")
                 if len(self._waiting[lane]) >= _MOST_WAITING:
                     raise StoreError("the page is busy", fix="wait for what is under way")
                 work = _Work(what, make, size)
@@ -128,12 +132,15 @@ class Desk:
                     return
                 work = self._waiting[lane].pop(0)
             try:
+                assert work.make is not None
                 work.result = work.make(work.report)
                 work.bytes = max(_SMALL, work.size(work.result))
             except Exception as error:  # told to whoever asks
                 work.failure = error
+            work.make = None  # it holds what it was made with
             work.failed_at = time.monotonic()
             work.ended.set()
+            del work
             self._make_room()
 
     def _make_room(self) -> None:

@@ -103,6 +103,8 @@ class Guard:
             return 429, "too many requests; wait a moment"
         if access.remote and not self._fits(asked.carried()):
             return 401, "this page needs the token that `gradkeep serve` printed"
+        if asked.is_question and asked.header("sec-fetch-site") == "cross-site":
+            return 403, "questions come from this page only"
         if not write:
             return None
         origin = asked.header("origin")
@@ -180,6 +182,10 @@ class _Asked:
     def header(self, name: str) -> str | None:
         found = self._headers.get(name.encode())
         return None if found is None else found.decode("latin-1")
+
+    @property
+    def is_question(self) -> bool:
+        return self.target.startswith(b"/api/")
 
     @property
     def token_in_query(self) -> str | None:

@@ -118,8 +118,7 @@ class _Answers:
             return
         name = run.captures[0]
         captured = {"run": run.name, "name": name}
-        for by in ("loss",):
-            self.ask("api/suspects", **captured, split=run.train, by=by, show="all", count=40)
+        self.ask("api/suspects", **captured, split=run.train, by="loss", show="all", count=40)
         drawn = self.ask(
             "api/clusters",
             **captured,

@@ -34,13 +34,6 @@ class RowView:
     known: bool = True
     """False: the capture has no such row."""
 
-    @property
-    def wrong(self) -> bool:
-        """Whether the model says another label."""
-        return (
-            self.label is not None and self.predicted is not None and self.label != self.predicted
-        )
-
 
 def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[RowView]:
     """Rows by their ids; one that the capture does not have is shown as unknown."""

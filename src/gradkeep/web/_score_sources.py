@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from gradkeep.store.catalog import BlockFacts
     from gradkeep.web._served import ServedStore
 
-_WHOLE = 48 << 20
+_WHOLE = 24 << 20
 """Bytes: scores of all queries up to this are made at once, larger ones query by query."""
+_BUDGET = "192MiB"
 _NEEDS_A_MODEL = ("influence", "arnoldi")
 """From a store alone these take the Fisher matrix, as `gradkeep evaluate lds` does."""
 
@@ -140,7 +141,7 @@ def scores_for(
             ("study", source.name, age),
             f"fitting datamodels to {source.name}",
             lambda _: _of_study(served, source.name),
-            size=lambda found: found.values.nbytes,
+            size=_bytes_of,
         )
     train = served.table(asked.run, asked.train, asked.name)
     queries = len(served.table(asked.run, asked.queries, asked.name).ids)
@@ -150,8 +151,13 @@ def scores_for(
         ("scores", source.id, asked, age, None if whole else query, per_layer),
         f"asking {source.name} about {f'all {queries} queries' if whole else f'query {query}'}",
         lambda _: _ask_method(served, source, asked, None if whole else [query], per_layer),
-        size=lambda found: found.values.nbytes * (1 + layers if per_layer else 1),
+        size=_bytes_of,
     )
+
+
+def _bytes_of(scores: Scores) -> int:
+    parts = (scores.values, scores.per_layer, scores.train_ids, scores.train_labels)
+    return sum(int(getattr(part, "nbytes", 0)) for part in parts)
 
 
 def _ask_method(
@@ -173,7 +179,7 @@ def _ask_method(
         checkpoints=places[-1:] if method.over == "one" else places,
         ids=ids,
         per_layer=per_layer,
-        memory_budget="256MiB",
+        memory_budget=_BUDGET,
         **options,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
 import socket
@@ -130,3 +131,6 @@ def _warm_up() -> None:
     """Load what the first question would wait for."""
     import gradkeep.attribution
     import gradkeep.evaluate  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # an extra
+        import sklearn.cluster  # noqa: F401

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.errors import MissingRows, StoreError
+from gradkeep.errors import MissingRows
 from gradkeep.store import CaptureKey, Store
 from gradkeep.store import open as open_store
 from gradkeep.web._desk import Desk
@@ -29,6 +29,8 @@ _FRESH = 0.5
 """Seconds for which what a store holds is not looked up again."""
 _FACTS = ("label", "predicted", "loss", "output")
 ANY_SPLIT = "*"
+AS_LABEL = "-as-"
+"""Between the name of a split and the label that its rows were captured with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +96,8 @@ class ServedStore:
 
     def preview(self, split: str) -> Preview | None:
         """How rows of a split are shown, if that was given."""
-        return self.previews.get(split) or self.previews.get(ANY_SPLIT)
+        known = (split, split.partition(AS_LABEL)[0], ANY_SPLIT)
+        return next((self.previews[name] for name in known if name in self.previews), None)
 
     def decisions(self, split: str) -> list[Decision]:
         """The log of decisions about a split; what was read of it is not read again."""
@@ -169,14 +172,3 @@ class ServedStore:
         return RowTable(
             key, block, ids, columns, probability, texts, np.argsort(ids, kind="stable")
         )
-
-
-def only_known(what: str, given: str, known: list[str]) -> str:
-    """A name from a request if it is one of the known ones."""
-    if given not in known:
-        raise StoreError(
-            f"no {what} {given[:100]!r}",
-            found=", ".join(known[:20]) or "none",
-            expected="a known one",
-        )
-    return given

@@ -165,9 +165,9 @@ def look_at_store(served: ServedStore) -> StoreView:
     )
 
 
-def check_health(served: ServedStore, *, again: bool) -> HealthView:
-    """What `gradkeep verify` finds; with `again` it is looked once more."""
-    if again:
+def check_health(served: ServedStore, *, begin: bool) -> HealthView:
+    """What `gradkeep verify` finds; with `begin` it is looked once more."""
+    if begin:
         served.desk.forget("verify")
 
     def make(report: Any) -> Verdict:
@@ -175,7 +175,9 @@ def check_health(served: ServedStore, *, again: bool) -> HealthView:
 
         return verify(served.location, progress=report)
 
-    found = served.desk.ask("verify", "reading every byte of the store", make, lane="long")
+    found = served.desk.ask(
+        "verify", "reading every byte of the store", make, lane="long", begin=begin
+    )
     return HealthView(
         found.healthy,
         found.files,

@@ -225,7 +225,7 @@ def exported(served: ServedStore, split: str, *, form: Literal["csv", "json"]) -
     return out.getvalue().encode()
 
 
-def suggest(served: ServedStore, *, split: str) -> Any:
+def suggest(served: ServedStore, *, split: str, begin: bool) -> Any:
     """Train models that leave each row out in turn, and keep what they say of it; `[N, C]`."""
     recipe = _recipe(served)
 
@@ -242,6 +242,7 @@ def suggest(served: ServedStore, *, split: str) -> Any:
         make,
         size=lambda told: int(told.nbytes),
         lane="long",
+        begin=begin,
     )
 
 
@@ -253,7 +254,7 @@ class RetrainedView:
     gain: EvaluationView
 
 
-def retrain(served: ServedStore, *, run: str, split: str, name: str) -> RetrainedView:
+def retrain(served: ServedStore, *, run: str, split: str, name: str, begin: bool) -> RetrainedView:
     """Train without the rows whose labels were said to be wrong, and without as many at random."""
     recipe = _recipe(served)
     said = standing(served.decisions(split))
@@ -285,7 +286,11 @@ def retrain(served: ServedStore, *, run: str, split: str, name: str) -> Retraine
         return RetrainedView(len(wrong), evaluation_view("retrained", found))
 
     return served.desk.ask(
-        ("retrain", split, tuple(wrong)), f"training without {len(wrong)} rows", make, lane="long"
+        ("retrain", split, tuple(wrong)),
+        f"training without {len(wrong)} rows",
+        make,
+        lane="long",
+        begin=begin,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution.projections._projection import Projection
     from gradkeep.attribution.projections._tensor_sketch import SketchWay, TensorSketch
     from gradkeep.factors import AnyForm, GradientRows, OuterProducts
-    from gradkeep.query import Gradients
+    from gradkeep.query import FactorBatch, Gradients
 
 _BUFFERS = 6
 """Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
@@ -35,14 +36,15 @@ def project(
     projection: Projection,
     *,
     model: object = 0,
+    rows: Any = None,
     memory_budget: float | str | None = None,
 ) -> torch.Tensor:
     """The projections `[N, k]` of a capture's gradients, all layers in one, float32 on the CPU.
 
     Gradients of the loss are those of the output times the kept slopes. `model` names the
-    projection beside its seed: projections of different models are independent. Cost: one read
-    of the factors, and per row and layer the cheaper of a weight's values and two transforms of k
-    numbers a position.
+    projection beside its seed: projections of different models are independent. `rows` picks rows
+    by their positions, and only those are read. Cost: one read of the factors, and per row and layer
+    the cheaper of a weight's values and two transforms of k numbers a position.
 
     >>> import gradkeep as gk, tempfile
     >>> from gradkeep.attribution.projections import Projection
@@ -52,12 +54,18 @@ def project(
     >>> project(gk.gradients(store, split="train"), Projection(dim=64)).shape
     torch.Size([5, 64])
     """
-    count, dim = len(gradients), projection.dim
-    batch_rows, scratch = tiling(gradients, dim, memory_budget)
+    chosen = None
+    if rows is not None:
+        most = max(0, len(gradients) - 1)
+        chosen = _arguments.whole_numbers("rows", rows, error=AttributionError, most=most)
+    count, dim = len(gradients) if chosen is None else len(chosen), projection.dim
+    batch_rows, scratch = tiling(gradients, dim, memory_budget, count=count)
     sketch = sketch_of(projection, model)
     slopes = gradients.slopes()
+    if slopes is not None and chosen is not None:
+        slopes = slopes[chosen]
     out = torch.empty(count, dim)
-    for some in gradients.stream(batch_rows):
+    for some in _parts(gradients, chosen, batch_rows):
         factors = {name: rows.widened() for name, rows in some.factors.items()}
         kinds = {rows.example.dtype for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
@@ -70,14 +78,28 @@ def project(
             out[some.start + start : some.start + stop] = into.values()
         if slopes is not None:
             out[some.start : some.stop] *= slopes[some.start : some.stop].unsqueeze(1)
-    return require_finite(out, gradients.ids)
+    ids = gradients.ids if chosen is None else gradients.ids[chosen]
+    return require_finite(out, ids)
 
 
-def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) -> tuple[int, int]:
+def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[FactorBatch]:
+    """All rows in order, or those at some positions, so many at a time."""
+    if chosen is None:
+        yield from gradients.stream(batch_rows)
+        return
+    for start in range(0, len(chosen), batch_rows):
+        stop = min(len(chosen), start + batch_rows)
+        yield dataclasses.replace(gradients.rows(chosen[start:stop]), start=start, stop=stop)
+
+
+def tiling(
+    gradients: Gradients, dim: int, memory_budget: float | str | None, *, count: int | None = None
+) -> tuple[int, int]:
     """Rows at a time and bytes of temporaries, for k numbers a row."""
+    count = len(gradients) if count is None else count
     require_room(
-        len(gradients) * dim * 4,
-        f"{len(gradients)} x {dim}, all projections at once,",
+        count * dim * 4,
+        f"{count} x {dim}, all projections at once,",
         fix="choose a smaller dimension",
     )
     probe = gradients.rows([0]) if len(gradients) else None
@@ -85,12 +107,12 @@ def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) ->
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
     split = memory_shares(
         memory_budget,
-        answer=len(gradients) * dim * 4,
+        answer=count * dim * 4,
         mapped=mapped,
         query_row=0,
         train_row=row + _BUFFERS * dim * 4,
         queries=1,
-        rows=len(gradients),
+        rows=count,
     )
     return split.train_rows, min(split.scratch, CACHED)
 

@@ -14,6 +14,7 @@ import { Store } from "./store.js";
 const VIEWS = { runs: Runs, why: Why, suspects: Suspects, clusters: Clusters, memory: Memory, evaluation: Evaluation, store: Store };
 
 function Rail({ place, runs, session, onHelp }) {
+  useEffect(() => document.querySelector(".rail a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [place.screen]);
   const name = (session?.location ?? "").replace(/\/+$/, "").split("/").pop();
   return html`<nav class="rail" aria-label="Screens">
     <div class="brand"><b>gradkeep</b><span class="muted" title=${session?.location}>${name}</span></div>

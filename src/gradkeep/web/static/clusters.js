@@ -138,7 +138,7 @@ export function Clusters({ place, run }) {
   };
   const groups = view?.clusters ?? [];
   const step = (by) => groups.length && keep({ show: String(((chosen[0] ?? (by > 0 ? -1 : 0)) + by + groups.length) % groups.length) }, { replace: true });
-  useKeys({ j: () => step(1), k: () => step(-1), Escape: () => keep({ show: "" }, { replace: true }) }, [view, params.show]);
+  useKeys({ j: () => step(1), k: () => step(-1), Escape: () => keep({ show: "" }, { replace: true }) });
   const called = (number) => {
     const one = groups[number];
     return one && one.label !== null ? `${number + 1}: label ${labelled(one.label, one.label_name)} (${percent(one.purity, 0)})` : `${number + 1}`;

@@ -37,7 +37,7 @@ export function Evaluation({ place, session }) {
     const next = order[now < 0 ? 0 : Math.max(0, Math.min(order.length - 1, now + step))];
     if (next) go({ ...place, id: next.name }, { replace: true });
   };
-  useKeys({ j: () => move(1), k: () => move(-1) }, [answer.data, place.id]);
+  useKeys({ j: () => move(1), k: () => move(-1) });
   const where = session?.location ?? "STORE";
   if (!answer.data || answer.problem) return html`<h1>Evaluation</h1><${Waiting} answer=${answer} />`;
   return html`<header><h1>Evaluation</h1><p class="muted">Do scores predict what happens? Figures with 95% intervals over queries and subsets; the upright mark is the ceiling that chance sets.</p></header>

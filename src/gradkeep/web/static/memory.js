@@ -69,7 +69,7 @@ export function Memory({ place, session }) {
   const ratio = Math.max(0.05, Math.min(1, Number(params.budget) || 0.5));
   const keep = (more) => go({ ...place, params: { ...params, ...more } }, { replace: true });
   const set = (value) => keep({ budget: Math.max(0.05, Math.min(1, Math.round(100 * value) / 100)) });
-  useKeys({ j: () => set(ratio - 0.05), k: () => set(ratio + 0.05) }, [place]);
+  useKeys({ j: () => set(ratio - 0.05), k: () => set(ratio + 0.05) });
   const timeline = useAnswer(view?.curves.length ? "api/memory/timeline" : null, { log: view?.log, heuristic, ratio });
   const time = timeline.data;
   if (view && !view.logs.length)

@@ -1,5 +1,5 @@
 // The address is the state: #/run/main/why/113?source=method:kernel&k=8
-import { useEffect, useState } from "./vendor/preact.js";
+import { useEffect, useRef, useState } from "./vendor/preact.js";
 
 export const SCREENS = [
   { id: "runs", name: "Runs", key: "r" },
@@ -57,17 +57,19 @@ export function usePlace() {
 }
 
 // Keys of a screen: not while somebody types, nor with a modifier.
-export function useKeys(handlers, inputs) {
+export function useKeys(handlers) {
+  const current = useRef(handlers);
+  current.current = handlers; // those of the last drawing, without waiting for effects
   useEffect(() => {
     const pressed = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "range") return;
-      const act = handlers[event.key];
+      const act = current.current[event.key];
       if (!act) return;
       event.preventDefault();
       act(event);
     };
     window.addEventListener("keydown", pressed);
     return () => window.removeEventListener("keydown", pressed);
-  }, inputs);
+  }, []);
 }

@@ -38,7 +38,7 @@ export function Runs({ place, runs }) {
     const next = runs[Math.max(0, Math.min(runs.length - 1, at + step))];
     if (next) go({ run: next.name, screen: "runs" }, { replace: true });
   };
-  useKeys({ j: () => move(1), k: () => move(-1), Enter: () => go({ run: place.run, screen: "why" }) }, [place.run, runs.length]);
+  useKeys({ j: () => move(1), k: () => move(-1), Enter: () => go({ run: place.run, screen: "why" }) });
   if (!runs.length)
     return html`<h1>Runs</h1><${Empty} title="Nothing is captured yet" command=${["gradkeep capture CONFIG", "gradkeep demo --out gradkeep-demo"]}>Capture a trained model once, and ask everything. In Python: <code>gk.capture(store, model, loader, task=gk.Classification(), split="train")</code>.</${Empty}>`;
   return html`<header><h1>Runs</h1></header>

@@ -33,7 +33,7 @@ export function Store({ place, session }) {
   const blocks = view?.blocks ?? [];
   const at = blocks.findIndex((one) => `${one.kind}:${path(one)}` === place.id);
   const pick = (one) => go({ ...place, id: `${one.kind}:${path(one)}` }, { replace: true });
-  useKeys({ j: () => blocks.length && pick(blocks[Math.min(blocks.length - 1, at + 1)]), k: () => blocks.length && pick(blocks[Math.max(0, at - 1)]) }, [view, place.id]);
+  useKeys({ j: () => blocks.length && pick(blocks[Math.min(blocks.length - 1, at + 1)]), k: () => blocks.length && pick(blocks[Math.max(0, at - 1)]) });
   if (!view || answer.problem) return html`<h1>Store</h1><${Waiting} answer=${answer} />${answer.problem && html`<${Health} location=${session?.location ?? "STORE"} />`}`;
   const kinds = [...new Set(blocks.map((one) => one.kind))];
   const layered = blocks[at]?.layers.length ? blocks[at] : blocks.find((one) => one.layers.length);

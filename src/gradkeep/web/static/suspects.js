@@ -110,7 +110,7 @@ export function Suspects({ place, run, session }) {
     keys.Enter = () => decide(current, "relabel", best);
     keys.w = () => decide(current, "relabel", null);
   }
-  useKeys(keys, [rows, at, choosing, version]);
+  useKeys(keys);
   if (!run) return html`<h1>Suspect labels</h1><${Empty} title="There is no such run" command="gradkeep capture CONFIG">Capture the training rows; <code>keep: losses</code> is enough.</${Empty}>`;
   const decided = view ? view.accepted + view.relabelled : 0;
   return html`<header class="split-head"><h1>Suspect labels</h1>

@@ -31,7 +31,7 @@ function Picker({ place, queries, name, id, onPick }) {
     const found = await ask(address("api/queries/random", { run: place.run, split: queries, name, show: "wrong" }));
     if (found.data) onPick(found.data.id);
   };
-  useKeys({ j: () => move(1), k: () => move(-1), x: mistake }, [rows, id, queries]);
+  useKeys({ j: () => move(1), k: () => move(-1), x: mistake });
   useEffect(() => {
     if (id === null && rows.length) onPick(rows[0].id, true);
   }, [id, rows.length]);
@@ -184,7 +184,7 @@ export function Why({ place, run }) {
   const why = useAnswer(valid && queries ? "api/why" : null, { ...asked, source: chosen }, { refresh: (data) => (data.answers.some((one) => one.working) ? 350 : null) });
   const keep = (more, options) => go({ ...place, params: { ...params, ...more } }, options);
   const pick = (next, replace = false) => go({ ...place, id: String(next) }, { replace });
-  useKeys({ "+": () => keep({ k: k + 1 }, { replace: true }), "-": () => keep({ k: Math.max(1, k - 1) }, { replace: true }) }, [place]);
+  useKeys({ "+": () => keep({ k: k + 1 }, { replace: true }), "-": () => keep({ k: Math.max(1, k - 1) }, { replace: true }) });
   if (!run) return html`<h1>Why this prediction</h1><${Empty} title="There is no such run" command="gradkeep capture CONFIG">Capture training rows and queries at the same checkpoint.</${Empty}>`;
   if (!queries)
     return html`<h1>Why this prediction</h1><${Empty} title="No queries were captured" command="gradkeep capture CONFIG">A question needs rows that it is about: <code>gk.capture(store, model, test_loader, task=task, split="test")</code>, at the checkpoint of the training rows.</${Empty}>`;
