@@ -203,6 +203,14 @@ class JoinedRows:
         self._parts: list[tuple[Any, dict[str, Any]]] = []
         self._rows = 0
 
+    def needs(self, count: int) -> bool:
+        """Whether any of the next rows has to be made; while rows wait here, all have."""
+        return self._least > 1 or self._writer.needs(count)
+
+    def skip(self, ids: np.ndarray[Any, Any]) -> None:
+        """Pass over rows that need not be made."""
+        self._writer.skip(ids)
+
     def add(self, ids: np.ndarray[Any, Any], values: dict[str, Any]) -> None:
         """Take rows; hand them over when there are enough."""
         self._parts.append((ids, values))

@@ -45,7 +45,7 @@ def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
         and form.positions >= 2 * math.prod(form.kernel)
         and rows.wide.device.type == "cpu"
         and rows.wide.dtype == rows.narrow.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
 
 

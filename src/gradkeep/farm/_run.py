@@ -13,7 +13,7 @@ from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import Conflict, FarmError
 from gradkeep.farm._clusters import RayCluster, Slurm
-from gradkeep.farm._job import Job, JobSpec, check_workers, packed_job
+from gradkeep.farm._job import Job, JobSpec, check_workers, packed
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._process import stop_on_signals
 from gradkeep.farm._progress import Progress, progress_of
@@ -152,7 +152,7 @@ def run(
     spec = JobSpec(
         store=store.location,
         rows=rows,
-        job=b"" if workers == 0 else packed_job(job),
+        job=b"" if workers == 0 else packed(job),
         threads=place.threads if threads is None else threads,
         durability=store.durability,
         **limits,
