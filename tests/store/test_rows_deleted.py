@@ -11,7 +11,7 @@ SCHEMA = gk.Schema((gk.Array("value", shape=(2,)),))
 
 @pytest.mark.parametrize("place", ["folder", "memory"])
 def test_a_deleted_set_of_rows_leaves_nothing(tmp_path, place):
-    store = gk.open(tmp_path / "store" if place == "folder" else "memory:")
+    store = gk.open(tmp_path / "store" if place == "folder" else gk.store.Memory())
     store.rows("stays", SCHEMA, num_rows=2)
     rows = store.rows("goes", SCHEMA, num_rows=40)
     for row in range(30):

@@ -25,7 +25,7 @@ from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
-from gradkeep.farm import check_workers
+from gradkeep.farm import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,9 +194,8 @@ def capture(
         memory_budget=memory_budget,
         mode=mode,
     )
+    check_place(workers, engine, least=1)
     crew = None if workers is None and engine is None else Crew(order, workers, engine)
-    if crew is not None:
-        check_workers(workers, least=1 if engine is None else 0)
     replay = order.replay(gs.open(store), resume=resume, progress=progress)
     if isinstance(checkpoints, str):
         return replay.one(keys[0], step=step, lr=lr, crew=crew)

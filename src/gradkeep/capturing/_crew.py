@@ -27,31 +27,22 @@ from gradkeep._progress import progress as shown
 from gradkeep.capturing._batches import digests
 from gradkeep.capturing._mode import device_of
 from gradkeep.capturing._row_values import RowAlarms
-from gradkeep.errors import CaptureError, GradkeepError, WriteFailed
+from gradkeep.errors import CaptureError, FarmError, GradkeepError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._capture import ReplayOrder
     from gradkeep.capturing._replay import PartReplay, Replay
-    from gradkeep.farm import Engine, Outcome, Progress
-    from gradkeep.store import CaptureKey, Schema, Store
+    from gradkeep.farm import Engine, Progress
+    from gradkeep.store import CaptureKey, Schema
 
 _JOBS_EACH = 4
 """Ranges for each worker: enough that none waits long for the last one."""
 _NEAR = 1e-3
 _TOLD = ("rows", "zero", "tiny", "example")
-_LONGEST = 4096
-_RANGE = gs.Schema(
-    (
-        *(gs.Array(name, "int64", nan="keep") for name in _TOLD),
-        gs.Array("refused", "uint8", (_LONGEST,)),
-    )
-)
-"""What a range tells: how many rows, how many of them without a gradient to speak of; or why it was
-not made, in bytes of text, where trying again would change nothing."""
-_LIMITS = {"max_attempts": 10, "lease_seconds": 20.0, "give_up_after": 50}
-"""Of workers that die: every attempt goes on where the last one was."""
+_ARRAYS = tuple(gs.Array(name, "int64", nan="keep") for name in _TOLD)
+"""What a range tells: how many rows, and how many of them without a gradient to speak of."""
 _PACKAGES = ("gradkeep", "torch", "numpy")
 
 
@@ -98,12 +89,6 @@ class Crew:
     workers: int | None
     engine: Engine | None
 
-    @property
-    def size(self) -> int:
-        """How many workers there are, as far as that is known."""
-        found = self.workers if self.engine is None else getattr(self.engine, "num_workers", None)
-        return max(1, found or _JOBS_EACH)
-
     def packed(self) -> bytes:
         """What travels to the workers: the model as it is now, the loader, the task and the choices."""
         order = self.order
@@ -128,14 +113,11 @@ class Crew:
                 found="a loader without a length, or packed batches",
                 fix="give a DataLoader of a data set with a length; or capture without workers=",
             )
-        if replay.store.location == "memory:":
-            raise CaptureError(
-                "other processes cannot reach this store",
-                found=replay.store.location,
-                fix="capture into a folder or a bucket; or leave workers= out",
-            )
         ranges = segment_ranges(
-            schema.num_rows, schema.rows_per_segment, batch=batch, workers=self.size
+            schema.num_rows,
+            schema.rows_per_segment,
+            batch=batch,
+            workers=farm.size_of(self.workers, self.engine),
         )
         if len(ranges) < 2:
             return RowAlarms()  # this process makes it sooner than another would be started
@@ -158,42 +140,26 @@ class Crew:
                 if report is not None:
                     report(seen.done, seen.total)
 
-            outcome, rows = stack.enter_context(
-                farm.passing_rows(
+            try:
+                found = farm.share_out(
                     replay.store,
                     key.folder,
-                    _RANGE,
+                    _ARRAYS,
                     len(ranges),
                     job,
-                    workers=None if self.workers is None else min(self.workers, len(ranges)),
+                    workers=self.workers,
                     engine=self.engine,
                     progress=told,
-                    **_LIMITS,
                 )
-            )
-            done = rows.read(rows.done())
-            _check_done(replay.store, key, outcome, done)
-        return _added(done)
-
-
-def _check_done(store: Store, key: CaptureKey, outcome: Outcome, done: Any) -> None:
-    seen, failures = outcome.progress, outcome.failures
-    refused = [text for text in map(_text, done["refused"]) if text]
-    missing = seen.total - seen.done + len(refused)
-    if not missing:
-        return
-    found = "workers that ended before all was done"
-    if refused:
-        found = "\n" + refused[0]
-    elif failures:
-        found = "\n" + "\n".join(failures[0].error.strip().splitlines()[-3:])
-    raise CaptureError(
-        f"{missing} of {seen.total} ranges of segments were not made",
-        path=store.backend.describe(key.folder),
-        found=found,
-        expected="every range made by some worker",
-        fix="repair what it says and run the same again: whole segments stay, nothing is made twice",
-    )
+            except FarmError as error:
+                raise CaptureError(
+                    f"workers did not finish: {error.what}",
+                    path=replay.store.backend.describe(key.folder),
+                    found=error.found,
+                    fix="repair what it says and run the same again: whole segments stay, and are "
+                    "not made twice",
+                ) from error
+        return _added(found)
 
 
 def _added(counted: Any) -> RowAlarms:
@@ -235,17 +201,6 @@ def device_for(given: torch.device, worker: int, devices: int) -> torch.device:
     return torch.device(given.type, worker % devices)
 
 
-def _bytes(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    told = np.zeros(_LONGEST, np.uint8)
-    given = np.frombuffer(text.encode("utf-8", "replace")[:_LONGEST], np.uint8)
-    told[: len(given)] = given
-    return told
-
-
-def _text(told: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    return told.tobytes().rstrip(b"\0").decode("utf-8", "replace")
-
-
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
@@ -264,30 +219,25 @@ class _RangeJob:
     key: CaptureKey
     ranges: Sequence[tuple[int, int]]
     proof: RowProof
-    _ready: PartReplay | CaptureError | None = field(default=None, init=False)
-    """Made when the first range comes, where the job is by then."""
+    _ready: PartReplay | GradkeepError | None = field(default=None, init=False)
+    """Made when the first range comes, where the job is by then; or why it cannot be."""
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Make these ranges, and tell what looked wrong in their rows."""
-        return [self._made(range(*self.ranges[number])) for number in numbers]
-
-    def _made(self, segments: range) -> dict[str, Any]:
-        alarms, refused = RowAlarms(), ""
-        try:
-            if self._ready is None:
+        if self._ready is None:
+            try:
                 self._ready = self._begin()
-            if isinstance(self._ready, CaptureError):
-                raise self._ready
-            alarms = self._ready.make(segments)
-        except WriteFailed:
-            raise  # a full disk may have room again
-        except GradkeepError as error:
-            refused = str(error)
-            if self._ready is None:
-                self._ready = CaptureError(refused)
-        example = -1 if alarms.example is None else alarms.example
-        told = (alarms.rows, alarms.zero, alarms.tiny, example)
-        return {**dict(zip(_TOLD, told, strict=True)), "refused": _bytes(refused)}
+            except GradkeepError as error:
+                self._ready = error
+        if isinstance(self._ready, GradkeepError):
+            raise self._ready
+        found = []
+        for number in numbers:
+            alarms = self._ready.make(range(*self.ranges[number]))
+            example = -1 if alarms.example is None else alarms.example
+            told = (alarms.rows, alarms.zero, alarms.tiny, example)
+            found.append(dict(zip(_TOLD, told, strict=True)))
+        return found
 
     def _begin(self) -> PartReplay:
         found = _versions()

@@ -15,9 +15,9 @@ from gradkeep.cli._output import (
 from gradkeep.cli._workers import (
     AddressOption,
     ClusterOption,
+    CrewOption,
     EngineOption,
     ParameterOption,
-    WorkersOption,
     workers_asked,
 )
 
@@ -41,7 +41,7 @@ def capture(
     split: Annotated[
         list[str] | None, typer.Option("--split", help="Only this split; may be repeated.")
     ] = None,
-    workers: WorkersOption = None,
+    workers: CrewOption = None,
     engine: EngineOption = "local",
     address: AddressOption = None,
     cluster: ClusterOption = None,

@@ -8,7 +8,7 @@ import typer
 
 from gradkeep.errors import FarmError
 
-WorkersOption = Annotated[
+CrewOption = Annotated[
     int | None,
     typer.Option("--workers", min=1, max=100_000, help="How many; without it, this process alone."),
 ]

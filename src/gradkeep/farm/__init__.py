@@ -5,12 +5,12 @@ What a job computes is not known here: it gets row numbers and returns arrays.
 
 from gradkeep._public import lazy_names
 from gradkeep.farm._clusters import RayCluster, Slurm
-from gradkeep.farm._job import Job, JobSpec, check_workers, packed
+from gradkeep.farm._job import Job, JobSpec, packed
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._passing_rows import passing_rows
 from gradkeep.farm._process import worker_number
 from gradkeep.farm._progress import Progress, format_seconds, progress_of, recent_rate
-from gradkeep.farm._run import Engine, Failure, Outcome, engine, run
+from gradkeep.farm._run import Engine, Failure, Outcome, check_place, engine, run
+from gradkeep.farm._sharing import blocks_of, share_out, size_of
 from gradkeep.farm._worker import work
 
 __all__ = [
@@ -23,14 +23,16 @@ __all__ = [
     "Progress",
     "RayCluster",
     "Slurm",
-    "check_workers",
+    "blocks_of",
+    "check_place",
     "engine",
     "format_seconds",
     "packed",
-    "passing_rows",
     "progress_of",
     "recent_rate",
     "run",
+    "share_out",
+    "size_of",
     "work",
     "worker_number",
 ]
