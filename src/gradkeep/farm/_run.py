@@ -102,6 +102,7 @@ def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
     return kind(**options)
 
 
+@checked(FarmError)
 def check_place(workers: int | None, engine: object, *, least: int = 0) -> None:
     """Refuse what does not say where workers are: a number of local processes, or an engine."""
     if workers is not None and engine is not None:
@@ -110,6 +111,7 @@ def check_place(workers: int | None, engine: object, *, least: int = 0) -> None:
             found=f"workers={workers} and engine={engine!r}",
             fix="say one of them",
         )
+    _arguments.count("least", least, error=FarmError)
     if workers is not None:
         check_workers(workers, least=least)
     if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):

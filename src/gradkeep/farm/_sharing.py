@@ -13,8 +13,11 @@ import numpy as np
 import xxhash
 
 import gradkeep.store as gs
+from gradkeep import _arguments
+from gradkeep._annotations import checked
 from gradkeep.errors import FarmError, GradkeepError, StoreError, WriteFailed
-from gradkeep.farm._run import run
+from gradkeep.farm._job import check_workers
+from gradkeep.farm._run import check_place, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from gradkeep.store import Array, Store
 
 _REFUSED, _LONGEST = "refused", 4096
+_UNKNOWN = 4
+"""Workers that an engine is taken to have which does not say."""
 _YOUNG = 3600.0
 """Seconds within which a set may be that of another process whose workers have yet to begin."""
 _LIMITS: dict[str, Any] = {"max_attempts": 10, "lease_seconds": 20.0, "give_up_after": 50}
@@ -128,18 +133,23 @@ def _delete_idle(store: Store, name: str) -> None:
             store.delete_rows(name)
 
 
+@checked(FarmError)
 def blocks_of(count: int, workers: int) -> list[range]:
     """`count` things in one block for each worker, nearly equal.
 
     >>> blocks_of(5, 2), blocks_of(1, 4)
     ([range(0, 3), range(3, 5)], [range(0, 1)])
     """
-    parts = max(1, min(count, workers))
+    _arguments.count("count", count, error=FarmError, least=1)
+    check_workers(workers, least=1)
+    parts = min(count, workers)
     bounds = [-(-count * part // parts) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
+@checked(FarmError)
 def size_of(workers: int | None, engine: Engine | None) -> int:
     """How many workers there will be, as far as that is known."""
+    check_place(workers, engine)
     found = workers if engine is None else getattr(engine, "num_workers", None)
-    return max(1, found or 4)
+    return max(1, found or _UNKNOWN)
