@@ -26,14 +26,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from bench._passes import Transformer, cpu, images_cnn
-from gradkeep.data import load_digits, model
+from bench._passes import cpu, images_cnn
+from gradkeep.data import GPT, load_digits, model
 from gradkeep.query._machine import calibrate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 3
+ROUNDS = 2
 BATCHES = (64, 256)
 """Of which torch.func gets the faster one."""
 
@@ -256,8 +256,8 @@ def cases() -> list[Case]:
     found = load_digits()
     images = torch.cat([torch.from_numpy(found.train_images), torch.from_numpy(found.test_images)])
     labels = torch.cat([torch.from_numpy(found.train_labels), torch.from_numpy(found.test_labels)])
-    pixels = torch.randn(608, 3, 32, 32, generator=generator)
-    kinds = torch.randint(0, 10, (608,), generator=generator)
+    pixels = torch.randn(1400, 3, 32, 32, generator=generator)
+    kinds = torch.randint(0, 10, (1400,), generator=generator)
     tokens = torch.randint(0, 256, (288, 64), generator=generator)
 
     def two(x: torch.Tensor, y: torch.Tensor, train: int) -> tuple[TensorDataset, TensorDataset]:
@@ -265,7 +265,8 @@ def cases() -> list[Case]:
 
     classes = gk.Classification()
     digits = two(images[:1797], labels[:1797], 1500)
-    cnn = two(pixels, kinds, 544)
+    cnn = two(pixels, kinds, 1200)
+    gpt = GPT(vocabulary=256, length=64, dim=64, heads=4, layers=2, tied=False)
     texts = two(tokens, tokens, 256)
     return [
         Case(
@@ -277,7 +278,7 @@ def cases() -> list[Case]:
             {"torch.func": (1, 2), "captum": (1, 2)},
         ),
         Case(
-            *("transformer 2x64, T=64", Transformer().eval(), gk.LanguageModelling(), *texts, 32),
+            *("transformer 2x64, T=64", gpt.eval(), gk.LanguageModelling(), *texts, 32),
             {"torch.func": (1, 2)},
         ),
     ]

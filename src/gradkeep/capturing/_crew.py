@@ -202,7 +202,11 @@ def device_for(given: torch.device, worker: int, devices: int) -> torch.device:
 
 
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its sources
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 @dataclass(slots=True, eq=False)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Schema, Store
 
-_TRIED, _FEW_TRIED = 32, 2
+_TRIED, _FEW_TRIED = 16, 2
 """Samples with which it is found out how each layer is captured: few where memory may be short."""
 LOSSES = "losses"
 """What `keep` is for a capture without gradients."""
