@@ -73,6 +73,16 @@ class Transformer(nn.Module):
         return self.head(self.body(self.embed(tokens)))
 
 
+def images_cnn() -> nn.Module:
+    """Three convolutions and a linear layer on images of 3 x 32 x 32."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(256, 10)),
+    ).eval()
+
+
 def works(scale: float = 1.0) -> list[Work]:
     """All of them; `scale` multiplies their rows."""
     generator = torch.Generator().manual_seed(0)
@@ -80,12 +90,7 @@ def works(scale: float = 1.0) -> list[Work]:
     mlp = nn.Sequential(
         nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     )
-    cnn = nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)),
-        *(nn.Flatten(), nn.Linear(256, 10)),
-    )
+    cnn = images_cnn()
 
     def rows(count: int, *shape: int) -> TensorDataset:
         count = int(count * scale)

@@ -92,6 +92,7 @@ def calls(w: World) -> list[Call]:
     asked = {"store": w.store, "method": "dot", "queries": "test", "train": "train", "layers": None}
     asked |= {"run": "main", "name": "main", "compute": None, "memory_budget": "1GiB", "ids": [1]}
     asked |= {"checkpoints": None, "per_layer": False, "subsets": None, "save": None}
+    asked |= {"engine": None}
     told = {key: asked[key] for key in ("store", "layers", "run", "name", "memory_budget", "ids")}
     told |= {"queries": "texts", "train": "texts", "train_ids": [2], "method": "ekfac"}
     told |= {"checkpoints": None, "loader_ids": None, "run": "texts"}
@@ -105,7 +106,7 @@ def calls(w: World) -> list[Call]:
         "query.dot": (query.dot, {**pair, "per_layer": False}),
         "query.cosine": (query.cosine, pair),
         "query.gram": (query.gram, {"gradients": w.train, "compute": None, "memory_budget": 10**9}),
-        "query.top": (query.top, {**pair, "k": 2, "smallest": False}),
+        "query.top": (query.top, {**pair, "k": 2, "smallest": False, "engine": None}),
         "query.total": (query.total, sums),
         "query.mean": (query.mean, sums),
         "query.squares": (query.squares, sums),
@@ -407,6 +408,9 @@ def calls(w: World) -> list[Call]:
             {"store": "x", "rows": "y", "job": b"", "batch": 1, "timeout": 1.0, "max_attempts": 1}
             | {"lease_seconds": 1.0, "grace": 1.0, "threads": 1, "give_up_after": 1},
         ),
+        "farm.check_place": (farm.check_place, {"workers": 1, "engine": None, "least": 0}),
+        "farm.blocks_of": (farm.blocks_of, {"count": 5, "workers": 2}),
+        "farm.size_of": (farm.size_of, {"workers": 2, "engine": None}),
         "farm.format_seconds": (farm.format_seconds, {"seconds": 3.0}),
     }
     here = [

@@ -13,6 +13,7 @@ NAMED = ("Keep", "completions", "capture", "attribute_once", "attribute_tokens",
 ELSEWHERE = {
     # Without arguments, or about what only other functions make.
     *("machine_speeds", "methods", "models", "zoo", "recent_rate", "progress_of", "work"),
+    *("worker_number", "packed", "share_out"),
     *("select_layers", "choose_compute", "project_layers", "streamed_gram"),
     *("add_products", "add_damped_scores"),
     # Their own tests refuse what they cannot take.

@@ -85,8 +85,9 @@ NAMES = {
         neighbours output planted similarity top values verify_removals
     """,
     "gradkeep.farm": """
-        Engine Failure Job JobSpec LocalProcesses Outcome Progress RayCluster Slurm engine
-        format_seconds progress_of recent_rate run work
+        Engine Failure Job JobSpec LocalProcesses Outcome Progress RayCluster Slurm blocks_of
+        check_place engine format_seconds packed progress_of recent_rate run share_out size_of work
+        worker_number
     """,
     "gradkeep.query": """
         ComputeChoice ComputeWish DEFAULT_BUDGET Directions FactorBatch GradientOf

@@ -1,5 +1,9 @@
 """A question asked once, against captures of the same rows and against autograd."""
 
+import contextlib
+import os
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +84,63 @@ def test_convolutions_and_norms_too(tmp_path):
         near(gk.attribute_once(model, train, queries, task=task, method=method), wanted, 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *(
+            ("kernel", {"damping": 0.2}),
+            ("cos", {}),
+            ("tracin", {"lrs": [0.1]}),
+            ("ekfac", {"damping": 0.3}),
+        ),
+        *(("trak", {"dim": 64}), ("logra", {}), ("self", {})),
+    ],
+)
+def test_every_other_method_says_what_a_store_says_and_nothing_is_written(
+    tmp_path, method, options, written_files
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    train = [(torch.randn(20, 6), torch.randint(3, (20,))) for _ in range(2)]
+    queries = [(torch.randn(4, 6), torch.randint(3, (4,)))]
+    task = gk.Classification()
+    for split, rows in (("train", train), ("test", queries)):
+        gk.capture(tmp_path, model, rows, task=task, split=split, progress=False)
+    wanted = gk.attribute(tmp_path, method=method, **options)
+    with written_files() as written:
+        found = gk.attribute_once(model, train, queries, task=task, method=method, **options)
+    assert np.array_equal(found.values, wanted.values)
+    assert (found.method, found.options) == (wanted.method, wanted.options)
+    assert found.store is None
+    assert written == []
+
+
+_watching: list[list[str]] = []
+
+
+def _note(event, arguments):
+    if event == "open" and _watching:
+        path, mode, flags = arguments
+        if (isinstance(mode, str) and set(mode) & set("wax+")) or flags & (os.O_WRONLY | os.O_RDWR):
+            _watching[-1].append(str(path))
+
+
+@pytest.fixture(scope="module")
+def written_files():
+    """Files that are opened to be written, by this process, while a block runs."""
+    sys.addaudithook(_note)
+
+    @contextlib.contextmanager
+    def watched():
+        _watching.append([])
+        try:
+            yield _watching[-1]
+        finally:
+            _watching.pop()
+
+    return watched
+
+
 def test_what_cannot_be_done_is_refused(language):
     model, train, queries = language
     task = gk.LanguageModelling()
@@ -87,6 +148,10 @@ def test_what_cannot_be_done_is_refused(language):
         gk.attribute_once(model, train, queries, task=task, memory_budget="1kB")
     with pytest.raises(AttributionError, match="method"):
         gk.attribute_once(model, train, queries, task=task, method="magic")
+    with pytest.raises(BudgetError, match="do not fit into memory"):
+        gk.attribute_once(model, train, queries, task=task, method="cos", memory_budget="1kB")
+    with pytest.raises(AttributionError, match="no option 'dim'"):
+        gk.attribute_once(model, train, queries, task=task, method="dot", dim=3)
     with pytest.raises(AttributionError, match="damping"):
         gk.attribute_once(model, train, queries, task=task, damping=0.0)
     with pytest.raises(CaptureError, match="only once"):

@@ -13,6 +13,7 @@ from gradkeep._budgets import parse_bytes
 from gradkeep._progress import progress as shown
 from gradkeep._public import renamed_arguments
 from gradkeep.attribution._accumulator import ScoreAccumulator
+from gradkeep.attribution._by_workers import MadeScores, scores_by_workers
 from gradkeep.attribution._method import Method, options_for
 from gradkeep.attribution._question import AttributionQuestion, checkpoints_asked, make_question
 from gradkeep.attribution._registry import default_method, method_named
@@ -21,6 +22,7 @@ from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.errors import AttributionError
 from gradkeep.factors import form_from_fields
+from gradkeep.farm import check_place
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.attribution._method import Scorer
+    from gradkeep.farm import Engine
     from gradkeep.query import ComputeWish, GradientOf, LayerChoice
     from gradkeep.store import Block, Store
 
@@ -55,6 +58,8 @@ def attribute(
     documents: Any = None,
     query_documents: Any = None,
     save: str | None = None,
+    workers: int | None = None,
+    engine: Engine | None = None,
     progress: bool = False,
     **options: Any,
 ) -> Scores:
@@ -70,7 +75,8 @@ def attribute(
     store, (masks `[m, N]`, outputs `[m, Q]`), or a ground truth (`gk.evaluate`), of which only the
     half for choosing is looked at. Where rows are chunks, `documents` `[N]` says which
     document each training row is of and `query_documents` `[Q]` the same of queries: scores are
-    summed, as `Scores.by_document` does.
+    summed, as `Scores.by_document` does. `workers` processes, or those of an `engine`
+    (`gk.farm.engine`), score blocks of the queries; each prepares the method for itself.
 
     >>> import gradkeep as gk, tempfile, torch
     >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
@@ -80,6 +86,7 @@ def attribute(
     >>> gk.attribute(store).shape
     (2, 6)
     """
+    check_place(workers, engine, least=1)
     store = open_store(store)
     asked = method or default_method(store, run=run, train=train, name=name)
     chosen = method_named(asked)
@@ -104,7 +111,35 @@ def attribute(
         check_free(store, save, method=chosen.name, checkpoints=at_names)
     with shown(f"attribute by {chosen.name}", "scores") as report:
         follow = report if progress else None
-        if wants_choice(chosen, told):
+        if (workers is not None or engine is not None) and chosen.about_queries:
+            if wants_choice(chosen, told):
+                raise AttributionError(
+                    'an option "auto" is chosen in one process',
+                    fix="choose it without workers= first, and then say what was chosen",
+                )
+            arguments = {
+                "method": chosen.name,
+                "queries": queries,
+                "train": train,
+                "checkpoints": checkpoints,
+                "layers": layers,
+                "run": run,
+                "name": name,
+                "compute": compute,
+                "memory_budget": memory_budget,
+                "per_layer": per_layer,
+                **options,
+            }
+            made = scores_by_workers(
+                question,
+                arguments,
+                layers=len(_layers(question.at()[0].train_block, question)),
+                workers=workers,
+                engine=engine,
+                report=follow,
+            )
+            scores = _as_scores(chosen, question, told, made)
+        elif wants_choice(chosen, told):
             scores = choose_option(
                 chosen,
                 question,
@@ -127,10 +162,9 @@ def _computed(
     told: Any,
     report: Callable[[int, int], None] | None,
 ) -> Scores:
-    first = question.at()[0]
-    train, block = first.train_block, first.query_block
+    train = question.at()[0].train_block
     count = len(question.positions) if chosen.about_queries else 1
-    rows, layers = len(train), _layers(first.train_block, question)
+    rows, layers = len(train), _layers(train, question)
     parts = (len(layers),) if question.per_layer else ()
     tally = ScoreAccumulator(
         (*parts, count, rows),
@@ -154,25 +188,34 @@ def _computed(
                 done = number * count + start + found.shape[-2]
                 report(done * rows, len(question.checkpoints) * count * rows)
     assert scorer is not None
-    values = tally.values.sum(0) if parts else tally.values
+    approximate = "; ".join(filter(None, (scorer.approximate, kept))) or None
+    made = MadeScores(tally.values, tally.confidence(), approximate, scorer.plan())
+    return _as_scores(chosen, question, told, made)
+
+
+def _as_scores(
+    chosen: Method, question: AttributionQuestion, told: Any, made: MadeScores
+) -> Scores:
+    first = question.at()[0]
+    train, block = first.train_block, first.query_block
     return Scores(
-        values=values,
+        values=made.values.sum(0) if question.per_layer else made.values,
         query_ids=block.ids[question.positions] if chosen.about_queries else np.zeros(1, np.int64),
         train_ids=train.ids,
         method=chosen.name,
         queries=question.queries,
         train=question.train,
         checkpoints=tuple(str(place) for place in question.checkpoints),
-        layers=layers,
+        layers=_layers(train, question),
         scale=chosen.summary,
-        exact=chosen.exact and scorer.approximate is None and kept is None,
-        approximate="; ".join(filter(None, (scorer.approximate, kept))) or None,
+        exact=chosen.exact and made.approximate is None,
+        approximate=made.approximate,
         options=_written(told),
         query_labels=_labels(block, question.positions) if chosen.about_queries else None,
         train_labels=_labels(train, None),
-        confidence=tally.confidence(),
-        per_layer=tally.values if parts else None,
-        plan=scorer.plan(),
+        confidence=made.confidence,
+        per_layer=made.values if question.per_layer else None,
+        plan=made.plan,
         store=question.store,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ import torch
 from gradkeep._annotations import checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._progress import progress as shown
+from gradkeep.attribution._attribute import attribute
+from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution.kronecker import Damping, LayerFisher, fisher_basis
 from gradkeep.capturing import (
@@ -18,6 +21,7 @@ from gradkeep.capturing import (
     LayerGradients,
     Task,
     batch_size,
+    capture,
     in_mode,
     measure_moments,
     prepare_capture,
@@ -28,17 +32,21 @@ from gradkeep.capturing import (
 )
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors import RESTORED, Dense, DenseRows
+from gradkeep.store import Memory
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from gradkeep.capturing import LayerUnit, Measured, Mode, Tracer
     from gradkeep.query import LayerChoice
+    from gradkeep.store import Durability
 
 _DIRECTIONS = 4 << 30
 _TRIED = 4
+_DAMPING = 0.1
 _SUMMARY = {
     "dot": "inner product of the loss gradients",
     "kfac": "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each "
@@ -53,19 +61,22 @@ def attribute_once(
     queries: Iterable[Any],
     *,
     task: Task,
-    method: Literal["kfac", "dot"] = "kfac",
-    damping: float = 0.1,
+    method: str = "kfac",
+    damping: float | None = None,
     layers: LayerChoice = None,
     mode: Mode | None = None,
     memory_budget: float | str | None = None,
     progress: bool = False,
+    **options: Any,
 ) -> Scores:
-    """Score every training row of a loader for a few queries, without keeping anything.
+    """Score every training row of a loader for some queries, without keeping anything on disk.
 
-    The queries' gradients are restored, and for `kfac` solved with the Fisher matrix of the
-    training rows; then all training rows pass by them. Exact products, nothing is projected or
-    rounded. Cost: one pass over the training rows, for `kfac` two, and Q x P numbers in memory
-    (`memory_budget`, 4 GiB by default).
+    `kfac` and `dot` hold nothing of the training rows: the queries' gradients are restored, and for
+    `kfac` solved with the Fisher matrix of the training rows; then all training rows pass by them.
+    Exact products, nothing is projected or rounded. Cost: one pass over the training rows, for `kfac`
+    two, and Q x P numbers in memory. Every other method of `gk.methods()`, with its options, is asked
+    of captures that are made in memory and forgotten: the scores are those of `gk.attribute`. Either
+    way `memory_budget`, 4 GiB by default, bounds what is held.
 
     >>> import gradkeep as gk
     >>> model = torch.nn.Linear(4, 3)
@@ -74,8 +85,22 @@ def attribute_once(
     ...     task=gk.Classification()).shape
     (2, 6)
     """
+    if method not in _SUMMARY:
+        return _in_memory(
+            *(model, train, queries, task, method),
+            layers=layers,
+            mode=mode,
+            memory_budget=memory_budget,
+            progress=progress,
+            options=options if damping is None else {**options, "damping": damping},
+        )
+    if options:
+        raise AttributionError(
+            f"{method} has no option {', '.join(map(repr, options))} here",
+            expected="damping, layers, mode, memory_budget, progress",
+        )
     rows, asked = (task_batches(one, model, task, mode) for one in (train, queries))
-    added = Damping(damping)
+    added = Damping(_DAMPING if damping is None else damping)
     with ready(model), in_mode(model, mode), shown("attribute once", "rows") as report:
         device = next(model.parameters()).device
         first = rows_of(rows.first, 0, min(_TRIED, batch_size(rows.first)))
@@ -118,6 +143,61 @@ def attribute_once(
         if method == "dot"
         else "layers are independent, and each one's Fisher matrix is a Kronecker product",
     )
+
+
+def _in_memory(
+    model: nn.Module,
+    train: Iterable[Any],
+    queries: Iterable[Any],
+    task: Task,
+    method: str,
+    *,
+    layers: LayerChoice,
+    mode: Mode | None,
+    memory_budget: float | str | None,
+    progress: bool,
+    options: Mapping[str, Any],
+) -> Scores:
+    """The scores of captures that are held in memory for as long as the question takes."""
+    method_named(method)  # before anything runs
+    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
+    store = open_store(_BoundedMemory(limit))
+    for split, loader in (("train", train), ("test", queries)):
+        capture(
+            store,
+            model,
+            loader,
+            task=task,
+            split=split,
+            layers=layers,
+            mode=mode,
+            progress=progress,
+        )
+    scores = attribute(
+        store, method=method, memory_budget=memory_budget, progress=progress, **options
+    )
+    return dataclasses.replace(scores, store=None)
+
+
+class _BoundedMemory(Memory):
+    """A store in memory that holds no more than so many bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit, self._held = limit, 0
+
+    def put_if_absent(
+        self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
+    ) -> bool:
+        self._held += sum(memoryview(part).nbytes for part in parts)
+        if self._held > self._limit:
+            raise BudgetError(
+                "the captures do not fit into memory",
+                found=f"more than {format_bytes(self._limit)}",
+                fix="gk.capture into a folder and gk.attribute(folder), which read as they go; or pass "
+                "layers=, or a larger memory_budget=",
+            )
+        return super().put_if_absent(key, parts, durability=durability)
 
 
 @dataclass(slots=True, eq=False)

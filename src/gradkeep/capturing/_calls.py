@@ -88,12 +88,14 @@ def watching(
     def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if module in spread:
             args, output = (spread_to(args[0], rows), *args[1:]), spread_to(output, rows)
-        outputs = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
-        outputs = [t for t in outputs if t.requires_grad]
+        outputs = [t for t in _tensors(output) if t.requires_grad]
         if not outputs:
             return None  # under no_grad, or cut off from the loss: the first batch's check tells
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        inputs = _tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        if not kwargs and len(args) == len(inputs) == 1 and inputs[0] is args[0]:
+            args = (inputs[0].detach(),)
+        else:
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         call = LayerCall(
             module=module,
             args=args,
@@ -121,6 +123,13 @@ def watching(
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
         yield calls
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """All tensors in what a module was given or gave: nearly always a single one."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [t for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor)]
 
 
 def spread_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:

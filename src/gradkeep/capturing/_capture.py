@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -15,6 +16,7 @@ from gradkeep._budgets import parse_budget
 from gradkeep._preview import Preview
 from gradkeep._public import renamed_arguments
 from gradkeep.capturing._columns import column_choice
+from gradkeep.capturing._crew import Crew
 from gradkeep.capturing._first_batch import CaptureSettings
 from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._readiness import uncompiled
@@ -24,6 +26,7 @@ from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
+from gradkeep.farm import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._loader import Batches, Ids
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing._report import Captured
+    from gradkeep.farm import Engine
     from gradkeep.query import GradientOf, LayerChoice
     from gradkeep.store import Encoding, Store
 
@@ -67,6 +71,8 @@ def capture(
     resume: bool = ...,
     step: int | None = ...,
     lr: float | None = ...,
+    workers: int | None = ...,
+    engine: Engine | None = ...,
     progress: bool = ...,
 ) -> Captured: ...
 
@@ -97,6 +103,8 @@ def capture(
     resume: bool = ...,
     step: int | None = ...,
     lr: float | None = ...,
+    workers: int | None = ...,
+    engine: Engine | None = ...,
     progress: bool = ...,
 ) -> list[Captured]: ...
 
@@ -127,6 +135,8 @@ def capture(
     resume: bool = True,
     step: int | None = None,
     lr: float | None = None,
+    workers: int | None = None,
+    engine: Engine | None = None,
     progress: bool = True,
 ) -> Captured | list[Captured]:
     """Replay a model over a loader and keep every sample's gradients, loss, output and label.
@@ -150,6 +160,10 @@ def capture(
     `memory_budget` in bytes takes as many samples at once as fit. As a fraction, a float below 1, it
     is of the bytes that the batches take otherwise: activations are dropped and made again, to the
     bit, by `gk.memory_budget`.
+
+    `workers` processes share the segments out, each with a device of its own if there are several;
+    `engine` has them elsewhere: `gk.farm.engine("ray", address="auto")`. The bytes are those of one
+    process that computes with as many threads. Model, loader and task travel to the workers.
 
     >>> import gradkeep as gk, tempfile
     >>> store = gk.open(tempfile.mkdtemp())
@@ -175,24 +189,23 @@ def capture(
     optional(one_of, "mode", mode, words=("eval", "train"), error=CaptureError)
     named = (checkpoints,) if isinstance(checkpoints, str) else _checked(checkpoints)
     keys = [gs.CaptureKey(label, split, run, name) for label in named]
-    budget = None if memory_budget is None else parse_budget(memory_budget)
-    replay = Replay(
-        store=gs.open(store),
+    order = ReplayOrder(
         model=model,
-        batches=task_batches(loader, model, task, mode, ids=ids, columns=columns, preview=preview),
+        loader=loader,
         task=task,
         settings=CaptureSettings(layers, of, uncovered, encoding, keep, tolerance),
         embeddings=texts("embeddings", embeddings, error=CaptureError),
-        budget=budget if isinstance(budget, int) else None,
-        recompute=remat.memory_budget(budget, mode="planned")
-        if isinstance(budget, float)
-        else None,
-        resume=resume,
-        progress=progress,
+        ids=ids,
+        columns=columns,
+        preview=preview,
+        memory_budget=memory_budget,
         mode=mode,
     )
+    check_place(workers, engine, least=1)
+    crew = None if workers is None and engine is None else Crew(order, workers, engine)
+    replay = order.replay(gs.open(store), resume=resume, progress=progress)
     if isinstance(checkpoints, str):
-        return replay.one(keys[0], step=step, lr=lr)
+        return replay.one(keys[0], step=step, lr=lr, crew=crew)
     original = {key: value.clone() for key, value in model.state_dict().items()}
     done = []
     try:
@@ -200,10 +213,54 @@ def capture(
             weights = given if isinstance(given, Weights) else Weights(given)
             model.load_state_dict(original)  # an adapter goes on the base that the model came with
             put_weights(model, load_weights(weights.source), name=key.checkpoint)
-            done.append(replay.one(key, step=weights.step, lr=weights.lr))
+            done.append(replay.one(key, step=weights.step, lr=weights.lr, crew=crew))
     finally:
         model.load_state_dict(original)
     return done
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplayOrder:
+    """All that a replay is made of but the store, as it travels to workers."""
+
+    model: nn.Module
+    loader: Iterable[Any]
+    task: Task
+    settings: CaptureSettings
+    embeddings: tuple[str, ...]
+    ids: Ids | None
+    columns: Columns | None
+    preview: Preview | None
+    memory_budget: float | str | None
+    mode: Mode | None
+
+    def replay(self, store: Store, *, resume: bool, progress: bool) -> Replay:
+        """The replay, once loader, ids and choices are seen to be right."""
+        given = self.memory_budget
+        budget = None if given is None else parse_budget(given)
+        return Replay(
+            store=store,
+            model=self.model,
+            batches=task_batches(
+                self.loader,
+                self.model,
+                self.task,
+                self.mode,
+                ids=self.ids,
+                columns=self.columns,
+                preview=self.preview,
+            ),
+            task=self.task,
+            settings=self.settings,
+            embeddings=self.embeddings,
+            budget=budget if isinstance(budget, int) else None,
+            recompute=remat.memory_budget(budget, mode="planned")
+            if isinstance(budget, float)
+            else None,
+            resume=resume,
+            progress=progress,
+            mode=self.mode,
+        )
 
 
 def _checked(checkpoints: object) -> Checkpoints:

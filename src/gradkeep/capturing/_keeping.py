@@ -145,7 +145,7 @@ def _keeping(
     encoding: Encoding,
     tolerance: float,
 ) -> LayerKeeping:
-    form, rows = stored(unit.name, piece, storage, tolerance=tolerance)
+    form, rows = _measured(unit.name, piece, storage, tolerance=tolerance)
     arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
     tokens = {name: len(values) / count for name, values in form.tensors(rows).items()}
@@ -180,6 +180,17 @@ def stored(
     if storage == "factors" or piece.form.storage == "dense":
         return piece.form, piece.rows
     values = piece.form.restore(piece.rows)
+    form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
+    return form, DenseRows(values)
+
+
+def _measured(
+    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
+) -> tuple[AnyForm, GradientRows]:
+    """The form that gradients would be kept in, with rows of their sizes: no gradient is restored."""
+    if storage != "dense" or piece.form.storage == "dense":
+        return stored(name, piece, storage, tolerance=tolerance)
+    values = piece.rows.example.new_empty(len(piece.rows), piece.form.restored_size)
     form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
     return form, DenseRows(values)
 

@@ -14,7 +14,7 @@ from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._order import LoaderOrder, order_of
 from gradkeep.capturing._packed import documents_of, may_pack
-from gradkeep.capturing._reading import filled_batches
+from gradkeep.capturing._reading import batches_within, filled_batches
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -52,6 +52,34 @@ class Batches:
         """Ids and batches; the first ones are compared with earlier looks before any is given."""
         at = 0
         delivered = filled_batches(self.loader) if self.order is None else self.order.proved()
+        for at, own, part in self._rows(delivered, 0):
+            yield own, part
+            at += len(own)
+        if self.columns is not None:
+            self.columns.check_all_used(at)
+
+    def between(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int64]], Any]]:
+        """The place, ids and contents of every batch with a row from `start` to `stop`.
+
+        The batches are those of a whole pass. What comes before is not read, where the loader allows.
+        """
+        at, delivered = (
+            batches_within(self.loader, start, stop)
+            if self.unpacking is None
+            else (0, filled_batches(self.loader))
+        )
+        for place, own, part in self._rows(delivered, at):
+            if place >= stop:
+                return
+            if place + len(own) > start:
+                yield place, own, part
+
+    def _rows(
+        self, delivered: Iterable[Any], at: int
+    ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int64]], Any]]:
+        """Place, ids and contents of what is delivered from the sample `at` on."""
         for given in delivered:
             batch, ids = _taken_apart(given, self.ids)
             parts = [batch] if self.unpacking is None else self.unpacking.parts(batch)
@@ -78,11 +106,9 @@ class Batches:
                     self.checks.check(own[start : start + size], part)
                 if self.columns is not None:
                     part = self.columns.taken(part, at=at + start, rows=size)
-                yield own[start : start + size], part
+                yield at + start, own[start : start + size], part
                 start += size
             at += count
-        if self.columns is not None:
-            self.columns.check_all_used(at)
 
 
 def checked_ids(ids: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

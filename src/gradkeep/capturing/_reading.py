@@ -37,6 +37,38 @@ def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -
     return (batch for batch in delivered if batch_size(batch))
 
 
+def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, Iterator[Any]]:
+    """Batches that hold the samples `start` to `stop`, and the place of the first one's first sample.
+
+    What comes before and after is not read where the loader is a list, or one of torch's own with a
+    data set that can be looked into; else the whole pass begins at 0.
+    """
+    if isinstance(loader, list | tuple):
+        filled = [batch for batch in loader if batch_size(batch)]
+        first, last, at = _among([batch_size(batch) for batch in filled], start, stop)
+        return at, iter(filled[first:last])
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        return start // size * size, _slices(loader, start // size * size, stop)
+    if _can_be_watched(loader):
+        made: Any = loader
+        if made.batch_sampler is not None:
+            said = [list(said_places(batch)) for batch in made.batch_sampler]
+            first, last, at = _among([len(batch) for batch in said], start, stop)
+            own = copy.copy(made)  # as `_watched` does
+            own.__dict__["batch_sampler"] = said[first:last]
+            return at, (batch for batch in own if batch_size(batch))
+    return 0, filled_batches(loader)
+
+
+def _among(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
+    """The first batch with a sample of `[start, stop)`, the one after the last, and where it begins."""
+    ends = np.cumsum(sizes)
+    first = int(np.searchsorted(ends, start, side="right"))
+    last = int(np.searchsorted(ends, stop, side="left")) + 1
+    return first, last, int(ends[first - 1]) if first else 0
+
+
 def said_places(batch: Any) -> list[Any]:
     """What a sampler says of one batch, as a list."""
     if isinstance(batch, list):
@@ -132,14 +164,14 @@ def _is_sliced(loader: Any) -> bool:
     )
 
 
-def _slices(loader: Any) -> Iterator[list[torch.Tensor]]:
+def _slices(loader: Any, first: int = 0, last: int | None = None) -> Iterator[list[torch.Tensor]]:
     """The loader's batches without making each of their samples, which can cost more than a model.
 
     They are copies, as the loader's are: a model may write into what it is given.
     """
     data, made = loader.dataset, loader.batch_sampler
     stop = len(data) - len(data) % made.batch_size if made.drop_last else len(data)
-    for start in range(0, stop, made.batch_size):
+    for start in range(first, stop if last is None else min(stop, last), made.batch_size):
         end = min(start + made.batch_size, stop)
         yield [
             part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors

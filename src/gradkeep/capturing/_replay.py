@@ -7,7 +7,8 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gradkeep._progress import progress as shown
 from gradkeep.capturing._at_hand import check_recomputable
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
+from gradkeep.capturing._crew import RowProof
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import (
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.capturing._crew import Crew
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._mode import Mode
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Schema, Store
 
-_TRIED, _FEW_TRIED = 32, 2
+_TRIED, _FEW_TRIED = 16, 2
 """Samples with which it is found out how each layer is captured: few where memory may be short."""
 LOSSES = "losses"
 """What `keep` is for a capture without gradients."""
@@ -89,9 +92,12 @@ class Replay:
         self.contents: RowFingerprints | None = None
         """Those of the first checkpoint: every other one must see the same rows."""
 
-    def one(self, key: CaptureKey, *, step: int | None, lr: float | None) -> Captured:
-        """Capture the weights that the model has now."""
+    def one(
+        self, key: CaptureKey, *, step: int | None, lr: float | None, crew: Crew | None = None
+    ) -> Captured:
+        """Capture the weights that the model has now, by oneself or with others."""
         started, cpu = time.perf_counter(), time.process_time()
+        packed = b"" if crew is None else crew.packed()
         with (
             ready(self.model) as told,
             in_mode(self.model, self.mode),
@@ -108,9 +114,7 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            maker, at_once = self._maker(without_columns(first), earlier, key, weights)
-            maker = keeping_columns(maker, first)
-            made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
+            maker, at_once, made = self._tried(key, weights, earlier)
             schema = self._schema(maker, made, weights, earlier)
             proof = None if draws_at_random(self.model) else maker
             if earlier is not None and earlier.sealed:
@@ -123,9 +127,25 @@ class Replay:
                 delivered = self._delivered(None)
                 begin = next(delivered)  # what it refuses leaves no trace in the store
                 self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+                alarms, before = RowAlarms(), None
+                if crew is not None:
+                    delivered.close()
+                    if proof is None:
+                        raise _random_with_workers()
+                    before = 0 if earlier is None else earlier.rows
+                    self.store.write(key, schema).close()  # workers go by what it says
+                    same = RowProof.of(first, made.values)
+                    size = batch_size(first)
+                    alarms = crew.fill(self, key, schema, same, packed=packed, batch=size)
+                    earlier = earlier_run(self.store, key)
+                    delivered = self._delivered(None)
+                    begin = next(delivered)
                 again = None if earlier is None or proof is None else RowsMadeAgain(earlier, proof)
                 passing = itertools.chain([begin], delivered)
-                reused, notes = self._write(key, schema, maker, at_once, earlier, again, passing)
+                reused, notes = self._write(
+                    key, schema, maker, at_once, earlier, again, passing, alarms
+                )
+                reused = reused if before is None else before
         block = self.store.read(key)
         notes = [*told, *maker.notes(), *notes]
         for note in notes:
@@ -140,6 +160,35 @@ class Replay:
             cpu_seconds=time.process_time() - cpu,
             notes=(*notes, *maker.facts()),
         )
+
+    def begin_part(self, key: CaptureKey, proof: RowProof) -> PartReplay:
+        """Be ready to make some segments of a capture that another process has begun."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(ready(self.model))
+        stack.enter_context(in_mode(self.model, self.mode))
+        stack.enter_context(_no_gradients_left(self.model))
+        weights = fingerprint_weights(self.model)
+        earlier = earlier_run(self.store, key)
+        if earlier is None:
+            raise CaptureError(
+                "there is no such capture to make a part of: it was deleted meanwhile",
+                path=self.store.backend.describe(key.folder),
+                fix="run the whole capture again",
+            )
+        maker, at_once, made = self._tried(key, weights, earlier)
+        proof.check(RowProof.of(self.batches.first, made.values))
+        schema = self._schema(maker, made, weights, earlier)
+        return PartReplay(self, key, schema, maker, at_once, stack)
+
+    def _tried(
+        self, key: CaptureKey, weights: str, earlier: EarlierRun | None
+    ) -> tuple[RowMaker, int, MadeRows]:
+        """What makes rows of batches, of how many samples at once, and a few rows made by it."""
+        first = self.batches.first
+        maker, at_once = self._maker(without_columns(first), earlier, key, weights)
+        maker = keeping_columns(maker, first)
+        made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
+        return maker, at_once, made
 
     def _maker(
         self, first: Any, earlier: EarlierRun | None, key: CaptureKey, weights: str
@@ -233,7 +282,7 @@ class Replay:
             rows *= 2
         return rows
 
-    def _delivered(self, report: Report | None) -> Iterator[tuple[Any, Any, Any]]:
+    def _delivered(self, report: Report | None) -> Generator[tuple[Any, Any, Any]]:
         """Ids, fingerprints and batches of one pass; the first pass is what later ones must be."""
         parts: list[tuple[Any, Any]] = []
         done, total = 0, self.batches.num_rows
@@ -265,8 +314,8 @@ class Replay:
         earlier: EarlierRun | None,
         again: RowsMadeAgain | None,
         delivered: Iterable[tuple[Any, Any, Any]],
+        alarms: RowAlarms,
     ) -> tuple[int, list[str]]:
-        alarms = RowAlarms()
         reused = done = 0
         with contextlib.ExitStack() as stack:
             writer = stack.enter_context(self.store.write(key, schema))
@@ -282,7 +331,7 @@ class Replay:
                     writer.skip(ids)
                     reused += len(ids)
                 else:
-                    at_once = self._append(joined, maker, ids, found, batch, at_once, alarms)
+                    at_once = append_rows(joined, maker, ids, found, batch, at_once, alarms)
                 done += len(ids)
                 if report is not None:
                     report(done, self.batches.num_rows or done)
@@ -290,33 +339,72 @@ class Replay:
             alarms.check_all_zero()
         return reused, alarms.notes()
 
-    def _append(
-        self,
-        rows: JoinedRows,
-        maker: RowMaker,
-        ids: np.ndarray[Any, Any],
-        found: np.ndarray[Any, Any],
-        batch: Any,
-        at_once: int,
-        alarms: RowAlarms,
-    ) -> int:
-        """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
-        start, count = 0, len(ids)
-        while start < count:
-            left = count - start
-            # Parts of one size: a short last one would keep the processor waiting.
-            stop = start + math.ceil(left / math.ceil(left / at_once))
-            part = batch if stop - start == count else rows_of(batch, start, stop)
-            try:
-                made = maker.make(part)
-            except (RuntimeError, MemoryError) as error:
-                at_once = _half_of(stop - start, error)
-                continue
-            alarms.look(ids[start:stop], made.values, maker.kept)
-            values = made.values | {"example": found[start:stop]}
-            rows.add(ids[start:stop], values | made.gradients)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartReplay:
+    """A replay that makes some segments of a capture, again and again; the model stays ready."""
+
+    replay: Replay
+    key: CaptureKey
+    schema: Schema
+    maker: RowMaker
+    at_once: int
+    ready: contextlib.ExitStack
+
+    def make(self, segments: range) -> RowAlarms:
+        """Make those of the segments that are not there, from the batches of a whole pass."""
+        alarms, share = RowAlarms(), gs.WriterShare(segments=segments)
+        per_segment = self.schema.rows_per_segment
+        start, stop = segments.start * per_segment, segments.stop * per_segment
+        at_once = self.at_once
+        with self.replay.store.write(self.key, self.schema, share=share) as writer:
+            rows = JoinedRows(writer, 1)
+            for at, ids, batch in self.replay.batches.between(start, stop):
+                if writer.position < at:
+                    writer.begin_at(at)
+                found = digests(batch)
+                at_once = append_rows(rows, self.maker, ids, found, batch, at_once, alarms)
+        return alarms
+
+
+def append_rows(
+    rows: JoinedRows,
+    maker: RowMaker,
+    ids: np.ndarray[Any, Any],
+    found: np.ndarray[Any, Any],
+    batch: Any,
+    at_once: int,
+    alarms: RowAlarms,
+) -> int:
+    """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
+    start, count = 0, len(ids)
+    while start < count:
+        left = count - start
+        # Parts of one size: a short last one would keep the processor waiting.
+        stop = start + math.ceil(left / math.ceil(left / at_once))
+        if not rows.needs(stop - start):
+            rows.skip(ids[start:stop])
             start = stop
-        return at_once
+            continue
+        part = batch if stop - start == count else rows_of(batch, start, stop)
+        try:
+            made = maker.make(part)
+        except (RuntimeError, MemoryError) as error:
+            at_once = _half_of(stop - start, error)
+            continue
+        alarms.look(ids[start:stop], made.values, maker.kept)
+        values = made.values | {"example": found[start:stop]}
+        rows.add(ids[start:stop], values | made.gradients)
+        start = stop
+    return at_once
+
+
+def _random_with_workers() -> CaptureError:
+    return CaptureError(
+        "a model that draws at random gives other rows to every worker",
+        found="dropout in train mode",
+        fix="pass mode='eval', or leave workers= out",
+    )
 
 
 def _half_of(rows: int, error: BaseException) -> int:

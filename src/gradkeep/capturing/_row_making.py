@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Writer
 
+_JOINED_BYTES, _MOST_JOINED = 1 << 20, 4096
+"""Of rows that are handed to a writer at once."""
 _MOST_CLASSES = 256
 """Up to so many classes a row's probabilities are kept: more would be most of its bytes."""
 
@@ -82,7 +84,11 @@ class GradientMaker:
     watched: dict[str, nn.Module]
     recompute: MemoryBudget | None
     device: torch.device
-    joined: int = 1
+
+    @property
+    def joined(self) -> int:
+        """As many small rows as make a good handful of bytes."""
+        return int(min(_MOST_JOINED, max(1.0, _JOINED_BYTES / max(1.0, self.row_bytes))))
 
     @property
     def kept(self) -> tuple[LayerKeeping, ...]:
@@ -150,7 +156,7 @@ class LossMaker:
     task: Task
     watched: dict[str, nn.Module]
     device: torch.device
-    joined: int = 4096
+    joined: int = _MOST_JOINED
     """A row takes so little that handing it over would be a good part of its price."""
 
     @property
@@ -196,6 +202,14 @@ class JoinedRows:
         self._writer, self._least = writer, least
         self._parts: list[tuple[Any, dict[str, Any]]] = []
         self._rows = 0
+
+    def needs(self, count: int) -> bool:
+        """Whether any of the next rows has to be made; while rows wait here, all have."""
+        return self._least > 1 or self._writer.needs(count)
+
+    def skip(self, ids: np.ndarray[Any, Any]) -> None:
+        """Pass over rows that need not be made."""
+        self._writer.skip(ids)
 
     def add(self, ids: np.ndarray[Any, Any], values: dict[str, Any]) -> None:
         """Take rows; hand them over when there are enough."""

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
+from gradkeep.capturing._crew import segment_ranges
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PlaceName = Literal["local", "s3"]
-JOBS_EACH = 4
-"""Ranges of segments for each worker."""
 _REQUESTS_OF_A_RANGE = 4
 """Listing what is free, the lease, the result, and a look at what is done."""
 _READS_OF_A_SEGMENT = 2
@@ -135,8 +134,8 @@ def scale_plan(
 ) -> ScalePlan:
     """Play a capture of so many rows through."""
     segments = math.ceil(rows / costs.rows_per_segment)
-    each = max(1, segments // (JOBS_EACH * workers))
-    ranges = [min(each, segments - at) for at in range(0, segments, each)]
+    parts = segment_ranges(rows, costs.rows_per_segment, batch=1, workers=workers)
+    ranges = [stop - start for start, stop in parts]
     played = play_capture(ranges, workers, costs, place, rows=rows)
     return ScalePlan(rows, workers, segments, rows * costs.row_bytes, played, memory, place, costs)
 

@@ -22,6 +22,14 @@ from gradkeep.cli._output import (
     print_json,
 )
 from gradkeep.cli._runs import chosen_runs
+from gradkeep.cli._workers import (
+    AddressOption,
+    ClusterOption,
+    CrewOption,
+    EngineOption,
+    ParameterOption,
+    workers_asked,
+)
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -73,6 +81,11 @@ def attribute(
         int, typer.Option(min=1, max=LARGEST, help="How many rows to show for each query.")
     ] = 3,
     show: Annotated[int, typer.Option(min=0, max=LARGEST, help="How many queries to show.")] = 10,
+    workers: CrewOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    cluster: ClusterOption = None,
+    parameter: ParameterOption = None,
     json: JsonOption = False,
 ) -> None:
     """Score every training row for every query, by what was captured."""
@@ -97,6 +110,7 @@ def attribute(
         memory_budget=memory_budget,
         save=save,
         progress=True,
+        **workers_asked(workers, engine, address, cluster, parameter),
         **_options(option),
     )
     if out is not None:

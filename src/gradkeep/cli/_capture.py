@@ -15,6 +15,14 @@ from gradkeep.cli._output import (
     JsonOption,
     print_json,
 )
+from gradkeep.cli._workers import (
+    AddressOption,
+    ClusterOption,
+    CrewOption,
+    EngineOption,
+    ParameterOption,
+    workers_asked,
+)
 
 if TYPE_CHECKING:
     from gradkeep.capturing import Captured
@@ -45,13 +53,22 @@ def capture(
     split: Annotated[
         list[str] | None, typer.Option("--split", help="Only this split; may be repeated.")
     ] = None,
+    workers: CrewOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    cluster: ClusterOption = None,
+    parameter: ParameterOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Replay checkpoints over data and keep every sample's gradients; interrupted, it resumes."""
+    """Replay checkpoints over data and keep every sample's gradients; interrupted, it resumes.
+
+    With --workers, processes share it out, here or on a cluster; the bytes are the same.
+    """
     import gradkeep as gk
     from gradkeep.cli._capture_config import read_config
 
     given = read_config(config)
+    place = workers_asked(workers, engine, address, cluster, parameter)
     for name in split or []:
         given.loader(name)  # all of them before the first is captured
     model, task = given.make_model(), given.make_task()
@@ -65,6 +82,7 @@ def capture(
                 "task": task,
                 "split": name,
                 **{part: getattr(given, part) for part in _PASSED},
+                **place,
             }
             found = gk.capture(store, model, given.loader(name), **options)
         found = found if isinstance(found, list) else [found]

@@ -17,7 +17,14 @@ from gradkeep.cli._edges import (
     output_folder,
 )
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
-from gradkeep.errors import FarmError, StudyError
+from gradkeep.cli._workers import (
+    AddressOption,
+    ClusterOption,
+    EngineOption,
+    ParameterOption,
+    workers_asked,
+)
+from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
     from gradkeep.farm import Failure, Outcome, Progress
@@ -194,17 +201,10 @@ def run(
         int | None,
         typer.Option("--workers", min=0, max=100_000, help="How many; by default one per core."),
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="local, ray or slurm.")] = "local",
-    address: Annotated[
-        str | None, typer.Option("--address", help="Of the Ray cluster, or auto.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="What submitit is to use: slurm or local.")
-    ] = None,
-    parameter: Annotated[
-        list[str] | None,
-        typer.Option("--parameter", help="For submitit, such as slurm_partition=gpu; repeatable."),
-    ] = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    cluster: ClusterOption = None,
+    parameter: ParameterOption = None,
     timeout: TimeoutOption = None,
     attempts: AttemptsOption = 3,
     lease: LeaseOption = 60.0,
@@ -216,19 +216,7 @@ def run(
     Interrupt it at any moment and run it again: what is done stays done. Exit code 3 if models
     failed.
     """
-    from gradkeep import farm
-
-    place: dict[str, Any] = {"workers": workers}
-    if engine != "local":
-        options: dict[str, Any] = {"address": address, "workers": workers, "cluster": cluster}
-        options["parameters"] = _parameters(parameter or [])
-        given = {key: value for key, value in options.items() if value}
-        place = {"engine": farm.engine(engine, **given)}
-    elif address or cluster or parameter:
-        raise FarmError(
-            "--address, --cluster and --parameter are for other engines",
-            fix="--engine ray or slurm",
-        )
+    place = workers_asked(workers, engine, address, cluster, parameter)
     limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
     _run(store, main, arguments, name, limits, place, retry=retry_failed, as_json=json)
 
@@ -293,13 +281,3 @@ def _report(outcome: Outcome, *, as_json: bool) -> None:
 
 def _failure(of: Failure | RowState, **more: Any) -> dict[str, Any]:
     return {"model": of.row, **more, "attempts": of.attempts, "error": of.error}
-
-
-def _parameters(given: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for item in given:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise FarmError("a parameter is KEY=VALUE", found=item)
-        found[key] = int(value) if value.isdigit() else value
-    return found

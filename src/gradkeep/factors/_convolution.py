@@ -13,6 +13,7 @@ from torch import Tensor
 from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
 from gradkeep.factors._cost import VALUE
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
+from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
 from gradkeep.factors._outer import Outer, OuterRows, count_linear
 from gradkeep.factors._pixel_gram import gram_tile, phase_pixels, phases, pixel_gram
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
@@ -218,10 +219,13 @@ class Convolution(Form[ConvolutionRows]):
         narrow = rows.narrow.reshape(count, groups, self.filters // groups, self.positions)
         inner = self.channels // groups * self.taps
         into = out[:, :weights].view(count, groups, narrow.shape[2], inner)
-        # A tile of patches at a time: written and read again while it is in the cache.
-        for start, stop in self._tiles(rows, CACHED):
-            read = self.columns(rows.wide[start:stop])
-            torch.matmul(narrow[start:stop], read.transpose(2, 3), out=into[start:stop])
+        if rows_can_be_groups(self, rows):
+            row_gradients(self, rows, out[:, :weights])
+        else:
+            # A tile of patches at a time: written and read again while it is in the cache.
+            for start, stop in self._tiles(rows, CACHED):
+                read = self.columns(rows.wide[start:stop])
+                torch.matmul(narrow[start:stop], read.transpose(2, 3), out=into[start:stop])
         if self.bias is not None:
             out[:, weights:] = self._sums(rows)
         return out
@@ -293,7 +297,7 @@ class Convolution(Form[ConvolutionRows]):
             if sums is not None:
                 into[self.weight_size :] = share @ sums[chosen]
             scaled = narrow * share.view(-1, *[1] * (narrow.dim() - 1))
-            into[: self.weight_size] = self._weight_gradient(image, scaled).flatten()
+            into[: self.weight_size] = kernel_gradient(self, image, scaled).flatten()
         return out
 
     def half(self, rows: ConvolutionRows, directions: Tensor, *, scratch: int) -> Tensor:
@@ -341,25 +345,6 @@ class Convolution(Form[ConvolutionRows]):
         """Rows whose patches, twice while they are laid out, fit."""
         values = 2 * self.patch_values
         return list(tiles(len(rows), values, rows.wide.element_size(), scratch))
-
-    def _weight_gradient(self, image: Tensor, narrow: Tensor) -> Tensor:
-        shape = (self.filters, self.channels // self.groups, *self.kernel)
-        axes = len(self.size)
-        gradients = torch.ops.aten.convolution_backward(
-            narrow,
-            image,
-            narrow.new_empty(1).expand(shape),
-            None,
-            self.stride,
-            [0] * axes,
-            self.dilation,
-            False,
-            [0] * axes,
-            self.groups,
-            (False, True, False),
-        )
-        weight: Tensor = gradients[1]
-        return weight
 
     def padded(self, wide: Tensor) -> Tensor:
         """The wide array with zeros around it, cut behind the last position that is read."""

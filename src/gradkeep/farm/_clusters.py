@@ -70,11 +70,15 @@ class RayCluster:
             max_task_retries=-1,
             concurrency_groups={"control": 1},
         )(_actor_class(ray))
-        actors = [actor.remote(spec) for _ in range(self.num_workers)]
+        # Held here as long as actors may be started again: a spec can be large, and what lies in
+        # another node's memory goes with that node.
+        told = ray.put(spec)
+        actors = [actor.remote([told]) for _ in range(self.num_workers)]
         with stop_on_signals() as stop:
             try:
                 waiting = [one.pull.remote() for one in actors]
                 asked = False
+                room_seen = time.monotonic()
                 while waiting and not stop.at_once:
                     ready, waiting = ray.wait(waiting, num_returns=1, timeout=_TICK)
                     for reference in ready:
@@ -85,6 +89,10 @@ class RayCluster:
                         # return: their node is gone and there is no room on the others.
                         break
                     report()
+                    if self._has_room(ray):
+                        room_seen = time.monotonic()
+                    elif time.monotonic() - room_seen > spec.lease_seconds:
+                        raise _no_room(self)
                     if stop.asked and not asked:
                         asked = True
                         for one in actors:
@@ -94,18 +102,31 @@ class RayCluster:
                     ray.kill(one)
             stop.raise_if_asked()
 
+    def _has_room(self, ray: Any) -> bool:
+        """Whether the nodes that are left could hold a worker at all."""
+        there = ray.cluster_resources()
+        return bool(there.get("CPU", 0) >= self.cpus and there.get("GPU", 0) >= self.gpus)
+
     def _connect(self, ray: Any) -> None:
         if not ray.is_initialized():
             # Its log of every worker's output would drown the progress.
             ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
 
 
+def _no_room(cluster: RayCluster) -> FarmError:
+    return FarmError(
+        "the Ray cluster has no node left that could hold a worker",
+        expected=f"a node with {cluster.cpus:g} cores and {cluster.gpus:g} GPUs",
+        fix="start nodes and run the same again: what is done stays done",
+    )
+
+
 def _actor_class(ray: Any) -> type:
     class FarmWorker:
         """One puller in an actor; anything that ends its process has Ray start it again."""
 
-        def __init__(self, spec: JobSpec) -> None:
-            self._spec = spec
+        def __init__(self, told: list[Any]) -> None:
+            self._spec: JobSpec = ray.get(told[0])
             self._asked = threading.Event()
 
         def pull(self) -> str | None:

@@ -74,15 +74,15 @@ class JobSpec:
         return job
 
 
-def packed_job(job: Job) -> bytes:
-    """The job as bytes that another process can read.
+def packed(job: object) -> bytes:
+    """A job, or what it needs, as bytes that another process can read.
 
     With cloudpickle installed, functions of scripts and notebooks travel as well.
     """
     found = importlib.util.find_spec("cloudpickle") is not None
     pickler = importlib.import_module("cloudpickle" if found else "pickle")
     try:
-        packed: bytes = pickler.dumps(job)
+        made: bytes = pickler.dumps(job)
     except Exception as error:
         raise FarmError(
             "the job cannot be sent to another process",
@@ -90,7 +90,7 @@ def packed_job(job: Job) -> bytes:
             expected="functions defined at the top of a module, and data that can be pickled",
             fix="move it into a module, pip install cloudpickle, or use workers=0 to stay here",
         ) from error
-    return packed
+    return made
 
 
 def check_workers(workers: object, *, least: int = 0, most: int = MOST_WORKERS) -> None:

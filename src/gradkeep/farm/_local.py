@@ -38,6 +38,7 @@ _MOST_PROCESSES = 1024
 class _Worker:
     process: SpawnProcess
     connection: Connection
+    number: int
     heard: float = field(default_factory=time.monotonic)
     ready: bool = False
     leases: tuple[Lease, ...] = ()
@@ -82,8 +83,8 @@ class _Supervisor:
     def run(self, count: int) -> None:
         with stop_on_signals() as stop:
             try:
-                for _ in range(count):
-                    self._workers.append(self._start())
+                for number in range(count):
+                    self._workers.append(self._start(number))
                 while self._workers:
                     self._turn(stop)
                     self._report()
@@ -115,13 +116,13 @@ class _Supervisor:
         """How long a living worker may be silent: between batches it has nothing to say."""
         return 2 * self._spec.lease_seconds + 5.0 if worker.leases else float("inf")
 
-    def _start(self) -> _Worker:
+    def _start(self, number: int) -> _Worker:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=work_in_process, args=(self._spec, theirs))
-        with environment(self._spec.threads):
+        with environment(self._spec.threads, number):
             process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, ours, number)
 
     def _listen(self, worker: _Worker) -> None:
         try:
@@ -152,7 +153,7 @@ class _Supervisor:
         if worker.finished or self._stopping or (code == STOPPED and not worker.leases):
             return
         self._check_hope(worker, code)
-        self._workers.append(self._start())
+        self._workers.append(self._start(worker.number))
 
     def _record_death(self, worker: _Worker, code: int | None) -> None:
         for lease in worker.leases:

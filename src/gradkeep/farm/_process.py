@@ -20,6 +20,8 @@ _THREAD_VARIABLES = (
 )
 
 
+_NUMBER_VARIABLE = "GRADKEEP_WORKER"
+
 _changing_environment = threading.Lock()
 """Runs in several threads would else take each other's numbers for what was there before."""
 
@@ -82,11 +84,13 @@ def cores() -> int:
 
 
 @contextmanager
-def environment(threads: int) -> Iterator[None]:
-    """Processes that are started in this context find the number in their environment."""
+def environment(threads: int, worker: int = 0) -> Iterator[None]:
+    """Processes that are started in this context find both numbers in their environment."""
     with _changing_environment:
-        before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
+        names = (*_THREAD_VARIABLES, _NUMBER_VARIABLE)
+        before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        os.environ[_NUMBER_VARIABLE] = str(worker)
         try:
             yield
         finally:
@@ -95,6 +99,19 @@ def environment(threads: int) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+def worker_number() -> int:
+    """Which of the workers on this machine this process is, from 0 on: by it a job takes a device.
+
+    >>> worker_number()
+    0
+    """
+    for name in (_NUMBER_VARIABLE, "SLURM_LOCALID"):
+        found = os.environ.get(name, "")
+        if found.isdecimal():
+            return int(found)
+    return 0
 
 
 def pin(threads: int) -> None:

@@ -13,7 +13,7 @@ from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import Conflict, FarmError
 from gradkeep.farm._clusters import RayCluster, Slurm
-from gradkeep.farm._job import Job, JobSpec, check_workers, packed_job
+from gradkeep.farm._job import Job, JobSpec, check_workers, packed
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._process import stop_on_signals
 from gradkeep.farm._progress import Progress, progress_of
@@ -103,6 +103,24 @@ def engine(name: str, **options: Any) -> LocalProcesses | RayCluster | Slurm:
 
 
 @checked(FarmError)
+def check_place(workers: int | None, engine: object, *, least: int = 0) -> None:
+    """Refuse what does not say where workers are: a number of local processes, or an engine."""
+    if workers is not None and engine is not None:
+        raise FarmError(
+            "workers= is a number of local processes, and the engine has its own",
+            found=f"workers={workers} and engine={engine!r}",
+            fix="say one of them",
+        )
+    _arguments.count("least", least, error=FarmError)
+    if workers is not None:
+        check_workers(workers, least=least)
+    if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
+        raise _arguments.refused(
+            "engine", engine, error=FarmError, expected="farm.engine(...), or your own with run()"
+        )
+
+
+@checked(FarmError)
 def run(
     store: Store | str | os.PathLike[str],
     rows: str,
@@ -130,20 +148,10 @@ def run(
     >>> outcome.complete, store.rows("squares").read([3])["value"]
     (True, array([9.], dtype=float32))
     """
-    if workers is not None and engine is not None:
-        raise FarmError(
-            "workers= is a number of local processes, and the engine has its own",
-            found=f"workers={workers} and engine={engine!r}",
-            fix="say one of them",
-        )
-    check_workers(workers)
+    check_place(workers, engine)
     _arguments.function("job", job, error=FarmError)
     if progress is not None:
         _arguments.function("progress", progress, error=FarmError)
-    if engine is not None and not (hasattr(engine, "threads") and hasattr(engine, "run")):
-        raise _arguments.refused(
-            "engine", engine, error=FarmError, expected="farm.engine(...), or your own with run()"
-        )
     for name in limits:
         _arguments.one_of("a limit", name, _LIMITS, error=FarmError)
     store = store if isinstance(store, stores.Store) else stores.open(store, create=False)
@@ -152,7 +160,7 @@ def run(
     spec = JobSpec(
         store=store.location,
         rows=rows,
-        job=b"" if workers == 0 else packed_job(job),
+        job=b"" if workers == 0 else packed(job),
         threads=place.threads if threads is None else threads,
         durability=store.durability,
         **limits,

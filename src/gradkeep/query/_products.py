@@ -13,11 +13,14 @@ from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep._public import renamed_arguments
 from gradkeep.errors import QueryError
+from gradkeep.farm import check_place
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._largest import LargestRows
+from gradkeep.query._top_by_workers import top_by_workers
 
 if TYPE_CHECKING:
+    from gradkeep.farm import Engine
     from gradkeep.query._planner import QueryPlan
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -123,6 +126,8 @@ def top(
     memory_budget: float | str | None = None,
     refine: str | tuple[Gradients, Gradients] | None = None,
     candidates: int | None = None,
+    workers: int | None = None,
+    engine: Engine | None = None,
 ) -> TopRows:
     """The `k` training rows with the largest (or smallest) product for each query.
 
@@ -134,7 +139,10 @@ def top(
     (queries, training rows), and the best `k` by those are given. That capture needs no other rows
     than the candidates. Its products are what it keeps: of whole gradients plain ones, of
     `gk.Keep(bits=32)` whitened ones that are not rounded.
+
+    `workers` processes, or those of an `engine` (`gk.farm.engine`), search for blocks of the queries.
     """
+    check_place(workers, engine, least=1)
     pairs = _pairs(queries, train, weights)
     positions = _positions(pairs[0].queries, ids)
     if k < 1:
@@ -158,25 +166,39 @@ def top(
             smallest=smallest,
             compute=compute,
             memory_budget=memory_budget,
+            workers=workers,
+            engine=engine,
         )
         return _refined(found, pairs[0], refine, k, smallest=smallest, memory_budget=memory_budget)
-    engine = ProductEngine(
+    planned = ProductEngine(
         pairs,
         compute=compute,
         memory_budget=memory_budget,
         answer=len(positions) * k * 16,
         positions=positions,
     )
+    query_ids = pairs[0].queries.ids[positions]
+    if workers is not None or engine is not None:
+        asked = {
+            "weights": [pair.weight for pair in pairs],
+            "smallest": smallest,
+            "compute": compute,
+            "memory_budget": memory_budget,
+        }
+        values, found_ids = top_by_workers(
+            pairs, query_ids, k, asked, workers=workers, engine=engine
+        )
+        return TopRows(values, found_ids, query_ids, planned.plan)
     sign = -1.0 if smallest else 1.0
     best = LargestRows(len(positions), k)
-    for tile in engine.tiles():
+    for tile in planned.tiles():
         best.add(tile.values[0] * sign, tile.query_start, tile.train_start)
     train_ids = torch.from_numpy(pairs[0].train.ids.copy())
     return TopRows(
         values=best.values * sign,
         ids=train_ids[best.rows],
-        query_ids=pairs[0].queries.ids[positions],
-        plan=engine.plan,
+        query_ids=query_ids,
+        plan=planned.plan,
     )
 
 

@@ -288,6 +288,19 @@ class Store:
             set_size(self.backend, folder, num_rows, durability=self.durability)
         return rows
 
+    @_annotations.checked(StoreError)
+    def delete_rows(self, name: str) -> None:
+        """Delete a whole set of rows, with its leases, failures and versions."""
+        folder = f"{ROWS}/{checked_name('rows', name)}"
+        if not self.backend.exists(schema_key(folder)):
+            raise StoreError("there is no such set of rows", path=self.backend.describe(folder))
+        # Records first and the schema last: at any moment what is left is a set of rows.
+        heads = [*_keys_below(self.backend, f"{HEADS}/{folder}"), f"{HEADS}/{folder}/any"]
+        self.backend.delete(heads, durability=self.durability)
+        keys, last = list(_keys_below(self.backend, folder)), schema_key(folder)
+        self.backend.delete([key for key in keys if key != last], durability=self.durability)
+        self.backend.delete([last], durability=self.durability)
+
     def blocks(self) -> list[BlockKey]:
         """The keys of all captures, scores, bases and evaluations, sealed or not."""
         return [*self.captures(), *self.scores(), *self.bases(), *self.evaluations()]
@@ -342,6 +355,14 @@ class Store:
             ) from None
         xxh3 = xxhash.xxh3_128_hexdigest(data)
         record_head(self.backend, folder, 0, xxh3, durability=self.durability)
+
+
+def _keys_below(backend: Backend, folder: str) -> Iterator[str]:
+    for entry in backend.list(folder):
+        if entry.is_folder:
+            yield from _keys_below(backend, f"{folder}/{entry.name}")
+        else:
+            yield f"{folder}/{entry.name}"
 
 
 @_annotations.checked(StoreError)

@@ -284,7 +284,23 @@ def load_schema(backend: Backend, folder: str) -> Schema:
         raise StoreError(
             "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"
         ) from None
-    return Schema.from_fields(fields.values, path=fields.path)
+    return _schema_of(fields)
+
+
+_schemas: dict[str | None, Schema] = {}
+_MOST_SCHEMAS = 64
+
+
+def _schema_of(fields: Fields) -> Schema:
+    """The schema of a document; the same bytes, which every opening of a block reads, are taken
+    apart and checked once."""
+    found = _schemas.get(fields.digest)
+    if found is None:
+        found = Schema.from_fields(fields.values, path=fields.path)
+        if len(_schemas) >= _MOST_SCHEMAS:
+            _schemas.clear()
+        _schemas[fields.digest] = found
+    return found
 
 
 def segment_numbers(backend: Backend, folder: str) -> list[int]:

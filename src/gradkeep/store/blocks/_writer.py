@@ -44,10 +44,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriterShare:
-    """Which segments this writer makes: those with `number % of == rank`."""
+    """Which segments this writer makes: those with `number % of == rank`, or these alone."""
 
     rank: int = 0
     of: int = 1
+    segments: range | None = None
+    """Whoever makes these does not seal, and need not have seen the rows before them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.of:
@@ -126,6 +128,14 @@ class Writer:
         numbers = range(self._number(self._position), self._number(self._position + count - 1) + 1)
         return any(number not in self._done and self._mine(number) for number in numbers)
 
+    def begin_at(self, row: int) -> None:
+        """Go on with this row, without the rows before it: for who makes some `segments` alone."""
+        if self._share.segments is None or self._filling is not None or row < self._position:
+            raise StoreError(
+                "only a share of some segments begins anywhere", path=self.path, found=f"row {row}"
+            )
+        self._position = row
+
     def skip(self, ids: Any) -> None:
         """Pass over rows that `needs` said are not needed; their ids are compared all the same."""
         self._take(as_ids(ids, num_examples=self.schema.num_examples, path=self.path), None)
@@ -192,7 +202,10 @@ class Writer:
             return
         if error is None:
             try:
-                if self._others_work_to_do():
+                if self._share.segments is not None:
+                    self._check_share_complete()
+                    self._finish_share()
+                elif self._others_work_to_do():
                     self._finish_share()
                 else:
                     self.seal()
@@ -362,6 +375,25 @@ class Writer:
             self._hand_over()
         self._await_background()
 
+    def _check_share_complete(self) -> None:
+        """A segment with fewer rows than it should have must not get its name."""
+        assert self._share.segments is not None
+        filling = self._filling
+        number = None if filling is None else self._number(filling.first_row)
+        whole = (
+            filling is not None and number is not None and (filling.count == self._rows_of(number))
+        )
+        there = self._done | ({number} if whole else set())
+        missing = [one for one in self._share.segments if one not in there]
+        if missing:
+            raise MissingRows(
+                f"rows of segment {missing[0]} are missing; it was not written",
+                path=self.path,
+                found=f"rows up to {self._position}",
+                expected=f"rows up to {self._start_of(missing[0]) + self._rows_of(missing[0])}",
+                fix="give every worker the same data as the one that began the capture",
+            )
+
     def _compare(self, number: int, ids: AnyArray) -> None:
         if number not in self._present:
             return
@@ -385,6 +417,8 @@ class Writer:
             segment.close()
 
     def _mine(self, number: int) -> bool:
+        if self._share.segments is not None:
+            return number in self._share.segments
         return number % self._share.of == self._share.rank
 
     def _number(self, row: int) -> int:

@@ -67,11 +67,28 @@ def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
     pa = _pyarrow()
     columns: dict[str, Any] = {}
     for name, value in labels.items():
-        indices = pa.array(np.zeros(len(block), np.int32))
-        columns[name] = pa.DictionaryArray.from_arrays(indices, pa.array([value]))
-    columns |= {name: pa.array(values) for name, values in _scalars(block).items()}
-    columns |= {name: pa.array(values, pa.string()) for name, values in _texts(block).items()}
-    return pa.table(columns)
+        indices = _column(pa, np.zeros(len(block), np.int32))
+        columns[name] = pa.DictionaryArray.from_arrays(indices, _text_column(pa, [value]))
+    columns |= {name: _column(pa, values) for name, values in _scalars(block).items()}
+    columns |= {name: _text_column(pa, values) for name, values in _texts(block).items()}
+    return pa.Table.from_pydict(columns)
+
+
+def _column(pa: Any, values: np.ndarray[Any, Any]) -> Any:
+    """The values as Arrow has them; laid down as memory, for `pa.array` loads pandas."""
+    bits = values.dtype == np.bool_
+    memory = np.packbits(values, bitorder="little") if bits else np.ascontiguousarray(values)
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(memory)])
+
+
+def _text_column(pa: Any, texts: list[str]) -> Any:
+    parts = [text.encode() for text in texts]
+    bounds = np.cumsum([0, *map(len, parts)])
+    if bounds[-1] > np.iinfo(np.int32).max:
+        return pa.array(texts, pa.string())  # more than one array holds
+    buffers = [None, pa.py_buffer(bounds.astype(np.int32)), pa.py_buffer(b"".join(parts))]
+    return pa.Array.from_buffers(pa.string(), len(texts), buffers)
 
 
 def _texts(block: Block) -> dict[str, list[str]]:

@@ -1,0 +1,126 @@
+"""Scores by many workers: each scores some of the queries, from the same captures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradkeep import farm
+from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
+from gradkeep.errors import AttributionError, FarmError
+from gradkeep.store import Array
+from gradkeep.store import open as open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gradkeep.attribution._question import AttributionQuestion
+    from gradkeep.farm import Engine, Progress
+    from gradkeep.query import QueryPlan
+    from gradkeep.store import Store
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_LONGEST = 2048
+_MOST = 256 << 20
+"""Bytes of scores in one part, which a worker holds whole."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeScores:
+    """What a method's scores are, before it is said whose."""
+
+    values: Floats
+    """`[Q, N]`, or `[L, Q, N]` where layers are told apart"""
+    confidence: Floats | None
+    approximate: str | None
+    plan: QueryPlan | None = None
+
+
+def scores_by_workers(
+    question: AttributionQuestion,
+    arguments: Mapping[str, Any],
+    *,
+    layers: int,
+    workers: int | None,
+    engine: Engine | None,
+    report: Callable[[int, int], None] | None,
+) -> MadeScores:
+    """The scores that `attribute` gives for these arguments, made block by block of queries.
+
+    A query's scores do not depend on the others that are asked, up to rounding, so blocks of queries
+    are put together as they are. Every worker prepares the method for itself.
+    """
+    at = question.at()[0]
+    queries, rows = len(question.positions), len(at.train_block)
+    ids = at.query_block.ids[question.positions]
+    shape = (layers, queries, rows) if question.per_layer else (queries, rows)
+    least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // _MOST)
+    blocks = farm.blocks_of(queries, max(least, farm.size_of(workers, engine)))
+    size = len(blocks[0])
+    arrays = (
+        Array("values", "float32", (*shape[:-2], size, rows)),
+        Array("confidence", "float32", (size,), nan="keep"),
+        Array("approximate", "uint8", (_LONGEST,)),
+    )
+    job = _ScoreJob(question.store.location, tuple(ids[block] for block in blocks), arguments, size)
+
+    def told(seen: Progress) -> None:
+        if report is not None:
+            report(seen.done * size * rows, seen.total * size * rows)
+
+    try:
+        found = farm.share_out(
+            question.store,
+            f"scores of {queries} queries",
+            arrays,
+            len(blocks),
+            job,
+            workers=workers,
+            engine=engine,
+            progress=told,
+        )
+    except FarmError as error:
+        raise AttributionError(error.what, found=error.found, fix=error.fix) from error
+    values = zeros_on_disk_or_in_memory(shape)
+    several = len(question.checkpoints) > 1
+    confidence = np.empty(queries, np.float32)
+    for number, block in enumerate(blocks):
+        here = slice(block.start, block.stop)
+        values[..., here, :] = found["values"][number][..., : len(block), :]
+        confidence[here] = found["confidence"][number][: len(block)]
+    approximate = found["approximate"][0].tobytes().rstrip(b"\0").decode("utf-8", "replace")
+    return MadeScores(values, confidence if several else None, approximate or None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScoreJob:
+    """A job of the farm: the scores of blocks of queries."""
+
+    store: str
+    blocks: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
+    arguments: Mapping[str, Any]
+    size: int
+
+    def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Score the queries of these blocks."""
+        return [self._scored(open_store(self.store, create=False), n) for n in numbers]
+
+    def _scored(self, store: Store, number: int) -> dict[str, Any]:
+        from gradkeep.attribution._attribute import attribute
+
+        scores = attribute(store, ids=self.blocks[number], **self.arguments)
+        values = scores.values if scores.per_layer is None else scores.per_layer
+        missing = self.size - values.shape[-2]
+        whole = np.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, missing), (0, 0)])
+        sure = np.zeros(len(values[..., 0].T)) if scores.confidence is None else scores.confidence
+        told = np.zeros(_LONGEST, np.uint8)
+        text = (scores.approximate or "").encode()[:_LONGEST]
+        told[: len(text)] = np.frombuffer(text, np.uint8)
+        return {
+            "values": whole.astype(np.float32),
+            "confidence": np.pad(np.asarray(sure, np.float32), (0, missing)),
+            "approximate": told,
+        }

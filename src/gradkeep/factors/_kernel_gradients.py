@@ -1,0 +1,94 @@
+"""Gradients of a convolution's kernel by torch's own backward pass: of a batch, or of every row.
+
+Of every row it is one call as well: a batch of B images is one image of B groups, whose kernels'
+gradients are those of the rows. Where channels fill the processor's vectors that is little dearer
+than the gradient of the batch, and patches are never laid out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradkeep.factors._arithmetic import tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.factors._convolution import Convolution, ConvolutionRows
+
+_LANES = 8
+_SMALL, _LARGE = 8, 160 << 10
+"""Channels below which vectors stay empty, and bytes of a kernel above which patches are as fast."""
+_WRITTEN = 1 << 20
+"""Bytes of kernels that one call writes: more leave the cache."""
+
+
+def kernel_gradient(form: Convolution, image: Tensor, narrow: Tensor) -> Tensor:
+    """The gradient `[D, C / groups, *kernel]` of padded images and all their narrow arrays."""
+    axes = len(form.size)
+    return _backward(form, image, narrow, form.groups, [0] * axes)
+
+
+def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
+    """Whether kernels of all rows at once are faster than patches: by the shape alone, so that a
+    capture that is gone on with makes the same bytes."""
+    channels, filters = form.channels, form.filters
+    return (
+        len(form.size) == 2
+        and form.groups == 1
+        and min(channels, filters) >= _SMALL
+        and channels % _LANES == filters % _LANES == 0
+        and 4 * form.weight_size <= _LARGE
+        and form.positions >= 2 * math.prod(form.kernel)
+        and rows.wide.device.type == "cpu"
+        and rows.wide.dtype == rows.narrow.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def row_gradients(form: Convolution, rows: ConvolutionRows, into: Tensor) -> None:
+    """Write the kernel's gradient of each row into `[B, D * C * taps]`.
+
+    2 T D C taps operations a row.
+    """
+    given = zip(form.size, form.padding, form.reach, strict=True)
+    plain = all(
+        size + 2 * zeros - length in range(step)
+        for (size, zeros, length), step in zip(given, form.stride, strict=True)
+    )  # torch pads both sides alike
+    for start, stop in tiles(len(rows), form.weight_size, 4, _WRITTEN):
+        wide, narrow = rows.wide[start:stop], rows.narrow[start:stop]
+        wide = wide if plain else form.padded(wide)
+        count = stop - start
+        found = _backward(
+            form,
+            wide.reshape(1, count * form.channels, *wide.shape[2:]),
+            narrow.reshape(1, count * form.filters, *form.out),
+            count,
+            list(form.padding) if plain else [0, 0],
+        )
+        into[start:stop] = found.view(count, form.weight_size)
+
+
+def _backward(
+    form: Convolution, image: Tensor, narrow: Tensor, groups: int, padding: list[int]
+) -> Tensor:
+    shape = (narrow.shape[1], image.shape[1] // groups, *form.kernel)
+    gradients = torch.ops.aten.convolution_backward(
+        narrow,
+        image,
+        narrow.new_empty(1).expand(shape),
+        None,
+        form.stride,
+        padding,
+        form.dilation,
+        False,
+        [0] * len(form.size),
+        groups,
+        (False, True, False),
+    )
+    weight: Tensor = gradients[1]
+    return weight
