@@ -19,6 +19,7 @@ from gradkeep.capturing._report import (
     ListedLayer,
     layers,
 )
+from gradkeep.capturing._scale import PlaceCosts, PlayedCapture, ScalePlan, WorkerCosts
 from gradkeep.capturing._token_replay import ReplayedTokens, replay_tokens
 from gradkeep.capturing._tracer import Traced, Tracer
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
@@ -58,15 +59,19 @@ __all__ = [
     "Measured",
     "Mode",
     "MomentsSoon",
+    "PlaceCosts",
     "PlannedLayer",
+    "PlayedCapture",
     "PreparedCapture",
     "Regression",
     "ReplayedTokens",
     "SampleAxis",
+    "ScalePlan",
     "Task",
     "Traced",
     "Tracer",
     "Weights",
+    "WorkerCosts",
     "batch_size",
     "by_sample",
     "capture",
