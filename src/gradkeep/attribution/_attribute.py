@@ -19,15 +19,18 @@ from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
+from gradkeep.attribution.kernels import summed_up
 from gradkeep.errors import AttributionError
 from gradkeep.factors import form_from_fields
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from gradkeep._progress import ProgressReport
     from gradkeep.attribution._method import Scorer
+    from gradkeep.attribution.kernels import Solution
     from gradkeep.query import ComputeWish, GradientOf, LayerChoice
     from gradkeep.store import Block, Store
 
@@ -125,7 +128,7 @@ def _computed(
     chosen: Method,
     question: AttributionQuestion,
     told: Any,
-    report: Callable[[int, int], None] | None,
+    report: ProgressReport | None,
 ) -> Scores:
     first = question.at()[0]
     train, block = first.train_block, first.query_block
@@ -140,6 +143,11 @@ def _computed(
     )
     step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
     scorer: Scorer | None = None
+    solutions: list[Solution | None] = []
+    done, total = 0, len(question.checkpoints) * count * rows
+    if report is not None:
+        follow = report
+        question = dataclasses.replace(question, report=lambda doing: follow(done, total, doing))
     kept = kept_as(chosen, question)
     pooled = None if chosen.pool is None else chosen.pool(question, told)
     for number, at in enumerate(question.at(pooled)):
@@ -150,9 +158,10 @@ def _computed(
             found = scorer.score(start, min(start + step, count))
             _check_numbers(chosen, found, str(at.place))
             tally.add(start, found)
+            done = (number * count + start + found.shape[-2]) * rows
             if report is not None:
-                done = number * count + start + found.shape[-2]
-                report(done * rows, len(question.checkpoints) * count * rows)
+                report(done, total, "")
+        solutions.append(scorer.solution())
     assert scorer is not None
     values = tally.values.sum(0) if parts else tally.values
     return Scores(
@@ -172,6 +181,7 @@ def _computed(
         train_labels=_labels(train, None),
         confidence=tally.confidence(),
         per_layer=tally.values if parts else None,
+        solved=summed_up(solutions),
         plan=scorer.plan(),
         store=question.store,
     )

@@ -52,31 +52,56 @@ def project(
     >>> project(gk.gradients(store, split="train"), Projection(dim=64)).shape
     torch.Size([5, 64])
     """
-    count, dim = len(gradients), projection.dim
-    batch_rows, scratch = tiling(gradients, dim, memory_budget)
+    tiling(gradients, projection.dim, memory_budget, whole=True)  # refused before anything is made
+    out = torch.empty(len(gradients), projection.dim)
+    parts = project_parts(
+        gradients, projection, model=model, memory_budget=memory_budget, whole=True
+    )
+    for start, values in parts:
+        out[start : start + len(values)] = values
+    return out
+
+
+def project_parts(
+    gradients: Gradients,
+    projection: Projection,
+    *,
+    model: object = 0,
+    memory_budget: float | str | None = None,
+    whole: bool = False,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The number of the first row and the projections `[n, k]` from it on, as `project` gives them.
+
+    `whole` says that all of them will be held at once.
+    """
+    dim = projection.dim
+    batch_rows, scratch = tiling(gradients, dim, memory_budget, whole=whole)
     sketch = sketch_of(projection, model)
     slopes = gradients.slopes()
-    out = torch.empty(count, dim)
     for some in gradients.stream(batch_rows):
         factors = {name: rows.widened() for name, rows in some.factors.items()}
         kinds = {rows.example.dtype for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        out = torch.empty(some.stop - some.start, dim)
         # Sums that stay in the cache while all layers are added to them.
         for start, stop in tiles(some.stop - some.start, 4 * dim, dtype.itemsize, 2 * CACHED):
             into = ProjectionSum(stop - start, dim, dtype=dtype, device=torch.device("cpu"))
             for name, form in gradients.forms.items():
                 taken = factors[name].take(start, stop)
                 add_rows(sketch, into, form, taken, scratch=scratch)
-            out[some.start + start : some.start + stop] = into.values()
+            out[start:stop] = into.values()
         if slopes is not None:
-            out[some.start : some.stop] *= slopes[some.start : some.stop].unsqueeze(1)
-    return require_finite(out, gradients.ids)
+            out *= slopes[some.start : some.stop].unsqueeze(1)
+        yield some.start, require_finite(out, gradients.ids[some.start : some.stop])
 
 
-def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) -> tuple[int, int]:
+def tiling(
+    gradients: Gradients, dim: int, memory_budget: float | str | None, *, whole: bool
+) -> tuple[int, int]:
     """Rows at a time and bytes of temporaries, for k numbers a row."""
+    answer = len(gradients) * dim * 4 if whole else 0
     require_room(
-        len(gradients) * dim * 4,
+        answer,
         f"{len(gradients)} x {dim}, all projections at once,",
         fix="choose a smaller dimension",
     )
@@ -85,7 +110,7 @@ def tiling(gradients: Gradients, dim: int, memory_budget: float | str | None) ->
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
     split = memory_shares(
         memory_budget,
-        answer=len(gradients) * dim * 4,
+        answer=answer,
         mapped=mapped,
         query_row=0,
         train_row=row + _BUFFERS * dim * 4,
