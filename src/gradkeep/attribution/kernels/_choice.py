@@ -46,9 +46,9 @@ class WayCost:
 
 def way_costs(kernel: WeightedKernel, queries: int) -> list[WayCost]:
     """What all ways would take for so many right sides, in the order of `WAYS`."""
-    rows, room, flops = kernel.rows, kernel.room, machine_speeds().flops
+    rows, flops = kernel.rows, machine_speeds().flops
     size = sum(form.restored_size for form in kernel.train.forms.values())
-    pairs = pair_seconds(kernel.train, kernel.compute, room // 4)
+    pairs = pair_seconds(kernel.train, kernel.compute, kernel.passing)
     moved = sum(moved_seconds(kernel.train, queries).values())
     whole = WayCost(
         "cholesky",

@@ -78,14 +78,15 @@ def bytes_of(size: int) -> int:
 def kernel_factor(kernel: WeightedKernel) -> CholeskyFactor:
     """The factor of M; N^2 / 2 products of pairs and N^3 / 3 operations, in 2 N^2 bytes."""
     s = kernel.weight.sqrt()
-    budget = max(1 << 26, kernel.room // 4)
 
     def lower() -> Iterator[Tensor]:
         for start in range(0, kernel.rows, BLOCK):
             kernel.report(f"row {start} of {kernel.rows} factored")
             stop = min(start + BLOCK, kernel.rows)
             made = torch.empty(stop - start, stop)
-            for row, first, part in lower_rows(kernel.train, start, stop, kernel.compute, budget):
+            for row, first, part in lower_rows(
+                kernel.train, start, stop, kernel.compute, kernel.passing
+            ):
                 made[row - start : row - start + len(part), first : first + part.shape[1]] = part
             made *= s[:stop]
             made *= s[start:stop].unsqueeze(1)

@@ -59,7 +59,7 @@ class ConjugateSolver:
         kernel, s = self.kernel, self.kernel.weight.sqrt().unsqueeze(1)
 
         def product(vectors: Tensor) -> Tensor:
-            moved = self.products.times(vectors * s, kernel.room // 4).mul_(s)
+            moved = self.products.times(vectors * s, kernel.passing).mul_(s)
             return moved.add_(vectors, alpha=kernel.damping)
 
         def report(steps: int, left: float) -> None:
@@ -94,7 +94,7 @@ def stand_in(kernel: WeightedKernel, pivots: int) -> LeadingDirections:
         kernel.train,
         ids=kernel.train.ids[chosen.numpy()],
         compute=kernel.compute,
-        memory_budget=max(kernel.room // 4, 1 << 26) + 4 * len(chosen) * kernel.rows,
+        memory_budget=kernel.passing + 4 * len(chosen) * kernel.rows,
     ).values
     columns *= s
     columns *= s[chosen].unsqueeze(1)

@@ -34,7 +34,7 @@ class ParameterSolver:
         parts = dict(zip(train.forms, torch.split(solved, sizes, 1), strict=True))
         directions = Directions(tuple(range(len(solved))), parts, train.forms, train.weights)
         held = 4 * (len(solved) * (len(train) + solved.shape[1]))
-        return along(train, directions, memory_budget=self.kernel.room // 4 + held)
+        return along(train, directions, memory_budget=self.kernel.passing + held)
 
     def solution(self) -> Solution:
         """Exact up to rounding."""
@@ -51,7 +51,7 @@ def parameter_solver(kernel: WeightedKernel) -> ParameterSolver:
     scale, slopes = kernel.weight.sqrt(), train.slopes()
     scale = scale if slopes is None else scale * slopes
     room = max(1, min(RESTORED, kernel.room // 16))
-    for some in train.stream(rows_at_once(train, kernel.room // 4)):
+    for some in train.stream(rows_at_once(train, kernel.passing)):
         for start, stop in tiles(some.stop - some.start, size, 4, room):
             parts = [
                 form.restore(some.factors[name].take(start, stop).widened())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 UNLESS_SAID = 2 << 30
 """Bytes that a kernel is solved in, unless a budget says otherwise."""
+_LEAST = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,13 @@ class WeightedKernel:
     def room(self) -> int:
         """Bytes that solving may take."""
         return UNLESS_SAID if self.memory_budget is None else parse_bytes(self.memory_budget)
+
+    @property
+    def passing(self) -> int:
+        """Bytes for rows that pass and their temporaries: a quarter, but what one segment needs."""
+        segments = self.train.block.manifest.segments
+        mapped = max((entry.bytes for entry in segments), default=0)
+        return max(self.room // 4, 2 * mapped + _LEAST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from gradkeep.attribution._kernel_weights import KernelWeight, LossSlopes, loss_slopes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
@@ -15,13 +13,10 @@ from gradkeep.attribution._solve import by_features, mean_square, relative_dampi
 from gradkeep.attribution.kernels import (
     WAYS,
     KernelWay,
-    ParameterSolver,
     WeightedKernel,
-    kernel_solver,
 )
-from gradkeep.attribution.kronecker._row_parts import dense_rows
 from gradkeep.attribution.projections import Projection
-from gradkeep.attribution.scorers._gradient_products import products
+from gradkeep.attribution.scorers._solved_scores import solved_scores
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -83,45 +78,10 @@ def _exact(at: CheckpointView, options: KernelOptions, found: LossSlopes) -> Sco
         memory_budget=question.memory_budget,
         report=question.report,
     )
-    asked = products(at, found.of)
-    parts = len(train.forms) if question.per_layer else 1
-    solver = kernel_solver(
-        kernel,
-        parts * len(question.positions),
-        tolerance=options.tolerance,
-        wish=None if options.solver == "auto" else options.solver,
+    wish = None if options.solver == "auto" else options.solver
+    return solved_scores(
+        at, kernel, found.pull, of=found.of, tolerance=options.tolerance, wish=wish
     )
-    if isinstance(solver, ParameterSolver):
-        return _by_parameters(at, solver, found)
-    s = found.weight.sqrt()
-    after = found.pull / s
-
-    def score(start: int, stop: int) -> Tensor:
-        right = asked.score(start, stop)
-        shape = right.shape
-        right = right.mul_(s).reshape(-1, len(s)).t().contiguous()
-        return (solver.solved(right).t() * after).reshape(shape)
-
-    return Scorer(score, plan=asked.plan, solution=solver.solution)
-
-
-def _by_parameters(at: CheckpointView, solver: ParameterSolver, found: LossSlopes) -> Scorer:
-    question, asked = at.question, at.queries(found.of)
-
-    def score(start: int, stop: int) -> Tensor:
-        positions = question.positions[start:stop].tolist()
-        parts = [dense_rows(asked, name, positions).float() for name in asked.forms]
-        if not question.per_layer:
-            return solver.along_rows(torch.cat(parts, 1)).mul_(found.pull)
-        scores = []
-        for at, part in enumerate(parts):
-            alone = [
-                part if here == at else torch.zeros_like(other) for here, other in enumerate(parts)
-            ]
-            scores.append(solver.along_rows(torch.cat(alone, 1)).mul_(found.pull))
-        return torch.stack(scores)
-
-    return Scorer(score, solution=solver.solution)
 
 
 def _projected(at: CheckpointView, options: KernelOptions, found: LossSlopes) -> Scorer:
