@@ -16,6 +16,7 @@ from gradkeep.errors import QueryError
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._largest import LargestRows
+from gradkeep.query._small_codes import SmallCodes, by_codes
 
 if TYPE_CHECKING:
     from gradkeep.query._planner import QueryPlan
@@ -123,6 +124,7 @@ def top(
     memory_budget: float | str | None = None,
     refine: str | tuple[Gradients, Gradients] | None = None,
     candidates: int | None = None,
+    codes: SmallCodes | None = None,
 ) -> TopRows:
     """The `k` training rows with the largest (or smallest) product for each query.
 
@@ -134,12 +136,33 @@ def top(
     (queries, training rows), and the best `k` by those are given. That capture needs no other rows
     than the candidates. Its products are what it keeps: of whole gradients plain ones, of
     `gk.Keep(bits=32)` whitened ones that are not rounded.
+
+    `codes` (`gk.query.small_codes`) are for millions of rows: the best `candidates` of each query by codes,
+    100 k unless it is said, are ranked by exact products, and no other row is read.
     """
     pairs = _pairs(queries, train, weights)
     positions = _positions(pairs[0].queries, ids)
     if k < 1:
         raise QueryError("k must be at least 1", found=k)
     k = min(k, len(pairs[0].train))
+    if codes is not None:
+        if len(pairs) > 1 or refine is not None:
+            raise QueryError(
+                "codes are of one checkpoint, and their candidates are ranked by exact products",
+                found=f"{len(pairs)} checkpoints" if len(pairs) > 1 else "refine=",
+                fix="ask about one checkpoint, without refine=",
+            )
+        values, rows, used = by_codes(
+            pairs[0],
+            codes,
+            positions,
+            k,
+            candidates=candidates,
+            smallest=smallest,
+            memory_budget=memory_budget,
+        )
+        found_ids = torch.from_numpy(pairs[0].train.ids[rows.numpy()])
+        return TopRows(values, found_ids, pairs[0].queries.ids[positions], used.plan)
     if refine is not None:
         if len(pairs) > 1:
             raise QueryError(
