@@ -189,7 +189,8 @@ def main() -> int:
                     left_out.append(f"{cell.name} of {size:,} rows (about {guess:.0f} s)")
                 else:
                     out = base / f"{size} {cell.name}.npy"
-                    table[cell.name][size] = apart(folder, cell.name, out, given.limit)
+                    found = table[cell.name][size] = apart(folder, cell.name, out, given.limit)
+                    print(f"  {size:,} rows, {cell.name}: {told(found)}", file=sys.stderr)
             missed += judge(base, size, table)
         show(sizes, table, captured)
     finally:
@@ -213,15 +214,20 @@ def judge(base: Path, size: int, table: dict[str, dict[int, dict | str]]) -> lis
         if not isinstance(table[name].get(size), dict) or not isinstance(found, dict):
             continue
         mean, least = agreement(base / f"{size} {name}.npy", base / f"{size} kernel.npy")
-        told = table[name][size]
-        assert isinstance(told, dict)
+        cell = table[name][size]
+        assert isinstance(cell, dict)
         print(
             f"  {name}: rank agreement with kernel {mean:.5f}, least {least:.5f}; "
-            f"{told['approximate'] or told['solved']}"
+            f"{cell['approximate'] or cell['solved']}"
         )
         if "dim" not in name and least < AGREEMENT:
             missed.append(f"{name} of {size:,} rows agrees {least:.5f}, not {AGREEMENT}")
     return missed
+
+
+def told(cell: dict | str) -> str:
+    """CPU seconds and MiB of a cell, or why there are none."""
+    return cell if isinstance(cell, str) else f"{cell['cpu']:.2f} / {cell['bytes'] / 2**20:.0f}"
 
 
 def show(
@@ -238,10 +244,7 @@ def show(
         parts = []
         for size in sizes:
             cell = cells.get(size)
-            if isinstance(cell, dict):
-                parts.append(f"{cell['cpu']:.2f} / {cell['bytes'] / 2**20:.0f}")
-            else:
-                parts.append("-" if cell is None else cell)
+            parts.append("-" if cell is None else told(cell))
         print(f"| `{name}` | " + " | ".join(parts) + " |")
 
 
