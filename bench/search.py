@@ -7,6 +7,9 @@ and multiplies in float32, or looks bytes up in a table for each group; the larg
 argpartition. Both run in turn, in processes of their own: CPU time, peak memory, and the same ids; with
 the files in the page cache (warm), then each time with their pages dropped before (cold), CPU and wall.
 `./x bench search [--rows N] [--group 128]`
+
+`./x bench search --codes [--rows 10000000]` finds candidates by codes of 64 bytes and ranks them by exact
+products: recall against the exact answer, seconds, bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from bench import _search_codes
 
 BYTES, QUERIES, TOP = 2048, 50, 10
 SEGMENT = 1024  # rows, as a capture of coordinates has them
@@ -37,44 +43,46 @@ def size_of(group: int) -> int:
     return BYTES * (group or 8)
 
 
+def bits_schema(bits: int, count: int, group: int) -> Any:
+    """Of a capture that keeps one layer in so many bits a coordinate."""
+    import gradkeep.store as gs
+    from gradkeep.factors import Bits, Parameter, form_to_fields
+
+    size, packed = size_of(group), bits == 1
+    form = Bits(
+        (Parameter("w", (size,)),),
+        "layer.bits",
+        "scale" if packed else "",
+        size,
+        bits,
+        "b",
+        group=group if packed else 0,
+    )
+    codes = {"dtype": "uint8", "shape": (BYTES,)} if packed else {"shape": (size,)}
+    arrays = [gs.Array("layer.bits", kind="projection", layer="layer", **codes)]
+    if packed:
+        arrays.append(gs.Array("scale", kind="projection", layer="layer"))
+    return gs.Schema(
+        tuple(arrays),
+        num_rows=count,
+        rows_per_segment=SEGMENT,
+        layers=(gs.Layer("layer", "Linear", size, form_to_fields(form)),),
+        fingerprints={"weights": "w", "task": "t", "of": "loss", "basis": "b"},
+    )
+
+
 def make(folder: Path, rows: int, group: int) -> None:
     """A store of `rows` random rows and some queries, and the same as plain files."""
     import torch
 
     import gradkeep as gk
     import gradkeep.store as gs
-    from gradkeep.factors import Bits, Parameter, form_to_fields
-
-    size = size_of(group)
-
-    def schema(bits: int, count: int) -> gs.Schema:
-        packed = bits == 1
-        form = Bits(
-            (Parameter("w", (size,)),),
-            "layer.bits",
-            "scale" if packed else "",
-            size,
-            bits,
-            "b",
-            group=group if packed else 0,
-        )
-        codes = {"dtype": "uint8", "shape": (BYTES,)} if packed else {"shape": (size,)}
-        arrays = [gs.Array("layer.bits", kind="projection", layer="layer", **codes)]
-        if packed:
-            arrays.append(gs.Array("scale", kind="projection", layer="layer"))
-        return gs.Schema(
-            tuple(arrays),
-            num_rows=count,
-            rows_per_segment=SEGMENT,
-            layers=(gs.Layer("layer", "Linear", size, form_to_fields(form)),),
-            fingerprints={"weights": "w", "task": "t", "of": "loss", "basis": "b"},
-        )
 
     rng = np.random.default_rng(0)
     store = gk.open(folder / "store", durability="process")
     scales = rng.uniform(0.5, 2, rows).astype(np.float32)
     with (
-        store.write(gs.CaptureKey("final", "train"), schema(1, rows)) as writer,
+        store.write(gs.CaptureKey("final", "train"), bits_schema(1, rows, group)) as writer,
         open(folder / "codes", "wb") as file,
     ):
         for start in range(0, rows, 16 * SEGMENT):
@@ -84,8 +92,10 @@ def make(folder: Path, rows: int, group: int) -> None:
             values = {"layer.bits": codes, "scale": scales[start:stop]}
             writer.append(np.arange(start, stop), values)
     np.save(folder / "scales.npy", scales)
-    queries = torch.randn(QUERIES, size, generator=torch.Generator().manual_seed(1)).numpy()
-    with store.write(gs.CaptureKey("final", "test"), schema(32, QUERIES)) as writer:
+    queries = torch.randn(
+        QUERIES, size_of(group), generator=torch.Generator().manual_seed(1)
+    ).numpy()
+    with store.write(gs.CaptureKey("final", "test"), bits_schema(32, QUERIES, group)) as writer:
         writer.append(np.arange(QUERIES), {"layer.bits": queries})
     np.save(folder / "queries.npy", queries)
 
@@ -190,9 +200,15 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--codes", nargs="?", const="compare", help="by small codes")
     parser.add_argument("--one")
     parser.add_argument("--block", type=int, default=BLOCKS[0])
     given = parser.parse_args()
+    if given.codes == "compare":
+        return _search_codes.compare(given.rows, given.folder)
+    if given.codes:
+        _search_codes.one(given.codes, given.folder)
+        return 0
     if given.one:
         one(given.one, given.folder, given.block, given.group)
         return 0

@@ -107,6 +107,10 @@ def calls(w: World) -> list[Call]:
         "query.cosine": (query.cosine, pair),
         "query.gram": (query.gram, {"gradients": w.train, "compute": None, "memory_budget": 10**9}),
         "query.top": (query.top, {**pair, "k": 2, "smallest": False, "engine": None}),
+        "query.small_codes": (
+            query.small_codes,
+            {"train": w.train, "bytes": 4, "sample": 6, "seed": 0},
+        ),
         "query.total": (query.total, sums),
         "query.mean": (query.mean, sums),
         "query.squares": (query.squares, sums),

@@ -93,9 +93,9 @@ NAMES = {
     "gradkeep.query": """
         ComputeChoice ComputeWish DEFAULT_BUDGET Directions FactorBatch GradientOf
         GradientPair Gradients LayerChoice MemoryShares NamedLayer ProductEngine ProductTile
-        Products QueryPlan QueryStep TokenProducts TopRows along along_tokens check_pairs choose_compute cosine dot
+        Products QueryPlan QueryStep SmallCodes TokenProducts TopRows along along_tokens check_pairs choose_compute cosine dot
         gradients gradients_of gram machine_speeds mean memory_shares open_capture
-        select_layers squares tokens top total variance
+        select_layers small_codes squares tokens top total variance
     """,
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget

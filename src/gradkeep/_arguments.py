@@ -262,7 +262,7 @@ def array(
     """
     import numpy as np
 
-    refuse = refused(name, values, error=error, expected=expected)
+    given = values
     try:
         if hasattr(values, "detach"):  # a tensor, told without importing torch
             values = values.detach().cpu()
@@ -270,9 +270,10 @@ def array(
             values = values.float() if str(values.dtype) == "torch.bfloat16" else values
         found = np.asarray(values.numpy() if hasattr(values, "numpy") else values)
     except Exception:
-        raise refuse from None
-    if found.dtype.kind not in kinds:
-        raise refuse
+        found = None
+    # The error is made only where there is one: to show an array takes longer than to check it.
+    if found is None or found.dtype.kind not in kinds:
+        raise refused(name, given, error=error, expected=expected)
     return found
 
 

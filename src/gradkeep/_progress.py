@@ -5,16 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+class ProgressReport(Protocol):
+    """What a long piece of work calls from time to time."""
+
+    def __call__(self, done: int, total: int, doing: str = "") -> None:
+        """So many are done, of so many; `doing` says at what it is."""
+
+
 @contextmanager
-def progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str, unit: str) -> Iterator[ProgressReport]:
     """A function to call with how many are done, of how many; all goes to stderr."""
     if not sys.stderr.isatty():
         yield _lines(what, unit)
@@ -27,17 +34,23 @@ def progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     with Progress(*columns, TextColumn(unit), Remaining(), console=console) as bar:
         task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def update(done: int, total: int, doing: str = "") -> None:
+            told = f"{what}: {doing}" if doing else what
+            bar.update(task, completed=done, total=total, description=told)
+
+        yield update
 
 
-def _lines(what: str, unit: str) -> Callable[[int, int], None]:
+def _lines(what: str, unit: str) -> ProgressReport:
     last = time.monotonic()
 
-    def report(done: int, total: int) -> None:
+    def report(done: int, total: int, doing: str = "") -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            print(f"{what}: {done} of {total} {unit}", file=sys.stderr, flush=True)
+            at = f" ({doing})" if doing else ""
+            print(f"{what}: {done} of {total} {unit}{at}", file=sys.stderr, flush=True)
 
     return report

@@ -1,10 +1,12 @@
 """Attribution: scores of training rows for queries, from captures."""
 
+from typing import TYPE_CHECKING
+
+from gradkeep._public import lazy_names
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._combine import combine
 from gradkeep.attribution._label_noise import LabelNoise, SuspicionThreshold
 from gradkeep.attribution._method import Method, NoOptions, Scorer
-from gradkeep.attribution._once import attribute_once
 from gradkeep.attribution._question import AttributionQuestion, CheckpointView, RunCheckpoint
 from gradkeep.attribution._registry import (
     default_method,
@@ -24,7 +26,6 @@ from gradkeep.attribution._solve import (
 )
 from gradkeep.attribution._suspects import Suspects, suspects
 from gradkeep.attribution._text_similarity import text_similarity
-from gradkeep.attribution._tokens import TokenScores, attribute_tokens
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.attribution.projections import (
     Projection,
@@ -34,6 +35,19 @@ from gradkeep.attribution.projections import (
     project_parameters,
     signs_or_normals,
 )
+
+if TYPE_CHECKING:
+    from gradkeep.attribution._once import attribute_once
+    from gradkeep.attribution._tokens import TokenScores, attribute_tokens
+else:  # what runs models is loaded when it is used: questions about captures answer sooner
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "attribute_once": "gradkeep.attribution._once",
+            "TokenScores": "gradkeep.attribution._tokens",
+            "attribute_tokens": "gradkeep.attribution._tokens",
+        },
+    )
 
 __all__ = [
     "FALLING",

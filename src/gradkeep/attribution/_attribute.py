@@ -20,6 +20,7 @@ from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
+from gradkeep.attribution.kernels import summed_up
 from gradkeep.errors import AttributionError
 from gradkeep.factors import form_from_fields
 from gradkeep.farm import check_place
@@ -27,9 +28,11 @@ from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from gradkeep._progress import ProgressReport
     from gradkeep.attribution._method import Scorer
+    from gradkeep.attribution.kernels import Solution
     from gradkeep.farm import Engine
     from gradkeep.query import ComputeWish, GradientOf, LayerChoice
     from gradkeep.store import Block, Store
@@ -160,7 +163,7 @@ def _computed(
     chosen: Method,
     question: AttributionQuestion,
     told: Any,
-    report: Callable[[int, int], None] | None,
+    report: ProgressReport | None,
 ) -> Scores:
     train = question.at()[0].train_block
     count = len(question.positions) if chosen.about_queries else 1
@@ -174,6 +177,11 @@ def _computed(
     )
     step = _queries_at_once(question, rows * (len(layers) if parts else 1), count)
     scorer: Scorer | None = None
+    solutions: list[Solution | None] = []
+    done, total = 0, len(question.checkpoints) * count * rows
+    if report is not None:
+        follow = report
+        question = dataclasses.replace(question, report=lambda doing: follow(done, total, doing))
     kept = kept_as(chosen, question)
     pooled = None if chosen.pool is None else chosen.pool(question, told)
     for number, at in enumerate(question.at(pooled)):
@@ -184,12 +192,15 @@ def _computed(
             found = scorer.score(start, min(start + step, count))
             _check_numbers(chosen, found, str(at.place))
             tally.add(start, found)
+            done = (number * count + start + found.shape[-2]) * rows
             if report is not None:
-                done = number * count + start + found.shape[-2]
-                report(done * rows, len(question.checkpoints) * count * rows)
+                report(done, total, "")
+        solutions.append(scorer.solution())
     assert scorer is not None
     approximate = "; ".join(filter(None, (scorer.approximate, kept))) or None
-    made = MadeScores(tally.values, tally.confidence(), approximate, scorer.plan())
+    made = MadeScores(
+        tally.values, tally.confidence(), approximate, summed_up(solutions), scorer.plan()
+    )
     return _as_scores(chosen, question, told, made)
 
 
@@ -215,6 +226,7 @@ def _as_scores(
         train_labels=_labels(train, None),
         confidence=made.confidence,
         per_layer=made.values if question.per_layer else None,
+        solved=made.solved,
         plan=made.plan,
         store=question.store,
     )

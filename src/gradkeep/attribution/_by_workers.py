@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 _LONGEST = 2048
+_TOLD = ("approximate", "solved")
+"""What each part tells in words."""
 _MOST = 256 << 20
 """Bytes of scores in one part, which a worker holds whole."""
 
@@ -36,6 +38,8 @@ class MadeScores:
     """`[Q, N]`, or `[L, Q, N]` where layers are told apart"""
     confidence: Floats | None
     approximate: str | None
+    solved: str | None = None
+    """How linear systems were solved, where there are any."""
     plan: QueryPlan | None = None
 
 
@@ -63,7 +67,7 @@ def scores_by_workers(
     arrays = (
         Array("values", "float32", (*shape[:-2], size, rows)),
         Array("confidence", "float32", (size,), nan="keep"),
-        Array("approximate", "uint8", (_LONGEST,)),
+        *(Array(name, "uint8", (_LONGEST,)) for name in _TOLD),
     )
     job = _ScoreJob(question.store.location, tuple(ids[block] for block in blocks), arguments, size)
 
@@ -91,8 +95,10 @@ def scores_by_workers(
         here = slice(block.start, block.stop)
         values[..., here, :] = found["values"][number][..., : len(block), :]
         confidence[here] = found["confidence"][number][: len(block)]
-    approximate = found["approximate"][0].tobytes().rstrip(b"\0").decode("utf-8", "replace")
-    return MadeScores(values, confidence if several else None, approximate or None)
+    approximate, solved = (
+        found[name][0].tobytes().rstrip(b"\0").decode("utf-8", "replace") or None for name in _TOLD
+    )
+    return MadeScores(values, confidence if several else None, approximate, solved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +122,16 @@ class _ScoreJob:
         missing = self.size - values.shape[-2]
         whole = np.pad(values, [*[(0, 0)] * (values.ndim - 2), (0, missing), (0, 0)])
         sure = np.zeros(len(values[..., 0].T)) if scores.confidence is None else scores.confidence
-        told = np.zeros(_LONGEST, np.uint8)
-        text = (scores.approximate or "").encode()[:_LONGEST]
-        told[: len(text)] = np.frombuffer(text, np.uint8)
         return {
             "values": whole.astype(np.float32),
             "confidence": np.pad(np.asarray(sure, np.float32), (0, missing)),
-            "approximate": told,
+            **{name: _as_bytes(getattr(scores, name)) for name in _TOLD},
         }
+
+
+def _as_bytes(text: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A text at the beginning of an array of a fixed length."""
+    told = np.zeros(_LONGEST, np.uint8)
+    content = (text or "").encode()[:_LONGEST]
+    told[: len(content)] = np.frombuffer(content, np.uint8)
+    return told

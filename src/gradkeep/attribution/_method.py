@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import AttributionQuestion, CheckpointView
+    from gradkeep.attribution.kernels import Solution
     from gradkeep.query import QueryPlan
 
 OverCheckpoints = Literal["one", "sum", "mean"]
@@ -31,6 +32,8 @@ class Scorer:
     """How gradients were multiplied last, where they are."""
     approximate: str | None = None
     """What was approximated, if anything was."""
+    solution: Callable[[], Solution | None] = lambda: None
+    """How linear systems were solved so far, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from gradkeep.query import GradientPair, check_pairs, gradients_of, open_capture
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gradkeep.query import ComputeWish, GradientOf, Gradients, LayerChoice
     from gradkeep.store import Block, Store
@@ -51,6 +51,8 @@ class AttributionQuestion:
     compute: ComputeWish = None
     memory_budget: float | str | None = None
     per_layer: bool = False
+    report: Callable[[str], None] = field(default=lambda doing: None, repr=False)
+    """Is told what is being done, where that takes long."""
 
     opened: dict[CaptureKey, Block] = field(default_factory=dict, repr=False)
     """The captures that were opened for it: each is read and checked once."""

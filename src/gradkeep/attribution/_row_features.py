@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution.projections import project
+from gradkeep.attribution._kept_rows import KeptRows
+from gradkeep.attribution._solve import BLOCK
+from gradkeep.attribution.projections import project, project_parts
 from gradkeep.errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from gradkeep.store import Block
 
 _EMBEDDING = "embedding."
+IN_MEMORY = 1 << 28
+"""Bytes of projections that are held in memory, unless a budget says otherwise."""
 
 
 def column(block: Block, name: str, *, method: str) -> Tensor:
@@ -79,23 +83,29 @@ def _embedding(at: CheckpointView, layer: str | None, *, method: str) -> str:
     return both[-1] if layer is None else f"{_EMBEDDING}{layer}"
 
 
-def features(at: CheckpointView, of: GradientOf, projection: Projection) -> tuple[Tensor, Tensor]:
-    """Projections of the training rows `[N, k]` and of the queries `[Q, k]`.
+def features(at: CheckpointView, of: GradientOf, projection: Projection) -> tuple[KeptRows, Tensor]:
+    """Projections of the training rows `[N, k]`, on disk if they are many, and of the queries `[Q, k]`.
 
     Other checkpoints get other projections, so that their errors average out.
     """
-    question = at.question
+    question, dim = at.question, projection.dim
     train, asked = at.train(of), at.queries(of)
-    need = 4 * projection.dim * (len(train) + len(asked) + 2 * projection.dim)
+    side = min(dim, len(train))
+    # The matrix and its factor, the queries, and some rows that pass.
+    need = 4 * (2 * side * side + dim * len(asked) + 2 * dim * min(len(train), BLOCK))
     budget = question.memory_budget
     if budget is not None and need > parse_bytes(budget):
         raise BudgetError(
-            f"projections to {projection.dim} numbers do not fit in the memory budget",
+            f"projections to {dim} numbers do not fit in the memory budget",
             found=str(budget),
             expected=f"at least {format_bytes(need)}",
             fix="pass a smaller dim=, or a larger memory_budget=",
         )
+    limit = IN_MEMORY if budget is None else (parse_bytes(budget) - need) // 2
     number = question.checkpoints.index(at.place)
-    x = project(train, projection, model=number, memory_budget=budget)
+    x = KeptRows(len(train), dim, limit=limit)
+    for start, values in project_parts(train, projection, model=number, memory_budget=budget):
+        x.put(start, values)
+        question.report(f"row {start + len(values)} of {len(train)} projected")
     g = project(asked, projection, model=number, memory_budget=budget)
     return x, g[question.positions]

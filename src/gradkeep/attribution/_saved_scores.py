@@ -26,6 +26,8 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
     """Write scores under a name; the queries' block is finished last, and only then they are there."""
     told: dict[str, Any] = {part: getattr(scores, part) for part in _TOLD}
     told |= {part: json.dumps(getattr(scores, part)) for part in _LISTED}
+    if scores.solved is not None:
+        told["solved"] = scores.solved
     if scores.chosen_on:
         told["chosen_on"] = " ".join(scores.chosen_on)
     told["digest"] = _digest(scores)
@@ -108,6 +110,7 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
         query_ids=queries,
         train_ids=train.ids,
         **provenance,
+        solved=told.get("solved"),
         chosen_on=tuple(str(told.get("chosen_on", "")).split()),
         query_labels=kept.get("label"),
         train_labels=train.column("label") if "label" in train.names else None,

@@ -65,6 +65,8 @@ class Scores:
     """What was approximated, if anything was."""
     options: str = "{}"
     """What the method was told, as JSON."""
+    solved: str | None = None
+    """How linear systems were solved, where there are any, and to which residual."""
     chosen: str | None = None
     """What was chosen by the outcomes of subset models, and how."""
     chosen_on: tuple[str, ...] = field(default=(), repr=False)

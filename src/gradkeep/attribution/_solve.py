@@ -9,6 +9,7 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep.attribution.kernels._cholesky import cholesky
 from gradkeep.attribution.projections import require_room
 from gradkeep.errors import AttributionError
 from gradkeep.factors import squared, squared_lengths
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
-_ROWS = _TARGETS = 4096
+BLOCK = 4096
 """Rows, and targets, that are read at a time."""
 
 
@@ -37,7 +38,7 @@ def dual(
     kernel *= s
     kernel *= s.unsqueeze(1)
     kernel.diagonal().add_(damping)
-    factor = _cholesky(kernel, damping)
+    factor = cholesky(kernel)
     after = pull / s
 
     def scores(products: Tensor) -> Tensor:
@@ -48,39 +49,47 @@ def dual(
 
 
 def primal(
-    features: Tensor, *, weight: Tensor, pull: Tensor, damping: float
+    features: StreamedRows, *, weight: Tensor, pull: Tensor, damping: float
 ) -> Callable[[Tensor], Tensor]:
     """Scores `[B, N]` from features `[B, k]` of queries, by those `[N, k]` of the rows.
 
     With A = X^T diag(weight) X + damping I, the scores are pull * (X A^-1 g). The same as `dual`
     with K = X X^T, in k^3 / 3 + N k^2 operations once, N k a query.
     """
-    gram = torch.zeros(features.shape[1], features.shape[1])
-    for rows, some in zip(torch.split(features, _ROWS), torch.split(weight, _ROWS), strict=True):
-        gram += squared(rows * some.sqrt().unsqueeze(1))
+    gram = torch.zeros(features.dim, features.dim)
+    for ids in row_blocks(features.count):
+        gram += squared(features.read(ids) * weight[ids].sqrt().unsqueeze(1))
     gram.diagonal().add_(damping)
-    factor = _cholesky(gram, damping)
+    factor = cholesky(gram)
 
     def scores(asked: Tensor) -> Tensor:
         moved = torch.cholesky_solve(asked.T, factor).T
-        return (moved @ features.T) * pull
+        out = torch.empty(len(asked), features.count)
+        for ids in row_blocks(features.count):
+            torch.mm(moved, features.read(ids).T, out=out[:, ids[0] : ids[-1] + 1])
+        return out.mul_(pull)
 
     return scores
 
 
 def by_features(
-    features: Tensor, *, weight: Tensor, pull: Tensor, damping: float
+    features: StreamedRows, *, weight: Tensor, pull: Tensor, damping: float
 ) -> Callable[[Tensor], Tensor]:
     """`primal`, or for fewer rows than numbers `dual`: the smaller of the two matrices."""
-    if features.shape[1] <= len(features):
+    if features.dim <= features.count:
         return primal(features, weight=weight, pull=pull, damping=damping)
-    solve = dual(squared(features.T), weight=weight, pull=pull, damping=damping)
-    return lambda asked: solve(asked @ features.T)
+    x = features.read(np.arange(features.count))
+    solve = dual(squared(x.T), weight=weight, pull=pull, damping=damping)
+    return lambda asked: solve(asked @ x.T)
 
 
-def mean_square(features: Tensor, weight: Tensor) -> float:
+def mean_square(features: StreamedRows, weight: Tensor) -> float:
     """The mean diagonal of the weighted kernel of features `[N, k]`: mean of weight x |x|^2."""
-    return float((squared_lengths(features).double() * weight).mean())
+    found = [
+        squared_lengths(features.read(ids)).double() * weight[ids]
+        for ids in row_blocks(features.count)
+    ]
+    return float(torch.cat(found).mean())
 
 
 @checked(AttributionError)
@@ -102,20 +111,6 @@ def relative_damping(damping: float | str, diagonal: Any, *, what: str) -> float
             fix="capture a model that has something to learn, or other layers",
         )
     return float(damping * diagonal)
-
-
-def _cholesky(matrix: Tensor, damping: float) -> Tensor:
-    # Rounding of float32 can outweigh a tiny damping: then in double precision.
-    for kind in (torch.float32, torch.float64):
-        found = torch.linalg.cholesky_ex(matrix.to(kind))
-        if int(found.info) == 0:
-            factor: Tensor = found.L
-            return factor.float()
-    raise AttributionError(
-        "the damped kernel is not positive definite",
-        found=f"an absolute damping of {damping:.3g}",
-        fix="use a larger damping",
-    )
 
 
 class StreamedRows(Protocol):
@@ -160,7 +155,7 @@ def add_products(
     share: float,
 ) -> None:
     """Add X turn(G) `[n, m]`, times `share`, to an array that may be on disk."""
-    for asked in row_blocks(targets.count, _TARGETS):
+    for asked in row_blocks(targets.count, BLOCK):
         turned = turn(targets.read(asked)).float() * share
         for ids in row_blocks(train.count):
             part = train.read(ids) @ turned
@@ -182,7 +177,7 @@ def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
 
 
 @checked(AttributionError)
-def row_blocks(count: int, size: int = _ROWS) -> Iterator[Ids]:
+def row_blocks(count: int, size: int = BLOCK) -> Iterator[Ids]:
     """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
     _arguments.count("size", size, error=AttributionError, least=1)
     for start in range(0, count, size):
@@ -202,7 +197,7 @@ def _add_by_rows(
     mean = float(kernel.diagonal().double().mean())
     kernel.diagonal().add_(relative_damping(damping, mean, what="ridge"))
     factor = torch.linalg.cholesky(kernel)
-    for asked in row_blocks(targets.count, _TARGETS):
+    for asked in row_blocks(targets.count, BLOCK):
         products = x @ targets.read(asked).T
         solved = torch.cholesky_solve(products, factor) * share
         out[:, asked[0] : asked[-1] + 1] += solved.numpy()

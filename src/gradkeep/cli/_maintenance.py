@@ -27,6 +27,15 @@ def verify(
             help="Move damaged files to the store's quarantine and remove unfinished writes.",
         ),
     ] = False,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            "--sample",
+            min=1,
+            max=LARGEST,
+            help="Read only so many files of rows, drawn anew each time; all documents are checked.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Read every file of a store and compare it with its checksums.
@@ -37,7 +46,7 @@ def verify(
     import gradkeep.store as stores
 
     with progress("verify", "files") as report:
-        verdict = stores.verify(store, repair=repair, progress=report)
+        verdict = stores.verify(store, repair=repair, sample=sample, progress=report)
     if json:
         print_json(_fields(verdict))
     else:
@@ -51,6 +60,8 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
         "healthy": verdict.healthy,
         "files": verdict.files,
         "bytes": verdict.bytes,
+        "segments": verdict.segments,
+        "read": verdict.read,
         "damage": [
             {"path": item.path, "tensor": item.tensor, "what": item.what} for item in verdict.damage
         ],
@@ -72,6 +83,8 @@ def _show(verdict: Verdict) -> None:
     for sentence in verdict.repaired:
         print(f"repair  {sentence}")
     read = f"{verdict.files} files, {format_size(verdict.bytes)}"
+    if verdict.read < verdict.segments:
+        read += f" (a sample: {verdict.read} of {verdict.segments} files of rows were read)"
     if verdict.healthy:
         print(f"healthy: {read}")
         return

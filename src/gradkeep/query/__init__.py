@@ -30,6 +30,7 @@ from gradkeep.query._layers import LayerChoice, NamedLayer, select_layers
 from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_compute
 from gradkeep.query._products import Products, TopRows, cosine, dot, gram, top
+from gradkeep.query._small_codes import SmallCodes, small_codes
 from gradkeep.query._sums import Directions, along, mean, squares, total, variance
 from gradkeep.query._tokens import TokenProducts, along_tokens, tokens
 
@@ -60,6 +61,7 @@ __all__ = [
     "Products",
     "QueryPlan",
     "QueryStep",
+    "SmallCodes",
     "TokenProducts",
     "TopRows",
     "along",
@@ -76,6 +78,7 @@ __all__ = [
     "memory_shares",
     "open_capture",
     "select_layers",
+    "small_codes",
     "squares",
     "tokens",
     "top",

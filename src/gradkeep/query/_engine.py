@@ -75,14 +75,19 @@ class ProductEngine:
         answer: int,
         positions: Sequence[int] | None = None,
         rows: Sequence[int] | None = None,
+        stop: int | None = None,
     ) -> None:
-        """`positions` picks queries and `rows` training rows; None: all of them."""
+        """`positions` picks queries and `rows` training rows; None: all of them.
+
+        With `stop`, tiles that begin at or after that training row are left out.
+        """
         check_pairs(pairs)
         self.pairs, self.per_layer = list(pairs), per_layer
         first = pairs[0]
         self.positions = list(range(len(first.queries))) if positions is None else list(positions)
         self.rows = None if rows is None else list(rows)
         self.num_train = len(first.train) if self.rows is None else len(self.rows)
+        self.num_train = self.num_train if stop is None else min(stop, self.num_train)
         probes = [_probe(pair) for pair in pairs]
         self.shares: MemoryShares = memory_shares(
             memory_budget,
@@ -133,6 +138,8 @@ class ProductEngine:
             if all(form.tabled for form in train.forms.values()):
                 parts = _chained(parts, train.forms, rows)
             for part in parts:
+                if part.start >= self.num_train:
+                    break
                 yield [part]
             return
         for start in range(0, self.num_train, rows):

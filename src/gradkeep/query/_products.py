@@ -17,6 +17,7 @@ from gradkeep.farm import check_place
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._largest import LargestRows
+from gradkeep.query._small_codes import SmallCodes, by_codes
 from gradkeep.query._top_by_workers import top_by_workers
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def top(
     candidates: int | None = None,
     workers: int | None = None,
     engine: Engine | None = None,
+    codes: SmallCodes | None = None,
 ) -> TopRows:
     """The `k` training rows with the largest (or smallest) product for each query.
 
@@ -141,6 +143,9 @@ def top(
     `gk.Keep(bits=32)` whitened ones that are not rounded.
 
     `workers` processes, or those of an `engine` (`gk.farm.engine`), search for blocks of the queries.
+
+    `codes` (`gk.query.small_codes`) are for millions of rows: the best `candidates` of each query by codes,
+    100 k unless it is said, are ranked by exact products, and no other row is read.
     """
     check_place(workers, engine, least=1)
     pairs = _pairs(queries, train, weights)
@@ -148,6 +153,26 @@ def top(
     if k < 1:
         raise QueryError("k must be at least 1", found=k)
     k = min(k, len(pairs[0].train))
+    if codes is not None:
+        together = {"refine=": refine, "workers=": workers, "engine=": engine}
+        named = [name for name, value in together.items() if value is not None]
+        if len(pairs) > 1 or named:
+            raise QueryError(
+                "codes are of one checkpoint, and their candidates are ranked by exact products here",
+                found=f"{len(pairs)} checkpoints" if len(pairs) > 1 else named[0],
+                fix="ask about one checkpoint, without refine=, workers= or engine=",
+            )
+        values, rows, used = by_codes(
+            pairs[0],
+            codes,
+            positions,
+            k,
+            candidates=candidates,
+            smallest=smallest,
+            memory_budget=memory_budget,
+        )
+        found_ids = torch.from_numpy(pairs[0].train.ids[rows.numpy()])
+        return TopRows(values, found_ids, pairs[0].queries.ids[positions], used.plan)
     if refine is not None:
         if len(pairs) > 1:
             raise QueryError(

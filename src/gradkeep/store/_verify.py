@@ -6,10 +6,11 @@ Nothing that is found in a store makes a check raise: what cannot be read is dam
 from __future__ import annotations
 
 import contextlib
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep import _annotations
+from gradkeep import _annotations, _arguments
 from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._decisions import decision_key, decision_of
 from gradkeep.store._fields import read_document
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Schema
 
 
+_OF_ROWS = ("segment", "packed", "row")
+"""The kinds of files that hold rows, and so nearly all bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Damage:
     """One thing that is not as it was written."""
@@ -72,7 +77,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check of the whole store found."""
+    """What a check of the whole store, or of a sample of its segments, found."""
 
     files: int
     bytes: int
@@ -83,6 +88,10 @@ class Verdict:
     """Files that gradkeep did not put there; they are left alone."""
     repaired: tuple[str, ...]
     """What was done, a sentence each."""
+    segments: int = 0
+    """Files of rows that there are."""
+    read: int = 0
+    """How many of them were read: all, or as many as a sample had."""
 
     @property
     def healthy(self) -> bool:
@@ -95,9 +104,14 @@ def verify(
     store: Store | Backend | str | os.PathLike[str],
     *,
     repair: bool = False,
+    sample: int | None = None,
+    seed: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Read every file of a store and compare it with its checksums and with what names it; O(bytes).
+
+    With `sample`, of the files that hold rows only so many are read, drawn anew each time or by `seed`;
+    that all others exist is still seen, and all documents are checked. `Verdict.read` says how many.
 
     What was sealed, packed or recorded and is gone is found too. With `repair`, damaged files are
     moved to the store's quarantine, so that running the work again recreates exactly them, and
@@ -112,7 +126,9 @@ def verify(
     """
     backend = store.backend if isinstance(store, Store) else backend_for(store)
     Store.require_some(backend)
-    check = _Check(backend)
+    _arguments.optional(_arguments.count, "sample", sample, error=StoreError, least=1)
+    _arguments.optional(_arguments.count, "seed", seed, error=StoreError)
+    check = _Check(backend, sample, seed)
     check.files(progress)
     check.recorded()
     check.chains()
@@ -132,13 +148,22 @@ def verify(
             *(f"{key} was left where it is: it could not be read" for key in sorted(check.unread)),
         )
     found = tuple(check.damage)
-    return Verdict(len(check.keys), check.bytes, found, orphans, tuple(check.unknown), repaired)
+    return Verdict(
+        len(check.keys),
+        check.bytes,
+        found,
+        orphans,
+        tuple(check.unknown),
+        repaired,
+        segments=check.segments,
+        read=check.segments - len(check.left_out),
+    )
 
 
 class _Check:
     """One store while it is checked."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, sample: int | None, seed: int | None) -> None:
         self._backend = backend
         self.damage: list[Damage] = []
         self.unread: set[str] = set()
@@ -152,6 +177,12 @@ class _Check:
         self._known = {
             key: file for key in self.keys if (file := known_file(key)) and key not in self._folders
         }
+        rows = [key for key, file in self._known.items() if file.kind in _OF_ROWS]
+        self.segments = len(rows)
+        self.left_out: set[str] = set()
+        """Files of rows that are not read, where a sample is."""
+        if sample is not None and sample < len(rows):
+            self.left_out = set(rows) - set(random.Random(seed).sample(rows, sample))
         manifests = [file for file in self._known.values() if file.kind == "manifest"]
         self._newest = {file.folder: 0 for file in manifests}
         for file in manifests:
@@ -221,7 +252,9 @@ class _Check:
             self._foreign(key, entry)
         elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
             self._note(key, "it lies in another folder than its number says")
-        elif file.kind in ("segment", "packed", "row"):
+        elif key in self.left_out:
+            return
+        elif file.kind in _OF_ROWS:
             self._segment(key, file)
         elif file.kind == "samples":
             self._samples(key, file)
@@ -285,6 +318,8 @@ class _Check:
             if named not in self.keys and not self._is_there(named):
                 rows = f"version {manifest.version} needs its {entry.rows} rows"
                 self._note(named, f"missing: {rows}")
+                continue
+            if named in self.left_out:
                 continue
             with contextlib.suppress(GradkeepError, FileNotFoundError):
                 segment = Segment(self._backend, named)

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from gradkeep import query
-from gradkeep.attribution.curvature._replayed import ReplayedGaussNewton
 from gradkeep.attribution.kronecker import Damping
 from gradkeep.attribution.kronecker._row_parts import dense_rows, weighted
-from gradkeep.capturing import Classification
 from gradkeep.errors import AttributionError
 from gradkeep.query import Directions
 
@@ -93,6 +91,9 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
             fix="pass model= with the checkpoint's weights and data= with the training batches, "
             "or curvature='fisher'",
         )
+    from gradkeep.attribution.curvature._replayed import ReplayedGaussNewton
+    from gradkeep.capturing import Classification
+
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
     replayed = ReplayedGaussNewton(space, model, data, told.task or Classification(), mode)
     return CurvatureProblem(

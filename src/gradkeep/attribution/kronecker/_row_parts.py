@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep.errors import AttributionError
-from gradkeep.factors import CACHED, tiles
+from gradkeep.factors import RESTORED
 from gradkeep.query import memory_shares as divided
 from gradkeep.store import CaptureKey
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.factors import GradientRows
+    from gradkeep.factors import AnyForm, GradientRows
     from gradkeep.query import Gradients
 
 
@@ -70,13 +70,19 @@ def weighted(
         some = shares[:, part.start : part.stop].to(part.factors.example.dtype)
         if part.slopes is not None:
             some = some * part.slopes.to(some.dtype)
-        # Of many positions a sum costs as much as restoring all rows: they are restored once.
-        if len(shares) == 1 or not form.shares_restoring(part.factors):
-            out += form.weighted_sum(part.factors, some)
-            continue
-        for start, stop in tiles(part.stop - part.start, out.shape[1], 8, 8 * CACHED):
-            taken = part.factors.take(start, stop)
-            out += some[:, start:stop] @ form.restore(taken)
+        out += weighted_part(form, part.factors, some)
+    return out
+
+
+def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
+    """Sums `[K, P]` of the gradients of some rows, of which each counts `shares` `[K, B]`."""
+    # Of many positions a sum costs as much as restoring all rows: they are restored once.
+    if len(shares) == 1 or not form.shares_restoring(rows):
+        return form.weighted_sum(rows, shares)
+    out = shares.new_zeros(len(shares), form.restored_size)
+    for start, stop, dense in form.restored_tiles(rows, RESTORED):
+        out.addmm_(shares[:, start:stop], dense)
+        del dense  # before the next is made
     return out
 
 

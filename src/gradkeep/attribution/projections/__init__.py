@@ -9,6 +9,7 @@ from gradkeep.attribution.projections._project import (
     project_dense,
     project_layers,
     project_parameters,
+    project_parts,
     project_rows,
     signs_or_normals,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "project_dense",
     "project_layers",
     "project_parameters",
+    "project_parts",
     "project_rows",
     "require_room",
     "signs_or_normals",

@@ -58,28 +58,52 @@ def project(
     if rows is not None:
         most = max(0, len(gradients) - 1)
         chosen = _arguments.whole_numbers("rows", rows, error=AttributionError, most=most)
-    count, dim = len(gradients) if chosen is None else len(chosen), projection.dim
-    batch_rows, scratch = tiling(gradients, dim, memory_budget, count=count)
+    count = len(gradients) if chosen is None else len(chosen)
+    # Refused before anything is made.
+    tiling(gradients, projection.dim, memory_budget, held=count)
+    out = torch.empty(count, projection.dim)
+    parts = project_parts(
+        gradients, projection, model=model, chosen=chosen, memory_budget=memory_budget, held=count
+    )
+    for start, values in parts:
+        out[start : start + len(values)] = values
+    return out
+
+
+def project_parts(
+    gradients: Gradients,
+    projection: Projection,
+    *,
+    model: object = 0,
+    chosen: Any = None,
+    memory_budget: float | str | None = None,
+    held: int = 0,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The number of the first row and the projections `[n, k]` from it on, as `project` gives them.
+
+    Of all rows, or of those at the positions `chosen`; so many of them will be `held` at once.
+    """
+    dim = projection.dim
+    batch_rows, scratch = tiling(gradients, dim, memory_budget, held=held)
     sketch = sketch_of(projection, model)
-    slopes = gradients.slopes()
-    if slopes is not None and chosen is not None:
-        slopes = slopes[chosen]
-    out = torch.empty(count, dim)
+    slopes, ids = gradients.slopes(), gradients.ids
+    if chosen is not None:
+        slopes, ids = None if slopes is None else slopes[chosen], ids[chosen]
     for some in _parts(gradients, chosen, batch_rows):
         factors = {name: rows.widened() for name, rows in some.factors.items()}
         kinds = {rows.example.dtype for rows in factors.values()}
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        out = torch.empty(some.stop - some.start, dim)
         # Sums that stay in the cache while all layers are added to them.
         for start, stop in tiles(some.stop - some.start, 4 * dim, dtype.itemsize, 2 * CACHED):
             into = ProjectionSum(stop - start, dim, dtype=dtype, device=torch.device("cpu"))
             for name, form in gradients.forms.items():
                 taken = factors[name].take(start, stop)
                 add_rows(sketch, into, form, taken, scratch=scratch)
-            out[some.start + start : some.start + stop] = into.values()
+            out[start:stop] = into.values()
         if slopes is not None:
-            out[some.start : some.stop] *= slopes[some.start : some.stop].unsqueeze(1)
-    ids = gradients.ids if chosen is None else gradients.ids[chosen]
-    return require_finite(out, ids)
+            out *= slopes[some.start : some.stop].unsqueeze(1)
+        yield some.start, require_finite(out, ids[some.start : some.stop])
 
 
 def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[FactorBatch]:
@@ -93,13 +117,13 @@ def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[Facto
 
 
 def tiling(
-    gradients: Gradients, dim: int, memory_budget: float | str | None, *, count: int | None = None
+    gradients: Gradients, dim: int, memory_budget: float | str | None, *, held: int
 ) -> tuple[int, int]:
-    """Rows at a time and bytes of temporaries, for k numbers a row."""
-    count = len(gradients) if count is None else count
+    """Rows at a time and bytes of temporaries, for k numbers a row, of which so many rows are held."""
+    answer = held * dim * 4
     require_room(
-        count * dim * 4,
-        f"{count} x {dim}, all projections at once,",
+        answer,
+        f"{held} x {dim}, all projections at once,",
         fix="choose a smaller dimension",
     )
     probe = gradients.rows([0]) if len(gradients) else None
@@ -107,12 +131,12 @@ def tiling(
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
     split = memory_shares(
         memory_budget,
-        answer=count * dim * 4,
+        answer=answer,
         mapped=mapped,
         query_row=0,
         train_row=row + _BUFFERS * dim * 4,
         queries=1,
-        rows=count,
+        rows=held or len(gradients),
     )
     return split.train_rows, min(split.scratch, CACHED)
 

@@ -67,7 +67,7 @@ def two_sided(
     matrices L / sqrt(rows) and M / sqrt(cols). Cost: T (R rows + C cols) products a row and layer.
     """
     width = sum(projection.width(form.restored_parameters) for form in gradients.forms.values())
-    batch_rows, scratch = tiling(gradients, width, memory_budget)
+    batch_rows, scratch = tiling(gradients, width, memory_budget, held=len(gradients))
     slopes = gradients.slopes()
     out = torch.empty(len(gradients), width)
     maps = _Maps(projection, model)

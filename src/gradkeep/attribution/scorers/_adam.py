@@ -10,13 +10,13 @@ import torch
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution.kronecker._influence import SolvedQueries, layer_by_layer
-from gradkeep.capturing import AdamState
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
+    from gradkeep.capturing import AdamState
     from gradkeep.factors import AnyForm
 
 
@@ -29,6 +29,8 @@ class AdamOptions:
 
 
 def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
+    from gradkeep.capturing import AdamState
+
     budget = at.question.memory_budget
     limit = None if budget is None else parse_bytes(budget)
     if not isinstance(options.state, AdamState):

@@ -10,11 +10,11 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution._solve import dual
 from gradkeep.attribution.curvature import CurvatureOptions, conjugate_gradients, curvature, lanczos
+from gradkeep.attribution.kernels import WeightedKernel
 from gradkeep.attribution.kronecker._row_parts import only_layer
 from gradkeep.attribution.projections import _random
-from gradkeep.attribution.scorers._gradient_products import products
+from gradkeep.attribution.scorers._solved_scores import solved_scores
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.query import DEFAULT_BUDGET, Directions
 
@@ -48,8 +48,8 @@ def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
     question, asked, train = at.question, at.queries(), at.train()
     budget = question.memory_budget
     limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
-    if options.curvature == "fisher" and not question.per_layer and 16 * len(train) ** 2 <= limit:
-        return _by_kernel(at, curved.damping)
+    if options.curvature == "fisher" and not question.per_layer:
+        return _by_kernel(at, curved.damping, options.tolerance)
     step = max(1, limit // 4 // (8 * _VECTORS * curved.space.size + 4 * len(train)))
 
     def layer(name: str, directions: Directions) -> Tensor:
@@ -81,21 +81,18 @@ def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
     return Scorer(score)
 
 
-def _by_kernel(at: CheckpointView, damping: float) -> Scorer:
-    """With F = G^T G / N, g_q (F + damping)^-1 G^T = g_q G^T (G G^T / N + damping)^-1: no solving.
-
-    N^3 / 3 operations once, N^2 a query.
-    """
-    train, budget = at.train(), at.question.memory_budget
-    kernel = query.gram(train, compute=at.question.compute, memory_budget=budget).values
-    weight, pull = torch.full((len(train),), 1 / len(train)), torch.ones(len(train))
-    solve = dual(kernel, weight=weight, pull=pull, damping=damping)
-    asked = products(at, "loss")
-
-    def score(start: int, stop: int) -> Tensor:
-        return solve(asked.score(start, stop))
-
-    return Scorer(score, plan=asked.plan)
+def _by_kernel(at: CheckpointView, damping: float, tolerance: float) -> Scorer:
+    """With F = G^T G / N, g_q (F + damping)^-1 G^T = g_q G^T (G G^T / N + damping)^-1: a kernel."""
+    train, question = at.train(), at.question
+    kernel = WeightedKernel(
+        train,
+        torch.full((len(train),), 1 / len(train)),
+        damping,
+        compute=question.compute,
+        memory_budget=question.memory_budget,
+        report=question.report,
+    )
+    return solved_scores(at, kernel, torch.ones(len(train)), of="loss", tolerance=tolerance)
 
 
 INFLUENCE = Method(
@@ -103,7 +100,7 @@ INFLUENCE = Method(
     "query gradient x (curvature + damping)^-1 x training gradient",
     "gradients of both splits; model= and data= for the Hessian or the Gauss-Newton matrix",
     "tens of passes over the training data for each query, small models only; for the Fisher "
-    "matrix of few rows N^3 / 3 operations",
+    "matrix what kernel costs",
     exact=True,
     reference="Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017",
     prepare=_prepare_influence,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
+from gradkeep.attribution._kept_rows import KeptRows
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._solve import by_features
 from gradkeep.attribution.kronecker import DECADES, Damping
@@ -52,7 +53,9 @@ def _prepare_logra(at: CheckpointView, options: LograOptions) -> Scorer:
         mean = float(rows.double().square().mean())
         # Nothing is known of a layer whose gradients are all zero, and it gives no score.
         if mean > 0:
-            solve = by_features(rows, weight=weight, pull=pull, damping=damping.of(mean))
+            solve = by_features(
+                KeptRows.of(rows), weight=weight, pull=pull, damping=damping.of(mean)
+            )
             layers[name] = (solve, asked)
     if not layers:
         raise AttributionError(

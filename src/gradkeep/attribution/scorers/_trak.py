@@ -41,7 +41,7 @@ def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
     found: LossSlopes = at.pooled
     projection = Projection(options.projection, options.dim, options.seed)
     x, g = features(at, found.of, projection)
-    rows, dim = x.shape
+    rows, dim = x.count, x.dim
     if options.ridge == 0 and dim >= rows:
         raise AttributionError(
             f"{rows} rows cannot fill a matrix of {dim} x {dim}: without a ridge its inverse, and "

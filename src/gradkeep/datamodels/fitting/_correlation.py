@@ -98,8 +98,12 @@ def correlation(
     parts = np.concatenate([p, y, p * y, p * p, y * y], axis=1)
     for start in range(0, resamples, _AT_ONCE):
         count = min(_AT_ONCE, resamples - start)
-        times = rng.multinomial(len(p), np.full(len(p), 1 / len(p)), size=count)
-        ep, ey, epy, epp, eyy = np.split(times @ parts / len(p), 5, axis=1)
+        # How often each model was drawn, counted for all resamples at once; as floats, because
+        # there is no fast product of whole numbers.
+        chosen = rng.integers(len(p), size=(count, len(p))) + len(p) * np.arange(count)[:, None]
+        times = np.bincount(chosen.ravel(), minlength=count * len(p)).reshape(count, len(p))
+        summed = times.astype(np.float64) @ parts / len(p)
+        ep, ey, epy, epp, eyy = np.split(summed, 5, axis=1)
         spread = np.sqrt(np.maximum(epp - ep * ep, 0) * np.maximum(eyy - ey * ey, 0))
         ratio = np.divide(epy - ep * ey, spread, out=np.full_like(spread, np.nan), where=spread > 0)
         ratio[:, silent] = 0.0

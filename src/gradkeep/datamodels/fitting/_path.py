@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
+from gradkeep.datamodels.fitting._active_set import FEW, solve_by_active_sets
 from gradkeep.datamodels.fitting._l1 import (
     PenalizedProblem,
     SolverState,
@@ -103,6 +104,10 @@ class PathSolver:
         before: torch.Tensor,
     ) -> torch.Tensor:
         """Solve for the examples that may have weights, then check all others; widen and repeat."""
+        if len(problem.c) <= FEW and problem.c.device.type == "cpu":
+            found = solve_by_active_sets(standard.gram, problem, state, tolerance=self.tolerance)
+            if found is not None:
+                return found
         all_examples = problem.c.shape[1]
         most = min(self.working, int(_WORTH * all_examples))
         # The strong rule: gradients move no faster than penalties, but for rare exceptions.

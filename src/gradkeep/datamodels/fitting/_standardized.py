@@ -126,10 +126,11 @@ class CountedGram:
         import torch
 
         # In float64, because C / m and mu mu' agree in their leading digits.
-        part = self.counts.pairs[rows][:, columns] / self.counts.models
-        part -= np.multiply.outer(self.mean[rows], self.mean[columns])
-        part *= np.multiply.outer(self.scale[rows], self.scale[columns])
-        return torch.from_numpy(part).to(self.device, self.dtype)
+        part = torch.from_numpy(self.counts.pairs[rows][:, columns] / self.counts.models)
+        mean, scale = torch.from_numpy(self.mean), torch.from_numpy(self.scale)
+        part.addr_(mean[rows], mean[columns], alpha=-1)
+        part.mul_(scale[rows].unsqueeze(1)).mul_(scale[columns])
+        return part.to(self.device, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

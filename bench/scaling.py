@@ -1,0 +1,252 @@
+"""Time and memory of every method from 1,000 to 64,000 training rows, and every way to solve the kernel.
+
+`./x bench scaling [--quick]`: one thread, CPU time of the question from disk, peak memory above that of
+a process that has only imported everything; each cell in a process of its own, in 2 GiB. The rows
+are of 64 numbers, the model an MLP 64-128-64-10 with 17,226 parameters, 100 queries are asked about. What
+capturing cost stands beside it. A cell that would take longer than the limit, judged by the size before, is
+left out and named. Where several ways to solve the kernel were measured, the ranks of their scores are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradkeep as gk
+from gradkeep._ranks import column_correlations
+
+SIZES = (1_000, 4_000, 20_000, 64_000)
+QUICK = (1_000, 4_000)
+QUERIES, BUDGET = 100, 2 << 30
+RESIDUAL, AGREEMENT, NEEDED = 1e-4, 0.999, 20_000
+LIMIT = 150.0  # seconds of a cell
+SLOPES = {"kernel, cholesky": 3.0, "influence": 3.0, "knn-shapley": 1.1}
+"""The power of the rows that a method's time grows by; of others 1.1."""
+LEAST = {"kernel, parameters": 20_000}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method with its options."""
+
+    name: str
+    method: str
+    options: dict[str, object]
+
+
+CELLS = (
+    *(Cell(name, name, {}) for name in ("dot", "cos", "self")),
+    Cell("tracin", "tracin", {"lrs": [0.1]}),
+    Cell("kernel", "kernel", {}),
+    Cell("kernel, cholesky", "kernel", {"solver": "cholesky"}),
+    Cell("kernel, parameters", "kernel", {"solver": "parameters"}),
+    Cell("kernel, cg", "kernel", {"solver": "cg"}),
+    Cell("kernel, dim=2048", "kernel", {"dim": 2048}),
+    *(Cell(name, name, {}) for name in ("trak", "logra", "kfac", "ekfac", "datainf")),
+    Cell("influence", "influence", {"curvature": "fisher"}),
+    Cell("arnoldi", "arnoldi", {"curvature": "fisher"}),
+    *(
+        Cell(name, name, {})
+        for name in ("similarity", "knn-shapley", "random", "loss", "label-match")
+    ),
+)
+
+
+def rows_of(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ten blurred classes in 64 numbers, some labels wrong."""
+    centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
+    draws = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=draws)
+    values = 0.7 * centres[labels] + torch.randn(count, 64, generator=draws)
+    wrong = torch.rand(count, generator=draws) < 0.05
+    labels[wrong] = torch.randint(10, (int(wrong.sum()),), generator=draws)
+    return values, labels
+
+
+def make(folder: Path, count: int) -> float:
+    """A store with both splits; CPU seconds of the captures."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+    x, y = rows_of(count, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for step in range(600):
+        some = torch.randint(count, (64,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[some]), y[some]).backward()
+        optimizer.step()
+    net.eval()
+    store = gk.open(folder, durability="process")
+    started = time.process_time()
+    for split, data in (("train", (x, y)), ("test", rows_of(QUERIES, 2))):
+        batches = list(zip(data[0].split(1024), data[1].split(1024), strict=True))
+        gk.capture(
+            store,
+            net,
+            batches,
+            task=gk.Classification(),
+            split=split,
+            embeddings=["2"],
+            progress=False,
+        )
+    return time.process_time() - started
+
+
+def one(folder: Path, name: str, out: Path) -> None:
+    """Ask in this process, and print what it took."""
+    from gradkeep.query import machine_speeds
+
+    cell = next(cell for cell in CELLS if cell.name == name)
+    machine_speeds()
+    gk.methods()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _bytes("VmRSS")
+    started, wall = time.process_time(), time.perf_counter()
+    scores = gk.attribute(folder, method=cell.method, memory_budget=BUDGET, **cell.options)
+    found = {
+        "cpu": time.process_time() - started,
+        "wall": time.perf_counter() - wall,
+        "bytes": _bytes("VmHWM") - before,
+        "solved": scores.solved,
+        "approximate": scores.approximate,
+    }
+    np.save(out, scores.numpy()[:20])
+    print(json.dumps(found))
+
+
+def _bytes(what: str) -> int:
+    """A line of what the kernel tells about this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
+
+
+def apart(folder: Path, name: str, out: Path, limit: float) -> dict | str:
+    command = [sys.executable, "-m", "bench.scaling", "--one", name, "--folder", str(folder)]
+    try:
+        done = subprocess.run(
+            [*command, "--out", str(out)], capture_output=True, text=True, timeout=3 * limit
+        )
+    except subprocess.TimeoutExpired:
+        return f"over {3 * limit:.0f} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["failed"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def seconds(known: dict[int, dict | str], size: int, power: float) -> float:
+    """What a cell will take, judged by the last size; one that did not end there will not here."""
+    if not known:
+        return 0.0
+    last = max(known)
+    cell = known[last]
+    return cell["cpu"] * (size / last) ** power if isinstance(cell, dict) else float("inf")
+
+
+def agreement(one: Path, other: Path) -> tuple[float, float]:
+    found = column_correlations(np.load(one).T, np.load(other).T)
+    return float(found.mean()), float(found.min())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--limit", type=float, default=LIMIT)
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--one")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.one:
+        one(given.folder, given.one, given.out)
+        return 0
+    sizes = tuple(given.sizes or (QUICK if given.quick else SIZES))
+    table: dict[str, dict[int, dict | str]] = {cell.name: {} for cell in CELLS}
+    captured, left_out, missed = {}, [], []
+    base = Path(tempfile.mkdtemp(prefix="gradkeep-scaling-"))
+    try:
+        for size in sizes:
+            folder = base / str(size)
+            captured[size] = make(folder, size)
+            for cell in CELLS:
+                guess = seconds(table[cell.name], size, SLOPES.get(cell.name, 1.1))
+                if size < LEAST.get(cell.name, 0):
+                    left_out.append(f"{cell.name} of {size:,} rows (fewer than parameters)")
+                elif guess > given.limit:
+                    left_out.append(f"{cell.name} of {size:,} rows (about {guess:.0f} s)")
+                else:
+                    out = base / f"{size} {cell.name}.npy"
+                    found = table[cell.name][size] = apart(folder, cell.name, out, given.limit)
+                    print(f"  {size:,} rows, {cell.name}: {told(found)}", file=sys.stderr)
+            missed += judge(base, size, table)
+        show(sizes, table, captured)
+    finally:
+        shutil.rmtree(base)
+    if left_out:
+        print("left out for time: " + "; ".join(left_out))
+    for line in missed:
+        print(f"MISSED: {line}")
+    return int(bool(missed))
+
+
+def judge(base: Path, size: int, table: dict[str, dict[int, dict | str]]) -> list[str]:
+    """Compare the ways to solve the kernel, and say what is not as it must be."""
+    missed = []
+    found = table["kernel"].get(size)
+    if isinstance(found, dict):
+        print(f"{size:,} rows: kernel by {found['solved']}")
+        if size <= NEEDED and found["bytes"] > BUDGET:
+            missed.append(f"kernel of {size:,} rows took {found['bytes'] >> 20} MiB")
+    for name in ("kernel, cholesky", "kernel, parameters", "kernel, cg", "kernel, dim=2048"):
+        if not isinstance(table[name].get(size), dict) or not isinstance(found, dict):
+            continue
+        mean, least = agreement(base / f"{size} {name}.npy", base / f"{size} kernel.npy")
+        cell = table[name][size]
+        assert isinstance(cell, dict)
+        print(
+            f"  {name}: rank agreement with kernel {mean:.5f}, least {least:.5f}; "
+            f"{cell['approximate'] or cell['solved']}"
+        )
+        if "dim" not in name and least < AGREEMENT:
+            missed.append(f"{name} of {size:,} rows agrees {least:.5f}, not {AGREEMENT}")
+    return missed
+
+
+def told(cell: dict | str) -> str:
+    """CPU seconds and MiB of a cell, or why there are none."""
+    return cell if isinstance(cell, str) else f"{cell['cpu']:.2f} / {cell['bytes'] / 2**20:.0f}"
+
+
+def show(
+    sizes: tuple[int, ...], table: dict[str, dict[int, dict | str]], captured: dict[int, float]
+) -> None:
+    print(
+        f"\n| CPU s / peak MiB, {QUERIES} queries | "
+        + " | ".join(f"{n:,} rows" for n in sizes)
+        + " |"
+    )
+    print("| --- |" + " --- |" * len(sizes))
+    print("| capture | " + " | ".join(f"{captured[n]:.1f} s" for n in sizes) + " |")
+    for name, cells in table.items():
+        parts = []
+        for size in sizes:
+            cell = cells.get(size)
+            parts.append("-" if cell is None else told(cell))
+        print(f"| `{name}` | " + " | ".join(parts) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

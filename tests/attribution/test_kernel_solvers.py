@@ -1,0 +1,284 @@
+"""Every exact way to solve the kernel against a dense solution in float64, for every form of gradients."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gradkeep as gk
+from gradkeep._ranks import column_correlations
+from gradkeep.attribution._kept_rows import KeptRows
+from gradkeep.attribution.kernels import WAYS, CholeskyFactor, Solution, summed_up
+from gradkeep.attribution.kernels import _cholesky as tiled
+from gradkeep.attribution.kernels import _products as products
+from gradkeep.attribution.kernels._block_cg import (
+    LeadingDirections,
+    block_conjugate_gradients,
+    leading_directions,
+)
+from gradkeep.errors import AttributionError, BudgetError
+
+
+class Tied(nn.Module):
+    """Tokens that are read and scored by one table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.table(tokens)))[:, -1, :3]
+
+
+def lookup():
+    return nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 3))
+
+
+def sequence():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3))
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+
+
+FORMS = {
+    "outer": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (4,), "factors"),
+    "sequence": (sequence, (3, 4), "factors"),
+    "convolution": (images, (2, 4, 4), "factors"),
+    "dense": (images, (2, 4, 4), "dense"),
+    "lookup": (lookup, 7, "factors"),
+    "tied": (Tied, 7, "factors"),
+}
+ROWS, ASKED = 40, 7
+
+
+@dataclass
+class Truth:
+    """A store, and what its gradients are in float64."""
+
+    store: gk.Store
+    q: torch.Tensor
+    train: torch.Tensor
+    test: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def world(request, make_world):
+    make, shape, keep = FORMS[request.param]
+    made = make_world(make, shape, rows=ROWS, queries=ASKED, keep=keep)
+    sides = (made.gradients(split, of="output") for split in ("train", "test"))
+    return Truth(made.store, torch.sigmoid(-made.margins("train")), *sides)
+
+
+def dense_scores(x, g, weight, pull, damping=1.0):
+    """What is wanted, written out in float64."""
+    lam = damping * (weight * x.square().sum(1)).mean()
+    s = weight.sqrt()
+    kernel = s.unsqueeze(1) * (x @ x.T) * s + lam * torch.eye(len(x), dtype=x.dtype)
+    return (
+        torch.linalg.solve(kernel, s.unsqueeze(1) * (x @ g.T)) * (pull / s).unsqueeze(1)
+    ).T.numpy()
+
+
+def near(found, wanted, relative=1e-3):
+    return np.abs(found - wanted).max() <= relative * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_are_the_dense_solution_whatever_form_gradients_have(world, way, monkeypatch):
+    monkeypatch.setattr(tiled, "BLOCK", 16)
+    monkeypatch.setattr(products, "_BLOCK", 13)
+    found = gk.attribute(world.store, solver=way, tolerance=1e-5)
+    q = world.q
+    assert near(found.numpy(), dense_scores(world.train, world.test, q.clamp(min=1e-12), q))
+    assert found.exact
+    assert found.approximate is None
+    told = {"cholesky": "of the kernel", "parameters": "among the parameters", "cg": "residual"}
+    assert told[way] in found.solved
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_vectors_can_be_moved_or_rows_paired(world, moved, monkeypatch):
+    monkeypatch.setattr(products, "_BLOCK", 13)
+    train = gk.gradients(world.store, split="train", of="output")
+    names = tuple(train.forms)
+    made = products.KernelProducts(train, () if moved else names, names if moved else ())
+    vectors = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(1))
+    wanted = (world.train @ (world.train.T @ vectors.double())).numpy()
+    assert near(made.times(vectors, 1 << 27).numpy(), wanted, 1e-5)
+
+
+def test_coordinates_are_solved_in_all_ways(make_world):
+    made = make_world(
+        lambda: nn.Linear(800, 3),
+        (800,),
+        rows=ROWS,
+        queries=ASKED,
+        keep=gk.Keep("256B", coordinates="random"),
+    )
+    one, *others = (gk.attribute(made.store, solver=way, tolerance=1e-6) for way in WAYS)
+    for other in others:
+        assert near(other.numpy(), one.numpy())
+    assert not one.exact  # the coordinates are not, though the kernel of them is
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_add_up_in_all_ways(world, way):
+    found = gk.attribute(world.store, per_layer=True, solver=way, tolerance=1e-5)
+    assert near(found.per_layer.sum(0), gk.attribute(world.store, solver="cholesky").numpy())
+
+
+def test_gradients_of_losses_have_their_slopes(make_world):
+    made = make_world(lambda: nn.Linear(4, 3), (4,), rows=30, queries=4)
+    train = gk.gradients(made.store, split="train", of="loss")
+    vectors = torch.randn(30, 2, generator=torch.Generator().manual_seed(1))
+    x = made.gradients("train")
+    wanted = (x @ (x.T @ vectors.double())).numpy()
+    for paired in ((), tuple(train.forms)):
+        moved = tuple(name for name in train.forms if name not in paired)
+        made_products = products.KernelProducts(train, paired, moved)
+        assert near(made_products.times(vectors, 1 << 27).numpy(), wanted, 1e-5)
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 12),
+    pivots=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+    decades=st.floats(0, 4),
+    twins=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_conjugate_gradients_reach_their_residual(rows, columns, pivots, seed, decades, twins):
+    draws = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(rows, rows, generator=draws).double()).Q
+    kernel = (basis * torch.logspace(0, -decades, rows).double()) @ basis.T
+    damping = float(kernel.diagonal().mean())
+    matrix = kernel + damping * torch.eye(rows, dtype=torch.float64)
+    right = torch.randn(rows, columns, generator=draws)
+    if twins:
+        right[:, -1] = right[:, 0]
+    chosen = torch.randperm(rows, generator=draws)[:pivots]
+    stand_in = leading_directions(kernel[:, chosen].float(), chosen, damping)
+    found = block_conjugate_gradients(
+        lambda v: matrix.float() @ v, right, stand_in, tolerance=1e-4, max_steps=100
+    )
+    left = (matrix @ found.values.double() - right.double()).norm(dim=0) / right.double().norm(
+        dim=0
+    )
+    assert float(left.max()) <= 1.1e-4
+    assert float(left.max()) == pytest.approx(found.residual, rel=0.2, abs=1e-6)
+
+
+def test_right_sides_of_zero_are_solved_by_zero():
+    alone = LeadingDirections(torch.zeros(4, 0), torch.zeros(0), 2.0)
+    found = block_conjugate_gradients(
+        lambda v: 3 * v, torch.zeros(4, 2), alone, tolerance=1e-4, max_steps=5
+    )
+    assert bool((found.values == 0).all())
+
+
+def test_too_few_steps_are_an_error_that_tells_the_residual():
+    matrix = torch.diag(torch.logspace(0, 3, 30))
+    alone = LeadingDirections(torch.zeros(30, 0), torch.zeros(0), 1.0)
+    with pytest.raises(AttributionError, match="did not converge in 3 steps"):
+        block_conjugate_gradients(
+            lambda v: matrix @ v, torch.ones(30, 1), alone, tolerance=1e-6, max_steps=3
+        )
+
+
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_a_factor_in_blocks_solves_as_a_whole_one(size, block, seed):
+    draws = torch.Generator().manual_seed(seed)
+    half = torch.randn(size, size + 3, generator=draws)
+    matrix = half @ half.T + torch.eye(size)
+    right = torch.randn(size, 3, generator=draws)
+    wanted = torch.linalg.solve(matrix.double(), right.double())
+    lower = matrix.clone()
+    lower[torch.triu(torch.ones(size, size), block).bool()] = torch.nan  # is not looked at
+    for start in range(0, size, block):  # but inside of a block it is
+        here = slice(start, start + block)
+        lower[here, here] = matrix[here, here]
+    found = CholeskyFactor.of(lower.split(block)).solved(right.clone())
+    assert torch.allclose(found.double(), wanted, rtol=1e-2, atol=1e-3)
+
+
+def test_a_small_budget_is_kept_and_still_exact(make_world):
+    made = make_world(lambda: nn.Linear(40, 3), (40,), rows=4000, queries=3)
+    whole = gk.attribute(made.store, solver="cholesky", memory_budget="260MB")
+    small = gk.attribute(made.store, memory_budget="60MB")
+    assert small.exact
+    assert "Cholesky's factorisation of the kernel" not in small.solved
+    assert column_correlations(small.numpy().T, whole.numpy().T).min() > 0.999
+    with pytest.raises(BudgetError, match="4000 rows cannot be solved") as refused:
+        gk.attribute(made.store, solver="cholesky", memory_budget="60MB")
+    assert "leave solver out" in refused.value.fix
+
+
+def test_wrong_options_are_told(make_world):
+    made = make_world(lambda: nn.Linear(4, 3), (4,), rows=10, queries=2)
+    for options, words in (
+        ({"solver": "lu"}, "solver"),
+        ({"tolerance": 0.0}, "tolerance between 0 and 1"),
+        ({"dim": -1}, "projections have some numbers"),
+    ):
+        with pytest.raises(AttributionError, match=words):
+            gk.attribute(made.store, **options)
+
+
+def test_no_projection_is_exact_and_a_projection_says_how_its_ranks_agree(make_world):
+    made = make_world(lambda: nn.Linear(30, 3), (30,), rows=50, queries=5)
+    exact = gk.attribute(made.store)
+    assert np.array_equal(gk.attribute(made.store, dim=0).numpy(), exact.numpy())
+    near_it, far = (gk.attribute(made.store, dim=dim) for dim in (4096, 8))
+
+    def told(scores):
+        return float(scores.approximate.split("agree ")[1].split()[0])
+
+    assert "on 50 rows and 5 queries" in far.approximate
+    assert not far.exact
+    true = [
+        column_correlations(scores.numpy().T, exact.numpy().T).mean() for scores in (near_it, far)
+    ]
+    # Of all rows what is told is what it is.
+    assert told(near_it) == pytest.approx(true[0], abs=0.02)
+    assert told(far) == pytest.approx(true[1], abs=0.02)
+    assert told(far) < told(near_it)
+
+
+def test_projections_on_disk_give_the_same_scores(make_world):
+    made = make_world(lambda: nn.Linear(40, 3), (40,), rows=3000, queries=4)
+    for method in ("trak", "kernel"):
+        held = gk.attribute(made.store, method=method, dim=64)
+        on_disk = gk.attribute(made.store, method=method, dim=64, memory_budget="3.5MB")
+        assert near(on_disk.numpy(), held.numpy(), 1e-4)
+
+
+@given(st.integers(0, 30), st.integers(1, 5), st.integers(0, 400), st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_kept_rows_are_read_as_they_were_written(count, dim, limit, step):
+    values = torch.randn(count, dim)
+    rows = KeptRows(count, dim, limit=limit)
+    for start in range(0, count, step):
+        rows.put(start, values[start : start + step])
+    assert rows.held == (4 * count * dim <= limit)
+    assert torch.equal(rows.part(0, count), values)
+    chosen = np.arange(count)[::2]
+    assert torch.equal(rows.read(chosen), values[chosen])
+
+
+def test_scores_remember_how_they_were_solved(make_world):
+    made = make_world(lambda: nn.Linear(4, 3), (4,), rows=20, queries=2, checkpoints=("a", "b"))
+    found = gk.attribute(made.store, solver="cg", save="kept")
+    assert gk.Scores.load(made.store, "kept").solved == found.solved
+    assert found.solved.startswith("block conjugate gradients, ")
+    parts = [Solution("x", 3, 1e-5), None, Solution("x", 2, 2e-5), Solution("y")]
+    assert summed_up(parts) == "x, 3 steps to a relative residual of 2.0e-05; y"
