@@ -72,7 +72,7 @@ def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
     suspected = _suspects(store, digits, say)
     _retrain(digits, suspected, seeds, say)
     hold_against_retraining(store, recipe(), scores, say)
-    budget_curve(folder / "step.log", say)
+    budget_curve(folder / "remat" / "step.log", say)
     _story_breaks.kill_and_resume(store, say)
     _story_breaks.damage_and_repair(store, say)
     write_page(store, folder / "report.html", say)

@@ -99,6 +99,7 @@ def _deep_network() -> nn.Sequential:
 
 
 def _record(log: Path) -> None:
+    log.parent.mkdir(exist_ok=True)
     model, batch = _deep_network(), torch.randn(256, 128)
     with gk.remat.record(log):
         torch.autograd.backward(model(batch).square().mean())
