@@ -46,8 +46,8 @@ class Price:
         for x, y in self.batches:
             self.net.zero_grad()
             logits = self.net(x)
-            if logits.dim() == 3:  # of every token but the last, that of the next one
-                logits, y = logits[:, :-1].flatten(0, 1), y[:, 1:].flatten()
+            if logits.dim() == 3:  # every token has its label beside it
+                logits, y = logits.flatten(0, 1), y.flatten()
             F.cross_entropy(logits, y).backward()
         self.net.zero_grad()
 

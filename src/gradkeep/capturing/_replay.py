@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 _TRIED, _FEW_TRIED = 16, 2
 """Samples with which it is found out how each layer is captured: few where memory may be short."""
+_WAITING = 8
 LOSSES = "losses"
 """What `keep` is for a capture without gradients."""
 COORDINATE_ROWS = 1024
@@ -321,7 +322,9 @@ class Replay:
             writer = stack.enter_context(self.store.write(key, schema))
             report = stack.enter_context(self._bar(f"capture {key.split} at {key.checkpoint}"))
             # What goes on with earlier rows asks the writer about every batch.
-            joined = JoinedRows(writer, maker.joined if earlier is None else 1)
+            # Of a segment, not more than a small part waits: all that waits is lost with the process.
+            least = max(1, min(maker.joined, schema.rows_per_segment // _WAITING))
+            joined = JoinedRows(writer, least if earlier is None else 1)
             for ids, found, batch in delivered:
                 if earlier is not None:
                     earlier.check(ids, found)
