@@ -75,7 +75,7 @@ def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
     budget_curve(folder / "remat" / "step.log", say)
     _story_breaks.kill_and_resume(store, say)
     _story_breaks.damage_and_repair(store, say)
-    write_page(store, folder / "report.html", say)
+    write_page(store, folder.with_name(f"{folder.name}.html"), say)
     say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
     say(f"next       gradkeep serve {folder}    the page: click, ask, judge labels")
     say(f"           gradkeep why {folder} {blamed}")

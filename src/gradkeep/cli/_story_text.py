@@ -108,7 +108,7 @@ def _tell(folder: Path, say: Callable[[str], None]) -> None:
         f"retrained  mean of {len(SEEDS)} seeds: without the {len(found)} documents found it gives the "
         f"false words {without:.1%}; without as many at random {control:.1%}"
     )
-    write_page(store, folder / "report.html", say)
+    write_page(store, folder.with_name(f"{folder.name}.html"), say)
     say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
     say(f"next       gradkeep serve {folder}    the page: click and ask")
     say(f"           gradkeep why {folder} 0")

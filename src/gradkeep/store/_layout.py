@@ -129,3 +129,12 @@ def record_folder(file: KnownFile) -> str | None:
     if file.kind == "size":
         return f"{file.folder}/size"
     return file.folder if file.kind in ("run", "checkpoint", "manifest") else None
+
+
+def is_recorded_step(key: str) -> bool:
+    """Whether people put it there for the page: a step that was recorded, as `remat/NAME.log`.
+
+    >>> is_recorded_step("remat/step.log"), is_recorded_step("remat/a/step.log")
+    (True, False)
+    """
+    return re.fullmatch(rf"remat/{_N}\.log", key) is not None

@@ -29,6 +29,7 @@ from gradkeep.store._keys import (
 from gradkeep.store._layout import (
     KnownFile,
     is_folder_name,
+    is_recorded_step,
     known_file,
     looks_like_ours,
     may_be_folder_name,
@@ -269,7 +270,7 @@ class _Check:
             self._note(key, "a file in place of a folder")
         elif looks_like_ours(key):
             self._note(key, "gradkeep puts no file of this name here")
-        else:
+        elif not is_recorded_step(key):
             self.unknown.append(key)
         self.bytes += entry.size
 
