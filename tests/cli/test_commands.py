@@ -97,9 +97,14 @@ def test_verify_of_a_healthy_store(gradkeep, folder):
     assert run.stdout.startswith("healthy: ")
     fields = answer(gradkeep("verify", folder, "--json"))
     assert set(fields) == {
-        *("healthy", "files", "bytes", "damage", "orphans", "unknown", "repaired")
+        *("healthy", "files", "bytes", "damage", "orphans", "unknown", "repaired"),
+        *("segments", "read"),
     }
     assert fields["healthy"] is True
+    assert fields["read"] == fields["segments"] > 1
+    some = answer(gradkeep("verify", folder, "--sample", "1", "--json"))
+    assert (some["read"], some["segments"]) == (1, fields["segments"])
+    assert "a sample: 1 of" in gradkeep("verify", folder, "--sample", "1").stdout
 
 
 def test_verify_names_each_damaged_file_and_tensor_and_repairs(gradkeep, folder):
