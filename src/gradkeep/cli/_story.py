@@ -77,7 +77,7 @@ def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
     _story_breaks.damage_and_repair(store, say)
     write_page(store, folder.with_name(f"{folder.name}.html"), say)
     say(f"done       in {time.perf_counter() - started:.0f} s; all of it is in {folder}")
-    say(f"next       gradkeep serve {folder}    the page: click, ask, judge labels")
+    say(f"next       gradkeep serve {folder} --recipe {__name__}:recipe    the page: click and ask")
     say(f"           gradkeep why {folder} {blamed}")
     say(f"           gradkeep suspects {folder}")
     say(f"           gradkeep info {folder}")
@@ -92,21 +92,18 @@ def _capture(store: gk.Store, digits: Digits, states: States, say: Callable[[str
         ("test", digits.test_images, digits.test_labels),
     ):
         batch = (torch.from_numpy(images), torch.from_numpy(labels))
-        checkpoints: Any = {
-            name: gk.Weights(state, step=number, lr=RATE)
-            for number, (name, state) in enumerate(states.items())
-        }
-        kept = gk.capture(
-            store,
-            network(),
-            [batch],
-            task=gk.Classification(),
-            split=split,
-            checkpoints=checkpoints,
-            preview=gk.Preview(image=images.reshape(-1, 8, 8)),
-            progress=False,
-        )
-        found += kept if isinstance(kept, list) else [kept]
+        pictures = gk.Preview(image=images.reshape(-1, 8, 8))
+        for number, (name, state) in enumerate(states.items(), 1):
+            found += gk.capture(
+                store,
+                network(),
+                [batch],
+                task=gk.Classification(),
+                split=split,
+                checkpoints={name: gk.Weights(state, step=number, lr=RATE)},
+                preview=pictures if number == len(states) else None,  # once is enough for the page
+                progress=False,
+            )
     size, dense = sum(kept.bytes for kept in found), sum(kept.dense_bytes for kept in found)
     say(
         f"captured   {len(states)} checkpoints x {len(digits.train_labels)} + "

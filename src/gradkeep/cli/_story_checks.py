@@ -32,8 +32,8 @@ def explain_by_groups(
     for group in found.groups:
         say(
             f"grouped    test digit {query}: {len(group.ids)} rows did {group.share:.0%} of what "
-            f"{'helped' if group.helps else 'harmed'} ({group.name}; "
-            f"{planted[group.ids].mean():.0%} of them planted)"
+            f"{'helped' if group.helps else 'harmed'}: {group.name}, "
+            f"{planted[group.ids].mean():.0%} of them planted"
         )
     if not found.groups:
         say(f"grouped    test digit {query}: no three strong rows act alike")
