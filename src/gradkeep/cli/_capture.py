@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import time
 import warnings
@@ -11,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._output import (
-    JsonOption,
-    print_json,
-)
+from gradkeep._arguments import one_of
+from gradkeep.cli._output import JsonOption, print_json
 from gradkeep.cli._workers import (
     AddressOption,
     ClusterOption,
@@ -30,13 +27,6 @@ if TYPE_CHECKING:
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file: store, model, checkpoints, data, ...")
 ]
-
-
-class PlaceChoice(enum.StrEnum):
-    """Where the store of a large capture would be."""
-
-    LOCAL = "local"
-    S3 = "s3"
 
 
 _LOADING_SEEN = 0.3
@@ -113,8 +103,8 @@ def plan(
         int | None, typer.Option(min=1, max=1_000_000, help="Captured by so many workers.")
     ] = None,
     place: Annotated[
-        PlaceChoice, typer.Option("--store", help="Where the store of that capture would be.")
-    ] = PlaceChoice.LOCAL,
+        str, typer.Option("--store", help="Where the store of that capture would be: local or s3.")
+    ] = "local",
     disk_budget: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Instead of what is free on this disk.")
     ] = None,
@@ -129,6 +119,7 @@ def plan(
     from gradkeep.cli._capture_config import first_batch, read_config
     from gradkeep.errors import CaptureError
 
+    one_of("--store", place, words=("local", "s3"), error=CaptureError)
     given = read_config(config)
     for split in (train, queries):
         if split not in given.data:
@@ -151,10 +142,13 @@ def plan(
         mode=given.mode,  # type: ignore[arg-type]
     )
     far = None
-    if workers is not None or place is not PlaceChoice.LOCAL or wanted > 10 * there:
+    if workers is not None or place != "local" or wanted > 10 * there:
         took = _load_seconds(loader)
         far = planned.at_scale(
-            rows=wanted, workers=workers or 1, place=place.value, load_seconds=took
+            rows=wanted,
+            workers=workers or 1,
+            place=place,  # type: ignore[arg-type]
+            load_seconds=took,
         )
     if json:
         scaled = {} if far is None else {"scale": dataclasses.asdict(far)}
