@@ -67,7 +67,9 @@ def main(arguments: list[str]) -> int:
             apart = count >= FROM and abs(ratio - 1) > BAR
             missed |= apart
             told = "  MISSES the bar of 20 %" if apart else ""
-            print(f"{count:<9,} {workers:<8} {far.played.seconds:9.1f} {took:7.1f} {ratio:9.2f}{told}")
+            print(
+                f"{count:<9,} {workers:<8} {far.played.seconds:9.1f} {took:7.1f} {ratio:9.2f}{told}"
+            )
     assert plan is not None
     for place in ("local", "s3"):
         for workers in (1, 256):
