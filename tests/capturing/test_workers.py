@@ -115,8 +115,11 @@ def captured(folder, loader=None, model=None, **options):
 
 
 def contents(folder):
-    root = folder / KEY.folder
-    return {path.name: path.read_bytes() for path in sorted((root / "seg").iterdir())}
+    """All segments, and those of the moments of layers that are kept dense."""
+    beside = folder / KEY.moments.folder / "seg"
+    roots = [folder / KEY.folder / "seg", *([beside] if beside.exists() else [])]
+    files = [path for root in roots for path in sorted(root.iterdir())]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +150,7 @@ def test_workers_leave_the_bytes_of_one_process(tmp_path, kind):
     kept = captured(tmp_path / "many", loader, engine=Forked(), **options)
     assert len(contents(tmp_path / "many")) > 1
     assert contents(tmp_path / "many") == contents(tmp_path / "alone")
+    assert gk.open(tmp_path / "many").has(KEY.moments) == ("keep" not in options)
     assert (kept.rows, kept.bytes, kept.reused_rows) == (alone.rows, alone.bytes, 0)
     assert gk.open(tmp_path / "many").row_sets() == []
     again = captured(tmp_path / "many", loader, engine=Forked(), **options)
