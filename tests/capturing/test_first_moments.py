@@ -100,7 +100,7 @@ def test_what_keeps_no_such_layer_dense_has_none(tmp_path, options):
     assert not gk.open(tmp_path).has(KEY.moments)
 
 
-@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_ROWS"])
+@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_TOGETHER", "_MOST_ROWS"])
 def test_large_ones_are_not_kept(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(_first_moments, limit, 0)
     captured(tmp_path, batches(40))

@@ -27,7 +27,7 @@ FIRST_ROWS = 128
 agree .988, .993 and .997 with those by all rows."""
 _KINDS = ("outer", "conv")
 """Forms that have the moments of K-FAC: linear layers and convolutions."""
-_MOST_BYTES = 64 << 20
+_MOST_BYTES, _MOST_TOGETHER = 64 << 20, 256 << 20
 _MOST_ROWS = 4096
 """A layer whose moments take more bytes than so many of its rows goes without."""
 _SHARE_OF_BUDGET = 16
@@ -73,9 +73,12 @@ class FirstMoments:
     def wanted(cls, prepared: PreparedCapture, budget: int | None) -> FirstMoments | None:
         """For the layers that are kept dense but have factors; None if there are none.
 
-        Of a `budget` in bytes, sums in float64 of all layers and of a batch take a sixteenth at most.
+        Of a `budget` in bytes, sums in float64 of all layers and of a batch take a sixteenth at most;
+        what does not fit goes without.
         """
-        room = _MOST_BYTES if budget is None else budget // _SHARE_OF_BUDGET // 4
+        room = _MOST_TOGETHER
+        if budget is not None:
+            room = min(room, budget // _SHARE_OF_BUDGET // 4)
         units = []
         for keeping in prepared.kept:
             form = prepared.pieces[keeping.unit].form
@@ -85,7 +88,7 @@ class FirstMoments:
             size = 4 * block.groups * (block.rows**2 + block.cols**2)
             if size <= min(room, _MOST_BYTES, _MOST_ROWS * keeping.dense_bytes):
                 units.append(keeping.unit)
-                room -= 0 if budget is None else size
+                room -= size
         return cls(prepared, frozenset(units)) if units else None
 
     @property

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
 
-from gradkeep.errors import NotSealed
+from gradkeep._annotations import checked
+from gradkeep.errors import NotSealed, QueryError
 from gradkeep.factors import form_from_fields, form_to_fields
 from gradkeep.store import Array, Schema, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
     from gradkeep.factors import AnyForm
     from gradkeep.query._gradients import Gradients
-    from gradkeep.store import CaptureKey
+    from gradkeep.store import Block, CaptureKey
 
 _FORMAT = 1
 _FORM = "form of "
+_SIDES = ("left", "right")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +55,7 @@ class KeptMoments:
     """The fingerprint of the weights that they were made at."""
 
     @classmethod
+    @checked(QueryError)
     def of(cls, gradients: Gradients) -> Self | None:
         """Those that are kept beside these gradients; None if there are none.
 
@@ -60,8 +64,8 @@ class KeptMoments:
         >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
         >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train", keep="dense")
         >>> found = gk.query.KeptMoments.of(gk.gradients(store, split="train"))
-        >>> found.rows, found.layers["root"].left.shape
-        (5, torch.Size([1, 3, 3]))
+        >>> found.rows, [one.left.shape for one in found.layers.values()]
+        (5, [torch.Size([1, 3, 3])])
         """
         if gradients.of != "loss":
             return None
@@ -70,6 +74,7 @@ class KeptMoments:
         return found if found is not None and found.weights == gradients.weights else None
 
     @classmethod
+    @checked(QueryError)
     def read(cls, store: Store, key: CaptureKey) -> Self | None:
         """Those of a capture; None if there are none, or none that this version knows."""
         if not store.has(key.moments):
@@ -79,18 +84,10 @@ class KeptMoments:
             facts = block.schema.fingerprints
             if facts.get("format") != _FORMAT:
                 return None
-            row = block.read_rows(np.zeros(1, np.int64), list(block.names))
-            layers = {
-                name.removeprefix(_FORM): SideMoments(
-                    form_from_fields(json.loads(str(fields))),
-                    *(_tensor(row[f"{name.removeprefix(_FORM)}.{side}"]) for side in _SIDES),
-                )
-                for name, fields in facts.items()
-                if name.startswith(_FORM)
-            }
-            return cls(layers, int(facts.get("rows") or 0), str(facts.get("weights")))
+            return cls(_LayersOnDisk(block), int(facts.get("rows") or 0), str(facts.get("weights")))
         return None
 
+    @checked(QueryError)
     def save(self, store: Store, key: CaptureKey) -> None:
         """Put them beside a capture; what an interrupted run left of others is replaced."""
         values = {
@@ -119,8 +116,27 @@ class KeptMoments:
             writer.append(np.zeros(1, np.int64), {name: v[None] for name, v in values.items()})
 
 
-_SIDES = ("left", "right")
+class _LayersOnDisk(Mapping[str, SideMoments]):
+    """Layers that are read when they are asked for: together they may not fit."""
 
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        facts = block.schema.fingerprints.items()
+        self._forms = {
+            name.removeprefix(_FORM): str(fields)
+            for name, fields in facts
+            if name.startswith(_FORM)
+        }
 
-def _tensor(kept: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(kept)[0])
+    def __getitem__(self, name: str) -> SideMoments:
+        form = form_from_fields(json.loads(self._forms[name]))
+        names = [f"{name}.{side}" for side in _SIDES]
+        row = self._block.read_rows(np.zeros(1, np.int64), names)
+        left, right = (torch.from_numpy(np.array(row[array])[0]) for array in names)
+        return SideMoments(form, left, right)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)

@@ -56,14 +56,14 @@ def fisher(
         if form.storage == "dense" and any(len(part.shape) > 1 for part in form.parameters)
     ]
     kept = KeptMoments.of(gradients) if dense else None
-    moments = {} if kept is None else {n: m for n, m in kept.layers.items() if n in dense}
+    known = [name for name in dense if kept is not None and name in kept.layers]
     held, room = 0, room_for_rows(memory_budget) if keep_rows else 0
     for name in gradients.forms:
         one = _layer(
             gradients,
             name,
             memory_budget,
-            moments.get(name),
+            kept.layers[name] if kept is not None and name in known else None,
             corrected=corrected,
             held=held,
             room=room,
@@ -79,9 +79,9 @@ def fisher(
     first = 0 if kept is None else kept.rows
     return KroneckerFisher(
         layers,
-        by_first_rows=tuple(moments) if first < len(gradients) else (),
+        by_first_rows=tuple(known) if first < len(gradients) else (),
         first_rows=first,
-        by_gradients=tuple(name for name in dense if name not in moments),
+        by_gradients=tuple(name for name in dense if name not in known),
     )
 
 
@@ -100,7 +100,7 @@ def _layer(
     known: list[Basis] = []
     if moments is not None and isinstance(pieces[0], WeightMatrix):
         known = [_matrix_basis(pieces[0], moments.left.double(), moments.right.double(), name)]
-        held += known[0].nbytes
+        held += 24 * (moments.left.numel() + moments.right.numel() + pieces[0].size)
     sums = [_sums(piece, form, memory_budget) for piece in pieces[len(known) :]]
     held += 3 * sum(one.nbytes for one in sums)
     for part in row_parts(gradients, name, memory_budget, held=held) if sums else ():
@@ -158,10 +158,9 @@ def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
 
 def _matrix_basis(piece: WeightMatrix, left: Tensor, right: Tensor, layer: str) -> MatrixBasis:
     """The eigenbasis of both sides' moments, `[G, d, d]` or their diagonals `[G, d]`."""
-    high, tops = (_finite(left, layer), None) if left.dim() == 2 else eigen(_finite(left, layer))
-    wide, sides = (
-        (_finite(right, layer), None) if right.dim() == 2 else eigen(_finite(right, layer))
-    )
+    left, right = _finite(left, layer), _finite(right, layer)
+    high, tops = (left, None) if left.dim() == 2 else eigen(left)
+    wide, sides = (right, None) if right.dim() == 2 else eigen(right)
     return MatrixBasis(piece, tops, sides, high.unsqueeze(2) * wide.unsqueeze(1))
 
 
