@@ -96,6 +96,7 @@ NAMES = {
         Products QueryPlan QueryStep SmallCodes TokenProducts TopRows along along_tokens check_pairs choose_compute cosine dot
         gradients gradients_of gram machine_speeds mean memory_shares open_capture
         select_layers small_codes squares tokens top total variance
+        KeptMoments SideMoments
     """,
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
+from gradkeep._ranks import rank_correlation
 from gradkeep.attribution.kronecker import Damping, _fit, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
 from gradkeep.factors.kronecker import _patch_moments
@@ -221,11 +222,52 @@ def test_embeddings_have_a_diagonal_side_and_norms_their_whole_matrix(opened, me
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
-def test_small_layers_kept_dense_have_their_whole_matrix(opened, method):
+@pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "grouped", "transposed"])
+def test_dense_layers_with_moments_of_all_rows_give_the_same(opened, name, method):
+    store, model, data = opened(name, keep="dense")
+    found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
+    for layer, part in zip(found.layers, found.per_layer, strict=True):
+        corrected = method == "ekfac"
+        close(part, by_factors(model, data, layer, corrected=corrected, relative=0.1))
+    assert "dense" not in found.approximate
+
+
+def without_moments(store):
+    """A store whose captures are as those of before moments were kept."""
+    for key in store.captures():
+        if store.has(key.moments):
+            store.delete(key.moments)
+    return store
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+def test_small_layers_kept_dense_without_moments_have_their_whole_matrix(opened, method):
     store, model, data = opened("conv", keep="dense")
-    found = gk.attribute(store, method=method, per_layer=True, damping=0.5)
+    found = gk.attribute(without_moments(store), method=method, per_layer=True, damping=0.5)
+    assert "without moments (0, 3)" in found.approximate
     for layer, part in zip(found.layers, found.per_layer, strict=True):
         close(part, whole(model, data, layer, relative=0.5))
+
+
+def test_moments_of_the_first_rows_give_nearly_the_ranks_of_all(make_world):
+    scores = {}
+    for keep in ("dense", "factors"):
+        world = make_world(images, (3, 16, 16), rows=300, queries=8, keep=keep)
+        scores[keep] = gk.attribute(world.store, method="ekfac", damping=0.1)
+    ours, formula = (scores[keep].numpy() for keep in ("dense", "factors"))
+    assert "are those of the first 128 rows" in scores["dense"].approximate
+    assert "rows" not in scores["factors"].approximate
+    ranks = [rank_correlation(one, other) for one, other in zip(ours, formula, strict=True)]
+    assert np.mean(ranks) >= 0.99
+    rows = gk.attribute(without_moments(world.store), method="ekfac", damping=0.1).numpy()
+    np.testing.assert_array_equal(rows, formula)  # factors have no moments beside them
+
+
+def images():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 3),
+    )  # fmt: skip
 
 
 def by_gradients(model, data, module, *, corrected, relative):
@@ -245,7 +287,7 @@ def test_layers_without_positions_have_the_moments_of_their_gradients(opened, ke
     MODELS["wide"] = (lambda: Tokens(wide=120), (5, 4))
     store, model, data = opened("wide", rows=20, **kept)
     method = "ekfac" if corrected else "kfac"
-    found = gk.attribute(store, method=method, layers="each", damping=0.1)
+    found = gk.attribute(without_moments(store), method=method, layers="each", damping=0.1)
     close(found.numpy(), by_gradients(model, data, "each", corrected=corrected, relative=0.1))
 
 

@@ -60,9 +60,10 @@ def killed_within(folder, seconds, task):
 
 
 def contents(folder):
-    root = folder / KEY.folder
-    whole = [p for p in (root / "seg").iterdir() if not p.name.startswith(".")]
-    return {str(p.relative_to(root)): p.read_bytes() for p in whole}
+    beside = folder / KEY.moments.folder / "seg"
+    roots = [folder / KEY.folder / "seg", *([beside] if beside.exists() else [])]
+    whole = [p for root in roots for p in root.iterdir() if not p.name.startswith(".")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in whole}
 
 
 def check_kills(tmp_path, task):
@@ -105,6 +106,7 @@ def compressed(folder):
 
 def test_killed_at_random_moments_it_ends_byte_identical(tmp_path):
     check_kills(tmp_path, work)
+    assert any(KEY.moments.folder in name for name in contents(tmp_path / "whole"))
 
 
 def test_so_does_a_capture_of_coordinates(tmp_path, monkeypatch):

@@ -115,9 +115,18 @@ def captured(folder, loader=None, model=None, **options):
 
 
 def contents(folder):
-    """All that can be read; a writer that was killed leaves unnamed beginnings, which gc removes."""
-    found = sorted((folder / KEY.folder / "seg").iterdir())
-    return {path.name: path.read_bytes() for path in found if not path.name.startswith(".tmp-")}
+    """All segments that can be read, and those of the moments of layers that are kept dense.
+
+    A writer that was killed leaves unnamed beginnings, which gc removes.
+    """
+    beside = folder / KEY.moments.folder / "seg"
+    roots = [folder / KEY.folder / "seg", *([beside] if beside.exists() else [])]
+    files = [path for root in roots for path in sorted(root.iterdir())]
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if not path.name.startswith(".tmp-")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +157,7 @@ def test_workers_leave_the_bytes_of_one_process(tmp_path, kind):
     kept = captured(tmp_path / "many", loader, engine=Forked(), **options)
     assert len(contents(tmp_path / "many")) > 1
     assert contents(tmp_path / "many") == contents(tmp_path / "alone")
+    assert gk.open(tmp_path / "many").has(KEY.moments) == ("keep" not in options)
     assert (kept.rows, kept.bytes, kept.reused_rows) == (alone.rows, alone.bytes, 0)
     assert gk.open(tmp_path / "many").row_sets() == []
     again = captured(tmp_path / "many", loader, engine=Forked(), **options)

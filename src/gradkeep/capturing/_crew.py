@@ -30,7 +30,7 @@ from gradkeep.capturing._row_values import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradkeep.capturing._capture import ReplayOrder
     from gradkeep.capturing._replay import PartReplay, Replay
@@ -88,6 +88,17 @@ class Crew:
     order: ReplayOrder
     workers: int | None
     engine: Engine | None
+
+    @contextlib.contextmanager
+    def threads(self) -> Iterator[None]:
+        """As many threads as each of them has: what this process makes has the bytes of theirs."""
+        place = farm.LocalProcesses(self.workers) if self.engine is None else self.engine
+        before = torch.get_num_threads()
+        torch.set_num_threads(place.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def packed(self) -> bytes:
         """What travels to the workers: the model as it is now, the loader, the task and the choices."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
@@ -22,6 +20,7 @@ from gradkeep.capturing._columns import keeping_columns, maker_within, without_c
 from gradkeep.capturing._crew import RowProof
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._first_moments import FirstMoments
 from gradkeep.capturing._footprint import (
     coordinate_footprint,
     row_footprint,
@@ -33,7 +32,13 @@ from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
 from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
-from gradkeep.capturing._row_making import GradientMaker, JoinedRows, LossMaker, layers_of
+from gradkeep.capturing._row_making import (
+    GradientMaker,
+    JoinedRows,
+    LossMaker,
+    append_rows,
+    layers_of,
+)
 from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
@@ -63,7 +68,6 @@ LOSSES = "losses"
 COORDINATE_ROWS = 1024
 """Rows of a segment of coordinates: they take few bytes, but as long to make again as any."""
 Report = Callable[[int, int], None]
-_ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class Replay:
@@ -143,9 +147,11 @@ class Replay:
                     begin = next(delivered)
                 again = None if earlier is None or proof is None else RowsMadeAgain(earlier, proof)
                 passing = itertools.chain([begin], delivered)
-                reused, notes = self._write(
-                    key, schema, maker, at_once, earlier, again, passing, alarms
-                )
+                by_others = crew is not None and earlier is not None and earlier.rows > 0
+                with crew.threads() if crew and by_others else contextlib.nullcontext():
+                    reused, notes = self._write(
+                        key, schema, maker, at_once, earlier, again, passing, alarms
+                    )
                 reused = reused if before is None else before
         block = self.store.read(key)
         notes = [*told, *maker.notes(), *notes]
@@ -213,7 +219,12 @@ class Replay:
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
-        maker: RowMaker = GradientMaker(prepared, self.watched, self.recompute, self.device)
+        moments = None
+        if not small and self.recompute is None:  # a plan wants every step to be the same
+            moments = FirstMoments.wanted(prepared, self.budget)
+        maker: RowMaker = GradientMaker(
+            prepared, self.watched, self.recompute, self.device, moments
+        )
         at_once = rows_at_once(prepared, rows)
         if small:
             compressed = self._compressed(prepared, key, weights, batch)
@@ -325,22 +336,39 @@ class Replay:
             # Of a segment, not more than a small part waits: all that waits is lost with the process.
             least = max(1, min(maker.joined, schema.rows_per_segment // _WAITING))
             joined = JoinedRows(writer, least if earlier is None else 1)
+            moments = self._begin_moments(key, maker)
             for ids, found, batch in delivered:
                 if earlier is not None:
                     earlier.check(ids, found)
                 if again is not None:
                     again.look(ids, batch)
-                if not writer.needs(len(ids)):
-                    writer.skip(ids)
-                    reused += len(ids)
+                needed = writer.needs(len(ids))
+                reused += 0 if needed else len(ids)
+                if needed or (moments is not None and moments.open):
+                    at_once = append_rows(
+                        joined, maker, ids, found, batch, at_once, alarms, moments
+                    )
                 else:
-                    at_once = append_rows(joined, maker, ids, found, batch, at_once, alarms)
+                    writer.skip(ids)
                 done += len(ids)
                 if report is not None:
                     report(done, self.batches.num_rows or done)
             joined.flush()
             alarms.check_all_zero()
+            kept = None if moments is None else moments.found(str(schema.fingerprints["weights"]))
+            if kept is not None:
+                kept.save(self.store, key)  # before the capture is sealed
         return reused, alarms.notes()
+
+    def _begin_moments(self, key: CaptureKey, maker: RowMaker) -> FirstMoments | None:
+        """What adds up moments of the first rows; None where none are wanted."""
+        inner = maker_within(maker)
+        moments = inner.moments if isinstance(inner, GradientMaker) else None
+        if self.store.has(key.moments):
+            self.store.delete(key.moments)  # left by what was interrupted, perhaps of other rows
+        if moments is not None:
+            moments.begin()
+        return moments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -370,64 +398,12 @@ class PartReplay:
         return alarms
 
 
-def append_rows(
-    rows: JoinedRows,
-    maker: RowMaker,
-    ids: np.ndarray[Any, Any],
-    found: np.ndarray[Any, Any],
-    batch: Any,
-    at_once: int,
-    alarms: RowAlarms,
-) -> int:
-    """Capture a batch, in parts if it does not fit; returns how many samples fit at once."""
-    start, count = 0, len(ids)
-    while start < count:
-        left = count - start
-        # Parts of one size: a short last one would keep the processor waiting.
-        stop = start + math.ceil(left / math.ceil(left / at_once))
-        if not rows.needs(stop - start):
-            rows.skip(ids[start:stop])
-            start = stop
-            continue
-        part = batch if stop - start == count else rows_of(batch, start, stop)
-        try:
-            made = maker.make(part)
-        except (RuntimeError, MemoryError) as error:
-            at_once = _half_of(stop - start, error)
-            continue
-        alarms.look(ids[start:stop], made.values, maker.kept)
-        values = made.values | {"example": found[start:stop]}
-        rows.add(ids[start:stop], values | made.gradients)
-        start = stop
-    return at_once
-
-
 def _random_with_workers() -> CaptureError:
     return CaptureError(
         "a model that draws at random gives other rows to every worker",
         found="dropout in train mode",
         fix="pass mode='eval', or leave workers= out",
     )
-
-
-def _half_of(rows: int, error: BaseException) -> int:
-    """Half the samples, if memory ran out; else the error goes on."""
-    text = str(error).lower()
-    memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if not memory and not any(words in text for words in _ALLOCATION):
-        raise error
-    if rows <= 1:
-        raise CaptureError(
-            "there is not enough memory for a single sample",
-            found=str(error).splitlines()[0][:200],
-            fix="capture fewer layers at a time (layers=, with another name=)",
-        ) from error
-    warnings.warn(
-        f"out of memory with {rows} samples at once: going on with {rows // 2}",
-        CaptureWarning,
-        stacklevel=4,
-    )
-    return rows // 2
 
 
 @contextlib.contextmanager

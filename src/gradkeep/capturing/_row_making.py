@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,10 +12,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._keeping import rows_to_store
+from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._row_values import measured_values, norms, plain, seeing_outputs, vectors
 from gradkeep.capturing._tracer import DenseSoon, check_measured
+from gradkeep.errors import CaptureError
 from gradkeep.factors import form_to_fields
 from gradkeep.store import Layer, Ragged
 
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing._first_moments import FirstMoments
     from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing._row_values import RowAlarms
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.factors import GradientRows
     from gradkeep.remat import MemoryBudget
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 
 _JOINED_BYTES, _MOST_JOINED = 1 << 20, 4096
 """Of rows that are handed to a writer at once."""
+_ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 _MOST_CLASSES = 256
 """Up to so many classes a row's probabilities are kept: more would be most of its bytes."""
 
@@ -84,6 +91,8 @@ class GradientMaker:
     watched: dict[str, nn.Module]
     recompute: MemoryBudget | None
     device: torch.device
+    moments: FirstMoments | None = None
+    """What adds up moments of the first rows, where layers are kept dense."""
 
     @property
     def joined(self) -> int:
@@ -109,9 +118,10 @@ class GradientMaker:
             # A part of a batch lies elsewhere in it each time: to a plan that is another step.
             own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
             within, light = self.recompute.step(own), self.prepared.light
+        first = None if alone or self.moments is None else self.moments.during()
+        soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
         with within, seeing_outputs(self.watched) as seen:
-            soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
-            traced = self.prepared.tracer.run(own, soon=soon, light=light)
+            traced = self.prepared.tracer.run(own, soon=first or soon, light=light)
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
             lengths = norms(self.kept, factors).cpu()
@@ -120,6 +130,8 @@ class GradientMaker:
         values["norms"] = lengths.float().numpy()
         values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
         layers = {unit.name: rows for unit, rows in factors.items()}
+        if first is not None:
+            first.moments.add(first.parts, batch_size(batch))  # a pass that failed does not count
         return MadeRows(values, gradients, layers)
 
     def fingerprints(self, values: Mapping[str, Any]) -> dict[str, str]:
@@ -235,6 +247,66 @@ def _concatenated(parts: list[Any]) -> Any:
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Ragged(np.concatenate([part.values for part in parts]), offsets)
+
+
+def append_rows(
+    rows: JoinedRows,
+    maker: RowMaker,
+    ids: np.ndarray[Any, Any],
+    found: np.ndarray[Any, Any],
+    batch: Any,
+    at_once: int,
+    alarms: RowAlarms,
+    moments: FirstMoments | None = None,
+) -> int:
+    """Capture a batch, in parts if it does not fit; returns how many samples fit at once.
+
+    While moments want rows, those that are there already run once more.
+    """
+    start, count = 0, len(ids)
+    while start < count:
+        left = count - start
+        # Parts of one size: a short last one would keep the processor waiting.
+        stop = start + math.ceil(left / math.ceil(left / at_once))
+        needed = rows.needs(stop - start)
+        if not needed and (moments is None or not moments.open):
+            rows.skip(ids[start:stop])
+            start = stop
+            continue
+        part = batch if stop - start == count else rows_of(batch, start, stop)
+        try:
+            made = maker.make(part)
+        except (RuntimeError, MemoryError) as error:
+            at_once = _half_of(stop - start, error)
+            continue
+        if needed:
+            alarms.look(ids[start:stop], made.values, maker.kept)
+            values = made.values | {"example": found[start:stop]}
+            rows.add(ids[start:stop], values | made.gradients)
+        else:
+            rows.skip(ids[start:stop])
+        start = stop
+    return at_once
+
+
+def _half_of(rows: int, error: BaseException) -> int:
+    """Half the samples, if memory ran out; else the error goes on."""
+    text = str(error).lower()
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if not memory and not any(words in text for words in _ALLOCATION):
+        raise error
+    if rows <= 1:
+        raise CaptureError(
+            "there is not enough memory for a single sample",
+            found=str(error).splitlines()[0][:200],
+            fix="capture fewer layers at a time (layers=, with another name=)",
+        ) from error
+    warnings.warn(
+        f"out of memory with {rows} samples at once: going on with {rows // 2}",
+        CaptureWarning,
+        stacklevel=4,
+    )
+    return rows // 2
 
 
 def layers_of(maker: RowMaker) -> tuple[Layer, ...]:

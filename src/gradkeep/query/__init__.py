@@ -26,6 +26,7 @@ from gradkeep.query._gradients import (
     gradients_of,
     open_capture,
 )
+from gradkeep.query._kept_moments import KeptMoments, SideMoments
 from gradkeep.query._layers import LayerChoice, NamedLayer, select_layers
 from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_compute
@@ -53,6 +54,7 @@ __all__ = [
     "GradientOf",
     "GradientPair",
     "Gradients",
+    "KeptMoments",
     "LayerChoice",
     "MemoryShares",
     "NamedLayer",
@@ -61,6 +63,7 @@ __all__ = [
     "Products",
     "QueryPlan",
     "QueryStep",
+    "SideMoments",
     "SmallCodes",
     "TokenProducts",
     "TopRows",

@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from gradkeep._annotations import check_fields
 from gradkeep._arguments import instance, text
 from gradkeep.errors import StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
+
+_SHOWN = 36
+"""Letters of a long name that are shown in another one."""
 
 BLOCKS = "blocks"
 SCORES = "scores"
@@ -70,6 +75,17 @@ class CaptureKey:
             "split": self.split,
             "capture": self.capture,
         }
+
+    @property
+    def moments(self) -> BasisKey:
+        """Where the moments lie that belong to the capture and go with it.
+
+        >>> CaptureKey(checkpoint="final", split="train").moments.folder
+        'bases/main/final/train.main.moments-6495e63d508d7c41'
+        """
+        both = xxhash.xxh3_64_hexdigest(f"{self.split}/{self.capture}".encode())
+        name = f"{self.split[:_SHOWN]}.{self.capture[:_SHOWN]}.moments-{both}"
+        return BasisKey(self.checkpoint, run=self.run, capture=name)
 
 
 @dataclass(frozen=True, slots=True, order=True)

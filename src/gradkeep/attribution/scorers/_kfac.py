@@ -66,7 +66,7 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
         memory_budget=at.question.memory_budget,
         keep_rows=options.fisher == "empirical",
     )
-    return influence(at, found, damping, approximate=_APPROXIMATE)
+    return influence(at, found, damping, approximate=found.approximate)
 
 
 def fisher_solver(

@@ -1,0 +1,193 @@
+"""Moments of the first rows, beside a capture that keeps layers dense: what they are, and their life."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradkeep as gk
+from gradkeep.capturing import _first_moments, _replay
+from gradkeep.query import KeptMoments
+
+KEY = gk.CaptureKey("final", "train")
+ROWS = _first_moments.FIRST_ROWS
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
+    ).eval()
+
+
+def batches(count=150, size=50, seed=1):
+    chance = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(count, 2, 6, 6, generator=chance), torch.arange(count) % 3
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def captured(folder, loader=None, **options):
+    given = {"task": gk.Classification(), "split": "train", "progress": False} | options
+    return gk.capture(folder, network(), batches() if loader is None else loader, **given)
+
+
+def kept(folder):
+    return KeptMoments.of(gk.gradients(gk.open(folder), split="train"))
+
+
+def files(folder):
+    root = folder / KEY.moments.folder / "seg"
+    return {p.name: p.read_bytes() for p in sorted(root.iterdir())}
+
+
+def by_hand(loader, rows):
+    """Left and right moments of the convolution and the linear layer, in float64."""
+    model, (x, y) = network().double(), (torch.cat(part) for part in zip(*loader, strict=True))
+    x, y = x[:rows].double(), y[:rows]
+    seen = {}
+
+    def see(module, given, output):
+        output.retain_grad()
+        seen[module] = given[0].detach(), output
+
+    for module in model:
+        module.register_forward_hook(see)
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    pixels, out = seen[model[0]]
+    patches = F.unfold(pixels, 3, padding=1).transpose(1, 2).reshape(-1, 18)
+    values, logits = seen[model[3]]
+    found = {}
+    for name, a, g in (
+        ("0", patches, out.grad.flatten(2).transpose(1, 2).reshape(-1, 4)),
+        ("3", values, logits.grad),
+    ):
+        a = torch.cat([a, torch.ones(len(a), 1)], 1)
+        found[name] = g.T @ g / rows, a.T @ a / len(a)
+    return found
+
+
+def check(found, wanted):
+    assert set(found.layers) <= set(wanted)
+    for name, one in found.layers.items():
+        for side, other in zip((one.left[0], one.right[0]), wanted[name], strict=True):
+            torch.testing.assert_close(side.double(), other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("of", ["loss", "output"])
+@pytest.mark.parametrize("size", [7, 50, 150])
+def test_they_are_those_of_the_first_rows_whatever_the_batches(tmp_path, size, of):
+    loader = batches(size=size)
+    captured(tmp_path, loader, keep="dense", of=of)
+    found = kept(tmp_path)
+    assert found.rows == ROWS
+    assert list(found.layers) == ["0", "3"]
+    check(found, by_hand(loader, ROWS))
+
+
+def test_of_few_rows_they_are_those_of_all_and_only_of_dense_layers(tmp_path):
+    loader = batches(40)
+    captured(tmp_path, loader)
+    found = kept(tmp_path)
+    assert (found.rows, list(found.layers)) == (40, ["0"])  # the last layer is kept as factors
+    check(found, by_hand(loader, 40))
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep": "factors"}, {"keep": "losses"}, {"keep": "1KiB"}, {"layers": "3"}]
+)
+def test_what_keeps_no_such_layer_dense_has_none(tmp_path, options):
+    captured(tmp_path, batches(40), **options)
+    assert not gk.open(tmp_path).has(KEY.moments)
+
+
+@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_TOGETHER", "_MOST_ROWS"])
+def test_large_ones_are_not_kept(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(_first_moments, limit, 0)
+    captured(tmp_path, batches(40))
+    assert not gk.open(tmp_path).has(KEY.moments)
+
+
+def test_a_byte_budget_bounds_them(tmp_path):
+    captured(tmp_path, batches(40), memory_budget="80KB")
+    assert not gk.open(tmp_path).has(KEY.moments)
+
+
+@pytest.mark.parametrize("after", [1, 20, 23])
+def test_an_interrupted_capture_ends_with_the_same_bytes(tmp_path, after, monkeypatch):
+    loader, options = batches(size=6), {"memory_budget": "300KB"}
+    captured(tmp_path / "whole", loader, **options)
+    calls, original = iter(range(150)), _replay.append_rows
+
+    def torn(*given):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(_replay, "append_rows", torn)
+    with pytest.raises(KeyboardInterrupt):
+        captured(tmp_path / "torn", loader, **options)
+    monkeypatch.undo()
+    assert not gk.open(tmp_path / "torn").has(KEY.moments)
+    again = captured(tmp_path / "torn", loader, **options)
+    assert (again.rows, again.reused_rows > 0) == (150, after > 1)
+    assert files(tmp_path / "torn") == files(tmp_path / "whole")
+
+
+def test_what_an_interrupted_run_left_is_replaced(tmp_path):
+    captured(tmp_path / "other", batches(seed=2))
+    store = gk.open(tmp_path / "whole")
+    kept(tmp_path / "other").save(store, KEY)
+    captured(tmp_path / "whole")
+    check(kept(tmp_path / "whole"), by_hand(batches(), ROWS))
+
+
+def test_a_finished_capture_from_before_them_stays_without(tmp_path):
+    captured(tmp_path)
+    store = gk.open(tmp_path)
+    store.delete(KEY.moments)
+    assert captured(tmp_path).reused_rows == 150
+    assert not store.has(KEY.moments)
+    assert "without moments (0)" in gk.attribute(store, method="ekfac", queries="train").approximate
+
+
+def test_they_are_verified_listed_and_deleted_with_their_capture(tmp_path):
+    captured(tmp_path)
+    captured(tmp_path, split="test")
+    store = gk.open(tmp_path)
+    assert sorted(store.bases()) == sorted(key.moments for key in store.captures())
+    assert gk.store.verify(store).healthy
+    gk.store.gc(store)
+    assert kept(tmp_path) is not None
+    (segment,) = (tmp_path / KEY.moments.folder / "seg").iterdir()
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert not gk.store.verify(store).healthy
+    segment.write_bytes(whole)
+    store.delete(KEY)
+    assert [key.split for key in store.captures()] == ["test"]
+    assert len(store.bases()) == 1
+
+
+def test_long_names_and_names_with_dots_have_their_own_place():
+    keys = [
+        gk.CaptureKey("final", "a.b", capture="c"),
+        gk.CaptureKey("final", "a", capture="b.c"),
+        gk.CaptureKey("final", "s" * 100, capture="c" * 100),
+        gk.CaptureKey("final", "s" * 100, capture="c" * 99),
+    ]
+    assert len({key.moments for key in keys}) == 4
+
+
+def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
+    moments = _first_moments.FirstMoments
+    original = moments.of
+
+    def broken(self, piece, measured):
+        found = original(self, piece, measured)
+        found.left[0, 0, 0] = float("nan")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moments, "of", broken)
+        captured(tmp_path)
+    assert not gk.open(tmp_path).has(KEY.moments)
