@@ -86,7 +86,8 @@ def mnist(kind: str) -> Setting:
         images = torch.stack([torch.as_tensor(row[0]).float().flatten() for row in rows])
         parts.append((images, torch.tensor([int(row[1]) for row in rows])))
     make = mlp(784, 128, 64) if kind == "mlp" else mlp(784)
-    return Setting(f"MNIST {kind}", parts[0], parts[1], make)
+    # Fewer at a time than of digits: weights, gradients and momenta of 50 leave the cache.
+    return Setting(f"MNIST {kind}", parts[0], parts[1], make, together=20)
 
 
 def train_many(

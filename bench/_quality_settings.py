@@ -16,13 +16,22 @@ from bench import _quality_board as board
 from bench._quality_board import Bar, Entry, Section
 from bench._quality_labels import flipped
 from bench._quality_lds import World, combined, ground_truth, timed, unsureness
-from gradkeep.evaluate import GroundTruth, hybrid, sanity_check
+from gradkeep.evaluate import GroundTruth, hybrid, lds, sanity_check
 
 MIDDLE = (3, 4, 5, 6, 7)
 SUBSET_KERNEL = "kernel, subset models"
 EPOCHS_KERNEL = "kernel, kept epochs"
 MEAN = "mean of kernel, kept epochs and subset models"
 HYBRID = f"hybrid of the {MEAN}"
+
+TRIED_ON_MNIST = (
+    "Tried, with five seeds (LDS on the choosing half / the reporting half): kept epochs 3, 6 0.563 / 0.571; "
+    "2, 3, 4, 6 0.577 / 0.580; 2, 3, 4, 6, 10 0.596 / 0.590, and with the last one 0.595 / 0.591. Damping of "
+    "five models at 2, 3, 4, 6, 10: 1 0.582 / 0.580, 5 0.553 / 0.544; of three at 3, 10: 1 0.529 / 0.526, 0.3 "
+    "0.511 / 0.512. The last epoch alone, q of earlier epochs 0.552 / 0.547, q of models that did not see the "
+    "row 0.496 / 0.482."
+)
+"""The designs that were not taken, once."""
 
 
 def digits(full: bool) -> Section:
@@ -45,10 +54,18 @@ def digits_flipped(full: bool) -> Section:
 
 
 def mnist_mlp(full: bool) -> Section:
-    """MLP on 5,000 MNIST digits, asked by ten models that saw a half each."""
+    """MLP on 5,000 MNIST digits, asked by ten models that saw a half each.
+
+    Seven seeds, because two agree on this setting so little that no method can score above 0.73. They
+    were taken after two and five had missed the bar: it is the truth that they sharpen, not the method,
+    so the section also tells what two come to.
+    """
     bars = (Bar(EPOCHS_KERNEL, 0.60),)
-    sizes = (200, 5) if full else (40, 2)
-    return half_data("mnist-mlp", truths.mnist("mlp"), *sizes, epochs=(3, 6), bars=bars)
+    sizes = (200, 7) if full else (40, 7)
+    epochs = (3, 6, 10)
+    return half_data(
+        "mnist-mlp", truths.mnist("mlp"), *sizes, epochs=epochs, bars=bars, tried=TRIED_ON_MNIST
+    )
 
 
 def mnist_logistic(full: bool) -> Section:
@@ -130,6 +147,7 @@ def half_data(
     bars: Sequence[Bar] = (),
     models: int = 10,
     extra: Sequence[Entry] = (),
+    tried: str = "",
 ) -> Section:
     """Ten models of halves are asked, as other boards do; none was trained on all rows."""
     last = setting.epochs
@@ -153,6 +171,10 @@ def half_data(
     entries.append(hybrid_of(entries[1], truth, q))
     judged = board.judged(world.store, truth, entries)
     lines, missed = told(truth, setting, judged, entries, bars)
+    if seeds > 2:
+        lines += by_two_seeds(truth, entries[1])
+    if tried:
+        lines += ["", tried]
     kept = ", ".join(map(str, epochs))
     title = f"{setting.name}, {subsets} halves x {seeds} seeds; {models} models of halves, kept epochs {kept}"
     return Section(name, title, tuple(lines), missed)
@@ -198,6 +220,16 @@ def told(
     ]
     verdicts, missed = board.bars(judged, wanted)
     return lines + verdicts, missed
+
+
+def by_two_seeds(truth: GroundTruth, entry: Entry) -> list[str]:
+    """What the same scores come to where fewer models say what is true."""
+    noisy = dataclasses.replace(truth, outputs=truth.outputs[:, :2])
+    found = lds(entry.scores, noisy)
+    return [
+        "",
+        f"By the first two seeds alone: *{entry.name}* {board.span(found)}, ceiling {found.ceiling:.3f}.",
+    ]
 
 
 def sanity(world: World, entry: Entry, truth: GroundTruth) -> list[str]:
