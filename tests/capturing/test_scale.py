@@ -34,6 +34,7 @@ def second_by_second(ranges, workers, costs, place):
 costs_drawn = st.builds(
     WorkerCosts,
     start_seconds=st.floats(0, 20),
+    first_seconds=st.floats(0, 1),
     row_seconds=st.floats(1e-5, 0.1),
     row_bytes=st.floats(1, 1e6),
     rows_per_segment=st.integers(1, 4096),
@@ -58,7 +59,7 @@ def test_it_is_what_a_plain_simulation_says(ranges, workers, costs, place):
 
 
 def test_twice_as_many_workers_take_half_of_the_time_until_one_process_seals():
-    costs = WorkerCosts(0.0, 0.01, 10.0, 100, 0.0001)
+    costs = WorkerCosts(0.0, 0.0, 0.01, 10.0, 100, 0.0001)
     times = [
         play_capture([1] * 64, workers, costs, FREE, rows=6400).workers_done
         for workers in (1, 2, 4, 64, 1000)
@@ -75,7 +76,7 @@ def small():
 
 
 def test_a_plan_is_taken_to_a_billion_rows(monkeypatch, tmp_path):
-    monkeypatch.setattr("gradkeep.capturing._plan.measure_start", lambda: 2.0)
+    monkeypatch.setattr("gradkeep.capturing._plan.measure_start", lambda workers: 2.0)
     plan = small()
     far = plan.at_scale(rows=10**9, workers=256, place="s3", load_seconds=1e-5)
     assert far.bytes == pytest.approx(plan.row_bytes * 10**9)
@@ -85,6 +86,8 @@ def test_a_plan_is_taken_to_a_billion_rows(monkeypatch, tmp_path):
     spread = (plan.capture_seconds - plan.fixed_seconds) / (plan.rows + plan.queries)
     assert one.played.seconds > 10**6 * spread
     assert list(tmp_path.iterdir()) == []
+    few = plan.at_scale(rows=10, workers=8, folder=tmp_path)  # which no worker is started for
+    assert few.played.seconds < 2.0
     assert "256 workers" in str(far)
     assert "assumed" in str(far)
     for wrong in (

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 _TRIED, _FEW, _MOST = 16, 2, 256
 _PROVED = 0.5
 """Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
-_FINGERPRINT_SECONDS = 1.5e-5
-"""Of one row, when a capture by workers is compared and sealed."""
+_FINGERPRINT_SECONDS = 5e-6
+"""Of one row, when a capture by workers is compared and sealed; as `./x bench scale` saw it."""
 _DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
 """What is tried to keep of a row where all of its gradient is too much."""
 
@@ -140,7 +140,8 @@ class CapturePlan:
         number("load_seconds", load_seconds, error=CaptureError, least=0)
         spread = self.capture_seconds - self.fixed_seconds
         costs = WorkerCosts(
-            start_seconds=measure_start() + self.fixed_seconds,
+            start_seconds=measure_start(workers) + self.fixed_seconds,
+            first_seconds=self.fixed_seconds,
             row_seconds=spread / max(1, self.rows + self.queries) + load_seconds,
             row_bytes=self.row_bytes,
             rows_per_segment=self.rows_per_segment,

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _arguments
@@ -66,6 +66,8 @@ class WorkerCosts:
 
     start_seconds: float
     """Until it makes its first row: imports, the model, the proof on the first batch."""
+    first_seconds: float
+    """The proof alone."""
     row_seconds: float
     row_bytes: float
     rows_per_segment: int
@@ -136,6 +138,8 @@ def scale_plan(
     segments = math.ceil(rows / costs.rows_per_segment)
     parts = segment_ranges(rows, costs.rows_per_segment, batch=1, workers=workers)
     ranges = [stop - start for start, stop in parts]
+    if len(ranges) < 2:  # made by the process that asks: nobody is started for one range
+        costs = replace(costs, start_seconds=costs.first_seconds)
     played = play_capture(ranges, workers, costs, place, rows=rows)
     return ScalePlan(rows, workers, segments, rows * costs.row_bytes, played, memory, place, costs)
 
@@ -148,13 +152,14 @@ def play_capture(
     A segment is put while the next one is made; one more waits only if the one before is still under
     way. Cost: the number of ranges x log(workers), however many rows.
 
-    >>> costs = WorkerCosts(1.0, 0.01, 100.0, 100, 0.0)
+    >>> costs = WorkerCosts(1.0, 0.1, 0.01, 100.0, 100, 0.0)
     >>> free = PlaceCosts("free", 0.0, 0.0, math.inf)
     >>> play_capture([1] * 8, 2, costs, free, rows=800).seconds  # start, then 4 segments of a second
     5.0
     """
-    made = costs.row_seconds * costs.rows_per_segment
-    put = place.put(costs.row_bytes * costs.rows_per_segment)
+    each = rows / sum(ranges)  # the last segment may be a small one
+    made = costs.row_seconds * each
+    put = place.put(costs.row_bytes * each)
     asking = place.get_seconds * (_REQUESTS_OF_A_RANGE - 2) + 2 * place.put_seconds
     free = [(costs.start_seconds, number) for number in range(min(workers, len(ranges)))]
     heapq.heapify(free)
@@ -198,12 +203,13 @@ def measure_folder(folder: str) -> PlaceCosts:
     return PlaceCosts("this disk", put, 1e-5, rate, measured=True)
 
 
-def measure_start() -> float:
-    """Seconds until another process has imported what a worker needs."""
+def measure_start(workers: int) -> float:
+    """Seconds until other processes have imported what workers need, as many at once as there are cores."""
+    together = max(1, min(workers, os.cpu_count() or 1))
+    command = [sys.executable, "-c", "import torch, gradkeep.capturing"]
     began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", "import torch, gradkeep.capturing"], check=True, capture_output=True
-    )
+    for one in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(together)]:
+        one.wait()
     return time.perf_counter() - began
 
 
