@@ -7,7 +7,6 @@ its service calls it): one winner per name, without a lock, and no reader ever s
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,10 +15,11 @@ import xxhash
 
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
-from gradkeep.store.backends._read_cache import cache_of_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from gradkeep.store.backends._read_cache import ReadCache
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory", "file")
 _LARGEST = 5_000 << 20
@@ -58,7 +58,12 @@ class Bucket(Backend):
         # In memory an e_tag is a counter, of a file it is made of times: neither is proof that a
         # value is still the same.
         self._trusted = urlsplit(url).scheme not in ("memory", "file")
-        self._cache = cache_of_environment() if self._trusted else None
+        self._cache: ReadCache | None = None
+        if self._trusted:
+            # Here, because every command loads this file, and few of them read a bucket.
+            from gradkeep.store.backends._read_cache import cache_of_environment
+
+            self._cache = cache_of_environment()
 
     def put_if_absent(
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
@@ -302,6 +307,8 @@ class _Object(Readable):
             if len(starts) == 1:
                 bring(starts[0])
             else:
+                from concurrent.futures import ThreadPoolExecutor
+
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
                     list(pool.map(bring, starts))
         return whole
