@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gradkeep._budgets import parse_bytes
 
@@ -78,13 +78,3 @@ def summed_up(found: Sequence[Solution | None]) -> str | None:
             one.way, max(one.steps, other.steps), max(residuals) if residuals else None
         )
     return "; ".join(map(str, by_way.values())) or None
-
-
-class KernelSolver(Protocol):
-    """One way to M^-1."""
-
-    def solved(self, right: Tensor) -> Tensor:
-        """M^-1 b `[N, b]` of right sides `[N, b]`, which may be overwritten."""
-
-    def solution(self) -> Solution:
-        """How the right sides so far were solved."""
