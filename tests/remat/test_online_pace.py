@@ -1,6 +1,7 @@
 """Steps of tiny operators are told to use a plan, after a few operators and not after the step."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -31,6 +32,26 @@ def test_small_operators_are_told_of_plans_before_the_first_step_is_slow(name, c
     with online:
         step()
     assert len(caplog.records) == 1
+
+
+def test_a_busy_thread_beside_it_changes_nothing_of_the_pace():
+    ended = threading.Event()
+
+    def spin():
+        while not ended.is_set():
+            sum(range(1000))
+
+    beside = threading.Thread(target=spin)
+    beside.start()
+    try:
+        # Every operator lets other threads run, and waits until one of them lets go again.
+        with OnlineRuntime(10**9) as online:
+            for count in range(60):
+                torch.ones(400) + count
+    finally:
+        ended.set()
+        beside.join()
+    assert online.slow is not None
 
 
 def test_large_operators_are_left_in_peace(caplog):

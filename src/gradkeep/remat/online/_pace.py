@@ -21,7 +21,7 @@ class Pace:
         self._alone: list[int] = []
 
     def known(self, whole: int, alone: int) -> bool:
-        """Note one operator, in nanoseconds; whether enough have been seen."""
+        """Note one operator, in nanoseconds of its thread; whether enough have been seen."""
         if alone <= 0:
             return False  # a view: nothing ran
         self._seen += 1
