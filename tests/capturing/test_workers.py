@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import multiprocessing
 import os
 import random
 import signal
@@ -175,19 +174,39 @@ def test_twenty_kills_cost_no_more_than_the_segments_they_hit(tmp_path):
 
 
 @pytest.mark.slow
+class Patient(Rows):
+    """Rows that come slowly until another process asks for them, too: it takes seconds to start."""
+
+    def __init__(self, count, notes):
+        super().__init__(count)
+        self.notes = notes
+
+    def __getitem__(self, at):
+        if at > 100:  # the first batches are looked at by everybody
+            (self.notes / str(os.getpid())).touch()
+        if len(list(self.notes.iterdir())) == 1:
+            time.sleep(0.05)
+        return super().__getitem__(at)
+
+
 def test_real_processes_and_one_that_is_killed(tmp_path):
-    loader = batches(480)
-    captured(tmp_path / "alone", loader)
-    seen = tmp_path / "many" / KEY.folder / "seg"
+    (tmp_path / "notes").mkdir()
+    captured(tmp_path / "alone", DataLoader(Rows(480), 8), columns=["source"])
+
+    def others():
+        return [name for name in os.listdir(tmp_path / "notes") if int(name) != os.getpid()]
 
     def kill_one():
-        while not seen.exists() or len(list(seen.iterdir())) < 3:
+        while not others() and not ended.is_set():
             time.sleep(0.01)
-        multiprocessing.active_children()[0].kill()
+        os.kill(int(others()[0]), signal.SIGKILL)
 
+    ended = threading.Event()
     killer = threading.Thread(target=kill_one)
     killer.start()
-    kept = captured(tmp_path / "many", loader, workers=2)
+    slow = DataLoader(Patient(480, tmp_path / "notes"), 8)
+    kept = captured(tmp_path / "many", slow, columns=["source"], workers=2)
+    ended.set()
     killer.join()
     assert kept.rows == 480
     assert contents(tmp_path / "many") == contents(tmp_path / "alone")

@@ -1,5 +1,6 @@
 """Local workers: every row once, failures recorded, hung jobs ended, stops obeyed."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -39,6 +40,62 @@ def test_the_rows_are_the_same_whoever_computes_them(rows_of, workers, batch):
     assert outcome.complete
     assert outcome.failures == ()
     check_complete(store, 17)
+
+
+def test_this_process_works_while_others_start_and_one_of_them_is_killed(rows_of, tmp_path):
+    import farm_jobs
+
+    store, job = rows_of(40), farm_jobs.Signed(0.15, tmp_path)
+
+    def others():
+        return [name for name in os.listdir(tmp_path) if name.isdecimal() and int(name) != own]
+
+    def kill_one():
+        while not others():
+            time.sleep(0.02)
+        os.kill(int(others()[0]), signal.SIGKILL)
+
+    own = os.getpid()
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    outcome = farm.run(store, "models", job, workers=2, here=job, lease_seconds=30, max_attempts=5)
+    killer.join()
+    assert outcome.complete
+    assert (tmp_path / str(own)).exists()
+    check_complete(store, 40)
+
+
+def test_when_all_is_done_nobody_waits_for_workers_that_start(rows_of):
+    import farm_jobs
+
+    store, job = rows_of(3), farm_jobs.trivial
+    assert farm.run(store, "models", job, workers=8, here=job).complete
+    assert not multiprocessing.active_children()
+    check_complete(store, 3)
+
+
+def test_what_ends_this_process_ends_the_others(rows_of):
+    import farm_jobs
+
+    def interrupted(numbers):
+        raise KeyboardInterrupt
+
+    store = rows_of(4)
+    with pytest.raises(KeyboardInterrupt):
+        farm.run(store, "models", farm_jobs.Slow(60), workers=2, here=interrupted, grace=0.1)
+    assert not multiprocessing.active_children()
+    assert not any(state.state == "leased" for state in store.rows("models").states())
+
+
+def test_workers_that_cannot_begin_are_told_though_this_process_could(rows_of):
+    import farm_jobs
+
+    job = farm_jobs.Slow(0.3)
+    with pytest.raises(FarmError, match="the training data is not on this machine"):
+        farm.run(rows_of(1000), "models", farm_jobs.Unloadable(), workers=2, here=job)
+    for odd in ({"engine": farm.LocalProcesses(2)}, {"workers": 2, "timeout": 3.0}):
+        with pytest.raises(FarmError, match="leave here= out"):
+            farm.run(rows_of(2, "more"), "more", job, here=job, **odd)
 
 
 def test_rows_that_are_done_are_not_computed_again(rows_of, tmp_path):
@@ -246,8 +303,10 @@ import farm_jobs
 if __name__ == "__main__":
     store = gk.open(sys.argv[1], durability="process")
     job = farm_jobs.Slow(float(sys.argv[2])) if sys.argv[2] != "0" else farm_jobs.trivial
+    here = job if sys.argv[6:] else None
     farm.run(store, "models", job, workers=int(sys.argv[3]), lease_seconds=float(sys.argv[4]),
-             grace=float(sys.argv[5]), max_attempts=20, progress=lambda p: print(p, flush=True))
+             grace=float(sys.argv[5]), max_attempts=20, here=here,
+             progress=lambda p: print(p, flush=True))
 """
 
 
@@ -284,11 +343,12 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("here", [(), ("here",)], ids=["beside", "along"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_finishes_what_was_begun_and_leaves_nothing_leased(rows_of, tmp_path, number):
+def test_a_stop_finishes_what_was_begun_and_leaves_nothing_leased(rows_of, tmp_path, number, here):
     store = rows_of(1000)
     rows = store.rows("models")
-    process = start(tmp_path, 0.3, 2, 60, 20)
+    process = start(tmp_path, 0.3, 2, 60, 20, *here)
     try:
         wait_until(lambda: len(rows.done()) >= 2)
         process.send_signal(number)

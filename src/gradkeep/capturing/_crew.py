@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gradkeep.capturing._capture import ReplayOrder
-    from gradkeep.capturing._replay import PartReplay, Replay
+    from gradkeep.capturing._replay import PartReplay
     from gradkeep.farm import Engine, Progress
-    from gradkeep.store import CaptureKey, Schema
+    from gradkeep.store import CaptureKey
 
 _JOBS_EACH = 4
 """Ranges for each worker: enough that none waits long for the last one."""
@@ -109,15 +109,17 @@ class Crew:
 
     def fill(
         self,
-        replay: Replay,
-        key: CaptureKey,
-        schema: Schema,
+        part: PartReplay,
         proof: RowProof,
         *,
         packed: bytes,
         batch: int,
     ) -> RowAlarms:
-        """Have all segments made that are missing; what looked wrong in their rows."""
+        """Have all segments made that are missing; what looked wrong in their rows.
+
+        `part` is what this process makes itself: it is ready, and local workers take seconds to be.
+        """
+        replay, key, schema = part.replay, part.key, part.schema
         if schema.num_rows is None:
             raise CaptureError(
                 "workers need to know how many rows there are",
@@ -145,6 +147,7 @@ class Crew:
         )
         title = f"capture {key.split} at {key.checkpoint}"
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.threads())
             report = stack.enter_context(shown(title, "ranges")) if replay.progress else None
 
             def told(seen: Progress) -> None:
@@ -160,6 +163,7 @@ class Crew:
                     job,
                     workers=self.workers,
                     engine=self.engine,
+                    here=_RangeMaker(part, ranges),
                     progress=told,
                 )
             except FarmError as error:
@@ -220,9 +224,27 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _RangeMaker:
+    """A job of the farm for a process whose model is ready."""
+
+    part: PartReplay
+    ranges: Sequence[tuple[int, int]]
+
+    def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Make these ranges, and tell what looked wrong in their rows."""
+        found = []
+        for number in numbers:
+            alarms = self.part.make(range(*self.ranges[number]))
+            example = -1 if alarms.example is None else alarms.example
+            told = (alarms.rows, alarms.zero, alarms.tiny, example)
+            found.append(dict(zip(_TOLD, told, strict=True)))
+        return found
+
+
 @dataclass(slots=True, eq=False)
 class _RangeJob:
-    """A job of the farm: makes ranges of segments, with a model of its own."""
+    """The same for any other process: it makes the model ready when its first range comes."""
 
     order: bytes
     device: torch.device
@@ -234,25 +256,19 @@ class _RangeJob:
     key: CaptureKey
     ranges: Sequence[tuple[int, int]]
     proof: RowProof
-    _ready: PartReplay | GradkeepError | None = field(default=None, init=False)
-    """Made when the first range comes, where the job is by then; or why it cannot be."""
+    _ready: _RangeMaker | GradkeepError | None = field(default=None, init=False)
+    """Where the job is by then; or why it cannot be."""
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Make these ranges, and tell what looked wrong in their rows."""
         if self._ready is None:
             try:
-                self._ready = self._begin()
+                self._ready = _RangeMaker(self._begin(), self.ranges)
             except GradkeepError as error:
                 self._ready = error
         if isinstance(self._ready, GradkeepError):
             raise self._ready
-        found = []
-        for number in numbers:
-            alarms = self._ready.make(range(*self.ranges[number]))
-            example = -1 if alarms.example is None else alarms.example
-            told = (alarms.rows, alarms.zero, alarms.tiny, example)
-            found.append(dict(zip(_TOLD, told, strict=True)))
-        return found
+        return self._ready(numbers)
 
     def _begin(self) -> PartReplay:
         found = _versions()

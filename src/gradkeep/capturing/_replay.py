@@ -141,7 +141,8 @@ class Replay:
                     self.store.write(key, schema).close()  # workers go by what it says
                     same = RowProof.of(first, made.values)
                     size = batch_size(first)
-                    alarms = crew.fill(self, key, schema, same, packed=packed, batch=size)
+                    part = PartReplay(self, key, schema, maker, at_once)
+                    alarms = crew.fill(part, same, packed=packed, batch=size)
                     earlier = earlier_run(self.store, key)
                     delivered = self._delivered(None)
                     begin = next(delivered)
@@ -380,7 +381,8 @@ class PartReplay:
     schema: Schema
     maker: RowMaker
     at_once: int
-    ready: contextlib.ExitStack
+    ready: contextlib.ExitStack | None = None
+    """What holds the model ready, where nobody else does."""
 
     def make(self, segments: range) -> RowAlarms:
         """Make those of the segments that are not there, from the batches of a whole pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -15,6 +16,8 @@ from gradkeep.farm._process import StopRequest, cores, environment, stop_on_sign
 from gradkeep.farm._worker import (
     BROKEN,
     STOPPED,
+    LeaseKeeper,
+    Puller,
     WorkerMessage,
     broken_worker,
     work_in_process,
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
-    from gradkeep.farm._job import JobSpec
+    from gradkeep.farm._job import Job, JobSpec
     from gradkeep.store import Lease, Rows
 
 _TICK = 0.2
@@ -67,7 +70,39 @@ class LocalProcesses:
 
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
         """Run workers until no row is left, replacing those that die."""
-        _Supervisor(spec, report).run(self.num_workers)
+        with stop_on_signals() as stop:
+            _Supervisor(spec, report).run(range(self.num_workers), stop)
+            stop.raise_if_asked()
+
+    def run_along(self, spec: JobSpec, report: Callable[[], None], job: Job) -> None:
+        """Run one worker less, and be the first one: the others take seconds to start."""
+        others = StopRequest()
+        failed: list[BaseException] = []
+
+        def supervise() -> None:
+            try:
+                _Supervisor(spec, report).run(range(1, self.num_workers), others)
+            except BaseException as error:  # for the thread that waits
+                failed.append(error)
+
+        beside = threading.Thread(target=supervise, name="supervisor", daemon=True)
+        # An interrupt ends what this process does at once, as it would without workers.
+        with stop_on_signals(raise_from=1) as stop:
+            beside.start()
+            try:
+                rows = spec.open_rows()
+                with LeaseKeeper(spec, rows, end=lambda _: None) as keeper:
+                    Puller(spec, rows, job, stopped=lambda: bool(failed)).run(keeper)
+                others.times = 2  # nothing is left, also for those that are starting yet
+            except KeyboardInterrupt:
+                if not stop.asked:
+                    raise  # the job's own
+            finally:
+                others.times = max(1, others.times)
+                beside.join()
+            stop.raise_if_asked()
+        if failed:
+            raise failed[0]
 
 
 class _Supervisor:
@@ -80,17 +115,15 @@ class _Supervisor:
         self._deaths = self._failed_starts = 0
         self._stopping = False
 
-    def run(self, count: int) -> None:
-        with stop_on_signals() as stop:
-            try:
-                for number in range(count):
-                    self._workers.append(self._start(number))
-                while self._workers:
-                    self._turn(stop)
-                    self._report()
-            finally:
-                self._kill_all()
-            stop.raise_if_asked()
+    def run(self, numbers: range, stop: StopRequest) -> None:
+        try:
+            for number in numbers:
+                self._workers.append(self._start(number))
+            while self._workers:
+                self._turn(stop)
+                self._report()
+        finally:
+            self._kill_all()
 
     def _turn(self, stop: StopRequest) -> None:
         if stop.asked and not self._stopping:

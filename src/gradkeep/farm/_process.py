@@ -52,17 +52,17 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(*, raise_second: bool = False) -> Iterator[StopRequest]:
+def stop_on_signals(*, raise_from: int | None = None) -> Iterator[StopRequest]:
     """Count interrupts and terminations instead of dying of them; the main thread gets them.
 
-    With `raise_second` the second one interrupts whatever runs, as it would have without us.
+    The `raise_from`-th one and later ones interrupt whatever runs, as they would have without us.
     """
     stop = StopRequest()
 
     def note(number: int, _: Any) -> None:
         stop.times += 1
         stop.number = number
-        if raise_second and stop.at_once:
+        if raise_from is not None and stop.times >= raise_from:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():

@@ -128,6 +128,7 @@ def run(
     *,
     workers: int | None = None,
     engine: Engine | None = None,
+    here: Job | None = None,
     progress: Callable[[Progress], None] | None = None,
     threads: int | None = None,
     **limits: Any,
@@ -135,7 +136,8 @@ def run(
     """Run `job` for every row of the set `rows` that is not done, and report how it went.
 
     `job(numbers)` returns the arrays of each row. `workers` is the number of local processes, 0 for
-    this one; `engine` is another place for them. `limits` are fields of `JobSpec`: `batch`,
+    this one; `engine` is another place for them. With `here`, the same job as this process has it
+    at hand, this process is one of the `workers`, and works while the others start. `limits` are fields of `JobSpec`: `batch`,
     `timeout`, `max_attempts`, `lease_seconds`, `grace`, `give_up_after`. May be run again, and at
     the same time from other machines: a row that is done stays done. A job that raises is a failed
     attempt of its rows, not an error here: `Outcome.failures` has the tracebacks.
@@ -150,6 +152,14 @@ def run(
     """
     check_place(workers, engine)
     _arguments.function("job", job, error=FarmError)
+    if here is not None:
+        _arguments.function("here", here, error=FarmError)
+        if engine is not None or limits.get("timeout") is not None:
+            raise FarmError(
+                "this process is one of the local workers, and cannot be ended when its job hangs",
+                found="here= with engine= or timeout=",
+                fix="leave here= out",
+            )
     if progress is not None:
         _arguments.function("progress", progress, error=FarmError)
     for name in limits:
@@ -169,6 +179,9 @@ def run(
     report = _ProgressReporter(opened, spec.max_attempts, progress)
     if workers == 0:
         _run_here(spec, opened, job, report)
+    elif here is not None:
+        _check_shared(store)
+        LocalProcesses(workers).run_along(spec, report, here)
     else:
         _check_shared(store)
         place.run(spec, report)
@@ -192,7 +205,7 @@ def _run_here(spec: JobSpec, rows: Rows, job: Job, report: _ProgressReporter) ->
             found=f"timeout={spec.timeout:g} with workers=0",
             fix="use workers=1, which is a process of its own",
         )
-    with stop_on_signals(raise_second=True) as stop:
+    with stop_on_signals(raise_from=2) as stop:
 
         def watched(numbers: Any) -> Any:
             report()

@@ -45,6 +45,7 @@ def share_out(
     *,
     workers: int | None = None,
     engine: Engine | None = None,
+    here: Job | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Mapping[str, Any]:
     """What `job` returns for the parts 0 to `count - 1` of one piece of work, each array `[count, ...]`.
@@ -52,6 +53,7 @@ def share_out(
     The parts are rows of a set in the store, deleted when all are in or none can be had any more; so
     are sets that a killed process left under the same title. What a job raises on purpose, a
     `GradkeepError`, is not tried again, and is what is found in the error that is raised here.
+    With `here`, the job as this process has it at hand, this process is one of the local workers.
     """
     if store.backend.local_path("") is None and "://" not in store.location:
         raise FarmError(
@@ -73,6 +75,7 @@ def share_out(
             _RefusingJob(job, tuple(arrays)),
             workers=None if workers is None else min(workers, count),
             engine=engine,
+            here=None if here is None or engine is not None else _RefusingJob(here, tuple(arrays)),
             progress=progress,
             **_LIMITS,
         )
