@@ -55,7 +55,7 @@ def serving():
 
 
 class Line(ThreadingHTTPServer):
-    """A proxy that can lose requests and replies, or answer on its own."""
+    """A proxy that can lose requests and replies, or answer on its own: a status, or one and a code."""
 
     def __init__(self, address):
         super().__init__(("127.0.0.1", 0), Carrier)
@@ -81,16 +81,24 @@ class Carrier(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if isinstance(fault, int):
-            self.send_response(fault)
-            self.send_header("Content-Length", "0")
+            fault = (fault, "")
+        if isinstance(fault, tuple):
+            status, code = fault
+            told = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(told)))
             self.end_headers()
+            self.wfile.write(told)
             return
         if fault == "stall":
             self.server.stalled.wait(30)  # until the other side has given up, or the test is over
             self.close_connection = True
             return
         line = http.client.HTTPConnection(self.server.target)
-        line.request(self.command, self.path, body, dict(self.headers))
+        headers = dict(self.headers)
+        if fault == "no condition":
+            headers = {name: value for name, value in headers.items() if name != "if-none-match"}
+        line.request(self.command, self.path, body, headers)
         reply = line.getresponse()
         content = reply.read()
         line.close()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from s3_server import ANYBODY, ONCE, connect
 
 import gradkeep as gk
@@ -93,6 +94,58 @@ def test_a_bucket_that_may_only_be_read_is_read_only(line, url, s3):
         bucket.move_aside("there")
     assert put(bucket, "there", b"value") is False
     assert bucket.read("there") == b"value"
+
+
+def test_a_service_that_does_not_heed_the_condition_is_refused(line, url):
+    bucket = connect(url, line.address)
+    line.fault = on_put("no condition")
+    with pytest.raises(WriteFailed, match="no conditional writes"):
+        gk.open(bucket)
+    line.fault = on_put((501, "NotImplemented"))
+    with pytest.raises(WriteFailed, match="no conditional writes"):
+        put(connect(url, line.address, retry_config=ONCE), "key", b"value")
+
+
+def test_a_service_is_asked_once_whether_it_heeds_the_condition(line, url):
+    bucket = connect(url, line.address, retry_config=ONCE)
+    seen = []
+    # The second question is lost, and says nothing: the next value is asked with.
+    line.fault = lambda method: seen.append(method) or ("none", "lose request")[len(seen) == 2]
+    for name in "abc":
+        assert put(bucket, name, b"") is True
+    assert len(seen) == 5
+    assert put(bucket, "c", b"") is False
+
+
+@pytest.mark.parametrize("told", [(403, "ExpiredToken"), (400, "ExpiredToken")])
+@pytest.mark.parametrize("after", [0, 3, 9, 14])
+def test_credentials_that_expire_on_the_way_cost_nothing_that_was_kept(
+    line, url, s3, tmp_path, told, after
+):
+    torch.manual_seed(0)
+    net, x = torch.nn.Linear(50, 10), torch.randn(400, 50)
+    batches = [(x[at : at + 40], torch.arange(40) % 10) for at in range(0, 400, 40)]
+
+    def capture(place):
+        return gk.capture(
+            *(gk.open(place), net, batches),
+            task=gk.Classification(),
+            split="train",
+            memory_budget="200kB",
+            progress=False,
+        )
+
+    answered = iter(range(10**9))
+    line.fault = lambda method: told if next(answered) >= after else "none"
+    with pytest.raises(StoreError, match="credentials"):
+        capture(connect(url, line.address, retry_config=ONCE))
+    capture(connect(url, s3))
+    capture(tmp_path / "calm")
+    key = gk.CaptureKey("final", "train")
+    kept, calm = (gk.open(place).read(key) for place in (connect(url, s3), tmp_path / "calm"))
+    assert len(kept) == 400
+    assert kept.manifest.segments == calm.manifest.segments  # with the digests of their bytes
+    assert verify(connect(url, s3)).healthy
 
 
 def test_a_bucket_that_cannot_be_read_says_so(line, url):

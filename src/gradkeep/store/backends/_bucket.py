@@ -58,6 +58,8 @@ class Bucket(Backend):
         # In memory an e_tag is a counter, of a file it is made of times: neither is proof that a
         # value is still the same.
         self._trusted = urlsplit(url).scheme not in ("memory", "file")
+        self._exclusive = not self._trusted
+        """Whether it is known that a second PUT of the same name is refused."""
         self._cache: ReadCache | None = None
         if self._trusted:
             # Here, because every command loads this file, and few of them read a bucket.
@@ -84,11 +86,40 @@ class Bucket(Backend):
                 return False
             except (errors.BaseError, OSError) as error:
                 return self._after_failed_put(key, parts, error)
+            if not self._exclusive:
+                self._prove_exclusive(key, views)
             return True
         raise WriteFailed(
             "the name is taken, but there is nothing under it",
             path=self.describe(key),
             fix="if others write here right now, run again; else look at the bucket's own tools",
+        )
+
+    def _prove_exclusive(self, key: str, views: Sequence[memoryview]) -> None:
+        """Put the first value once more: a service that takes it does not heed the condition.
+
+        The bytes are the same, so nothing is lost by it; but of two writers none would ever know.
+        """
+        errors = self._obs.exceptions
+        for _ in range(2):  # the first time, somebody may just have deleted it
+            try:
+                self._obs.put(
+                    self._store, key, list(views) or b"", mode="create", use_multipart=False
+                )
+            except errors.AlreadyExistsError:
+                self._exclusive = True
+                return
+            except (errors.BaseError, OSError):
+                return  # it says nothing about the service: the next value is tried, too
+        raise self._not_exclusive(key, "a second PUT under the same name was taken, too")
+
+    def _not_exclusive(self, key: str, found: str) -> WriteFailed:
+        return WriteFailed(
+            "this service has no conditional writes: of two writers, one would undo the other's work",
+            path=self.describe(key),
+            found=found,
+            expected="that a PUT with If-None-Match: * is refused where the name is taken",
+            fix="use a service that has them (S3, Google Cloud, Azure, newer MinIO, Ceph, R2), or a folder",
         )
 
     def _check_size(self, key: str, size: int) -> None:
@@ -214,6 +245,10 @@ class Bucket(Backend):
                 found=found,
                 fix="check the credentials and what they permit, or copy the store elsewhere",
             )
+        if isinstance(error, self._obs.exceptions.NotSupportedError) or "NotImplemented" in str(
+            error
+        ):
+            return self._not_exclusive(key, found)
         if isinstance(error, FileNotFoundError):
             return WriteFailed(
                 "there is no such bucket, or the value is gone",
