@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _arguments
@@ -138,16 +138,24 @@ def scale_plan(
     segments = math.ceil(rows / costs.rows_per_segment)
     parts = segment_ranges(rows, costs.rows_per_segment, batch=1, workers=workers)
     ranges = [stop - start for start, stop in parts]
-    if len(ranges) < 2:  # made by the process that asks: nobody is started for one range
-        costs = replace(costs, start_seconds=costs.first_seconds)
-    played = play_capture(ranges, workers, costs, place, rows=rows)
+    # A single range is made by the process that asks; and on this machine that is one of the workers.
+    here = place.measured or len(ranges) < 2
+    played = play_capture(ranges, workers, costs, place, rows=rows, here=here)
     return ScalePlan(rows, workers, segments, rows * costs.row_bytes, played, memory, place, costs)
 
 
 def play_capture(
-    ranges: Sequence[int], workers: int, costs: WorkerCosts, place: PlaceCosts, *, rows: int
+    ranges: Sequence[int],
+    workers: int,
+    costs: WorkerCosts,
+    place: PlaceCosts,
+    *,
+    rows: int,
+    here: bool = False,
 ) -> PlayedCapture:
     """Event by event: who is free first takes the next range of so many segments.
+
+    With `here` the process that begins is one of the workers, and ready when the others are started.
 
     A segment is put while the next one is made; one more waits only if the one before is still under
     way. Cost: the number of ranges x log(workers), however many rows.
@@ -161,10 +169,13 @@ def play_capture(
     made = costs.row_seconds * each
     put = place.put(costs.row_bytes * each)
     asking = place.get_seconds * (_REQUESTS_OF_A_RANGE - 2) + 2 * place.put_seconds
-    free = [(costs.start_seconds, number) for number in range(min(workers, len(ranges)))]
+    begins = costs.first_seconds + costs.start_seconds if here else costs.start_seconds
+    free = [(begins, number) for number in range(min(workers, len(ranges)))]
+    if here:
+        free[0] = (costs.first_seconds, 0)
     heapq.heapify(free)
     working = 0.0
-    done = costs.start_seconds
+    done = free[0][0]
     for count in ranges:
         at, number = heapq.heappop(free)
         # The first is made, then the slower of making and putting paces the rest; the last is put.
