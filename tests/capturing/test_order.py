@@ -1,6 +1,7 @@
 """Ids belong to contents: a loader's order is proved by what it delivers, not by its sampler's name."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -110,6 +111,44 @@ def test_ids_in_the_batch_go_with_any_order(store, model, kind):
     assert (block.column("label") == block.ids).all()
     again = capture(store, model, SHUFFLERS[kind](TensorDataset(x, y, torch.arange(ROWS))), ids=2)
     assert again.reused_rows == ROWS
+
+
+class Reversing(DataLoader):
+    """A loader that changes what its parent delivers."""
+
+    def __iter__(self):
+        return iter(list(super().__iter__())[::-1])
+
+
+class SlowInTheMiddle(Dataset):
+    """One of its batches is overtaken by others where a loader lets them."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, at):
+        if ROWS // 2 <= at < ROWS // 2 + 4:
+            time.sleep(0.1)
+        return torch.full((3,), float(at)), at
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: Reversing(dataset(), 4),
+        lambda: DataLoader(SlowInTheMiddle(), 4, num_workers=2, in_order=False),
+    ],
+    ids=["a subclass", "who comes first"],
+)
+def test_loaders_that_deliver_otherwise_than_they_draw_are_refused(store, model, loader):
+    with pytest.raises(CaptureError, match="other contents than its data set|changes each time"):
+        capture(store, model, loader())
+
+
+def test_workers_that_stay_for_the_next_pass_are_taken(store, model):
+    loader = DataLoader(SlowInTheMiddle(), 4, num_workers=2, persistent_workers=True)
+    capture(store, model, loader)
+    assert store.read(KEY).column("label").tolist() == list(range(ROWS))
 
 
 def test_rows_drawn_twice_are_refused(store, model):
