@@ -117,10 +117,9 @@ def test_a_service_is_asked_once_whether_it_heeds_the_condition(line, url):
     assert put(bucket, "c", b"") is False
 
 
-@pytest.mark.parametrize("told", [(403, "ExpiredToken"), (400, "ExpiredToken")])
-@pytest.mark.parametrize("after", [0, 3, 9, 14])
+@pytest.mark.parametrize(("status", "after"), [(403, 0), (400, 3), (403, 9), (400, 14)])
 def test_credentials_that_expire_on_the_way_cost_nothing_that_was_kept(
-    line, url, s3, tmp_path, told, after
+    line, url, s3, tmp_path, status, after
 ):
     torch.manual_seed(0)
     net, x = torch.nn.Linear(50, 10), torch.randn(400, 50)
@@ -136,7 +135,8 @@ def test_credentials_that_expire_on_the_way_cost_nothing_that_was_kept(
         )
 
     answered = iter(range(10**9))
-    line.fault = lambda method: told if next(answered) >= after else "none"
+    expired = (status, "ExpiredToken")
+    line.fault = lambda method: expired if next(answered) >= after else "none"
     with pytest.raises(StoreError, match="credentials"):
         capture(connect(url, line.address, retry_config=ONCE))
     capture(connect(url, s3))
