@@ -10,6 +10,7 @@ from torch import nn
 
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._calls import LayerCall, fill, watching
+from gradkeep.capturing._pooling import fast_pooling
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.capturing.rules._rules import unit_gradients
@@ -94,7 +95,10 @@ class Tracer:
     ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
         spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
-        with watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls:
+        with (
+            fast_pooling(self.model),
+            watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls,
+        ):
             measured, target = self._measure(batch)
         return measured, target, calls
 

@@ -15,7 +15,14 @@ from gradkeep.factors._cost import VALUE
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
 from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
 from gradkeep.factors._outer import Outer, OuterRows, count_linear
-from gradkeep.factors._pixel_gram import gram_tile, phase_pixels, phases, pixel_gram
+from gradkeep.factors._pixel_gram import (
+    gram_tile,
+    norm_passes,
+    phase_pixels,
+    phases,
+    pixel_gram,
+    pixel_norms,
+)
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
 if TYPE_CHECKING:
@@ -25,6 +32,9 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TOUCHED, _LAID_OUT, _RESTORED = 40, 300, 120
+"""Operations of a product that take as long as passing over a value, laying out one of a patch by
+position, and writing and reading one of a gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,22 +271,43 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def squared_norms(self, rows: ConvolutionRows) -> Tensor:
-        """Squared lengths `[B]`, of the patches as of a linear layer, or restored where T is large."""
-        out = rows.wide.new_zeros(len(rows))
-        inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
-        if self.positions * (inner + outer) >= inner * outer:
-            # Patches that are only multiplied once need not be laid out by position.
-            for start, stop in tiles(
-                len(rows), self.restored_size, rows.wide.element_size(), CACHED
-            ):
-                out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
-            return out
-        for start, stop in self._tiles(rows, CACHED):
-            linear, parts = self.unfolded(rows.take(start, stop))
-            for part in parts:
-                out[start:stop] += linear.squared_norms(part)
+        """Squared lengths `[B]`, in the way that takes least work: see `norms_by`."""
+        if self.norms_by == "gradients":
+            return self._restored_norms(rows)
+        if self.norms_by == "pixels":
+            out, certain = pixel_norms(self, rows)
+        else:
+            out = rows.wide.new_zeros(len(rows))
+            for start, stop in self._tiles(rows, CACHED):
+                linear, parts = self.unfolded(rows.take(start, stop))
+                for part in parts:
+                    out[start:stop] += linear.squared_norms(part)
         if self.bias == "wide":
             out += squared_lengths(self._sums(rows))
+        if self.norms_by == "pixels" and not certain.all():
+            again = (~certain).nonzero()[:, 0]
+            out[again] = self._restored_norms(ConvolutionRows(rows.wide[again], rows.narrow[again]))
+        return out
+
+    @property
+    def norms_by(self) -> Literal["pixels", "patches", "gradients"]:
+        """What lengths are made of: by the shape alone, so that a capture that is gone on with makes
+        the same bytes."""
+        groups, length = self.groups, self.positions
+        sides = self.channels // groups * self.taps + self.filters // groups
+        products, touched = norm_passes(self)
+        work = {
+            "pixels": products + _TOUCHED * touched,
+            "patches": groups * length * sides * (2 * length + _LAID_OUT),
+            "gradients": self.weight_size * (2 * length + _RESTORED),
+        }
+        return min(work, key=work.__getitem__)  # type: ignore[return-value]
+
+    def _restored_norms(self, rows: ConvolutionRows) -> Tensor:
+        out = rows.wide.new_empty(len(rows))
+        size = rows.wide.element_size()
+        for start, stop in tiles(len(rows), self.restored_size, size, CACHED):
+            out[start:stop] = squared_lengths(self.restore(rows.take(start, stop)))
         return out
 
     def weighted_sum(self, rows: ConvolutionRows, weights: Tensor) -> Tensor:

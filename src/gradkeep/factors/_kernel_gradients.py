@@ -7,7 +7,6 @@ than the gradient of the batch, and patches are never laid out.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 _LANES = 8
 _SMALL, _LARGE = 8, 160 << 10
 """Channels below which vectors stay empty, and bytes of a kernel above which patches are as fast."""
+_HALF_LARGE, _MANY = 96 << 10, 16
+"""Bytes of a kernel above which that is so unless positions are so many times its taps."""
 _WRITTEN = 1 << 20
 """Bytes of kernels that one call writes: more leave the cache."""
 
@@ -36,13 +37,14 @@ def rows_can_be_groups(form: Convolution, rows: ConvolutionRows) -> bool:
     """Whether kernels of all rows at once are faster than patches: by the shape alone, so that a
     capture that is gone on with makes the same bytes."""
     channels, filters = form.channels, form.filters
+    many = form.positions >= _MANY * form.taps
     return (
         len(form.size) == 2
         and form.groups == 1
         and min(channels, filters) >= _SMALL
         and channels % _LANES == filters % _LANES == 0
-        and 4 * form.weight_size <= _LARGE
-        and form.positions >= 2 * math.prod(form.kernel)
+        and 4 * form.weight_size <= (_LARGE if many else _HALF_LARGE)
+        and form.positions >= 2 * form.taps
         and rows.wide.device.type == "cpu"
         and rows.wide.dtype == rows.narrow.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.factors._arithmetic import CACHED
+from gradkeep.factors._arithmetic import CACHED, inner, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.factors._convolution import Convolution, ConvolutionRows
+
+_CERTAIN = 1 / 32
+"""Below this share of what sums of products could have been, too much of them has cancelled."""
+
+_LEAST_RESULTS = 1024
+"""Passing over fewer takes no less time."""
 
 
 def phases(form: Convolution) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
@@ -112,7 +118,7 @@ def _near(form: Convolution, left: Tensor, right: Tensor) -> Tensor:
     for phase, taps in phases(form):
         sums = products(left[phase], right[phase], axes)
         for axis in range(axes):
-            sums = _along(sums, taps[axis], axis, axes, form.out[axis])
+            sums = _along(sums, taps[axis], axis, axes + 1 + axis, form.out[axis])
         near = sums if near is None else near.add_(sums)
     assert near is not None
     return near
@@ -130,9 +136,8 @@ def products(left: Tensor, right: Tensor, axes: int) -> Tensor:
     return matrix.view(*left.shape[:-1], *right.shape[:-1])
 
 
-def _along(sums: Tensor, shifts: list[int], axis: int, axes: int, length: int) -> Tensor:
-    """Sums over the shifts of one axis, on both sides; what lies outside counts as zero."""
-    other = axes + 1 + axis
+def _along(sums: Tensor, shifts: list[int], axis: int, other: int, length: int) -> Tensor:
+    """Sums over the shifts of one axis and of its other side; what lies outside counts as zero."""
     size = sums.shape[axis]
 
     def part(of: Tensor, start: int, stop: int) -> Tensor:
@@ -154,3 +159,57 @@ def _along(sums: Tensor, shifts: list[int], axis: int, axes: int, length: int) -
         if low < high and shift not in whole[:1]:
             part(out, low, high).add_(part(sums, low + shift, high + shift))
     return out
+
+
+def norm_passes(form: Convolution) -> tuple[int, int]:
+    """Operations of the products of a row's own pixels, and results that sums then pass over."""
+    areas, passes = 0, 3
+    for which, shifts in phases(form):
+        size = (len(range(*part.indices(n))) for part, n in zip(which, form.size, strict=True))
+        areas += math.prod(size) ** 2
+        passes += 1 + sum(len(taps) for taps in shifts if len(taps) > 1)
+    length = form.positions**2
+    results = form.groups * max(phase_pixels(form) ** 2, length, _LEAST_RESULTS)
+    return 2 * (areas * form.channels + length * form.filters), passes * results
+
+
+def pixel_norms(form: Convolution, rows: ConvolutionRows) -> tuple[Tensor, Tensor]:
+    """Squared lengths `[B]` of gradients, a bias of the narrow array included, and which `[B]` of
+    them are certain.
+
+    Of one row with itself: the sum over taps a, positions t and t' of `P[t + a, t' + a] R[t, t']`.
+    Where these nearly cancel, little is left of float32. 2 (S^2 C / prod(stride) + T^2 D)
+    operations a row.
+    """
+    out = rows.wide.new_empty(len(rows))
+    most = torch.empty_like(out)
+    values = 4 * form.groups * max(phase_pixels(form), form.positions) ** 2
+    for start, stop in tiles(len(rows), values, rows.wide.element_size(), 2 * CACHED):
+        near = _near_itself(form, rows.wide[start:stop])
+        grads = _own_products(form, rows.narrow[start:stop]).view(near.shape)
+        if form.bias == "narrow":
+            near = near.add_(1)
+        out[start:stop] = inner(near, grads).view(stop - start, -1).sum(1)
+        sizes = (inner(near, near) * inner(grads, grads)).sqrt_()
+        most[start:stop] = sizes.view(stop - start, -1).sum(1)
+    return out, out > _CERTAIN * most
+
+
+def _near_itself(form: Convolution, wide: Tensor) -> Tensor:
+    """The products of each row's pixels, summed over the taps, `[B * groups, T * T]`."""
+    axes = len(form.size)
+    near = None
+    for phase, taps in phases(form):
+        some = wide[:, :, *phase]
+        sums = _own_products(form, some).view(-1, *some.shape[2:], *some.shape[2:])
+        for axis in range(axes):
+            sums = _along(sums, taps[axis], 1 + axis, 1 + axes + axis, form.out[axis])
+        near = sums if near is None else near.add_(sums)
+    assert near is not None
+    return near.reshape(len(near), -1)
+
+
+def _own_products(form: Convolution, array: Tensor) -> Tensor:
+    """`[B, C, *size]` -> the products over C of each row's pixels `[B * groups, S, S]`."""
+    parts = array.reshape(len(array) * form.groups, -1, math.prod(array.shape[2:]))
+    return torch.bmm(parts.mT, parts)

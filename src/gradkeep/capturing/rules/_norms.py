@@ -45,8 +45,8 @@ def norm_gradients(
     total: torch.Tensor | None = None
     for call in calls:
         g = call.suffix()
-        parts = []
-        for parameter in parameters:
+        parts = _both_at_once(module, parameters, call.input, g) if axis == "first" else []
+        for parameter in parameters if not parts else ():
             term = g
             if not parameter.name.endswith("bias"):
                 # In place: this is made where a backward pass has the least room.
@@ -64,6 +64,27 @@ def norm_gradients(
         total = gradient if total is None else total + gradient
     assert total is not None
     return LayerGradients(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
+
+
+def _both_at_once(
+    module: Any, parameters: tuple[Parameter, ...], x: torch.Tensor, g: torch.Tensor
+) -> list[torch.Tensor]:
+    """Of images of a batch normalisation, in one pass by torch's own kernel; none where it cannot.
+
+    Every channel of every row is a channel of one image that has them all.
+    """
+    if not (isinstance(module, _BATCH) and x.dim() > 2 and len(x)):
+        return []
+    if x.dtype != g.dtype or x.dtype not in (torch.float32, torch.float64) or x.device.type != "cpu":
+        return []
+    rows = len(x)
+    both = torch.ops.aten.native_batch_norm_backward(
+        *(part.reshape(1, -1, *part.shape[2:]) for part in (g, x)),
+        None,
+        *(one.to(x.dtype).repeat(rows) for one in (module.running_mean, module.running_var)),
+        *(None, None, False, module.eps, [False, True, True]),
+    )
+    return [both[2 if p.name.endswith("bias") else 1].view(rows, -1) for p in parameters]
 
 
 def norm_terms(

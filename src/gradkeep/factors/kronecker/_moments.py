@@ -15,6 +15,7 @@ from gradkeep.factors.kronecker._patch_moments import (
     whole,
     zeros,
 )
+from gradkeep.factors.kronecker._shift_moments import ShiftMoments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,13 +103,17 @@ class EmbeddingMoments(MatrixMoments):
 class ConvolutionMoments(MatrixMoments):
     """Of a convolution's patches and of its other array, by positions."""
 
-    patches: PixelMoments | PatchMoments
+    patches: PixelMoments | ShiftMoments | PatchMoments
 
     def _empty_right(self, room: int) -> Tensor:
-        # Pixel by pixel where that is less work, and there is room for it.
-        pixels = whole(self.piece.cols) and PixelMoments.bytes_of(self.form) <= room
-        pixels = pixels and PixelMoments.operations(self.form) < PatchMoments.operations(self.form)
-        self.patches = PixelMoments(self.form) if pixels else PatchMoments(self.form)
+        # Without patches where that is less work, pixel by pixel if there is room for it.
+        form = self.form
+        ways: list[type[PixelMoments | ShiftMoments | PatchMoments]] = [PatchMoments]
+        if whole(self.piece.cols) and PixelMoments.bytes_of(form) <= room:
+            ways.append(PixelMoments)
+        if whole(self.piece.cols) and ShiftMoments.possible(form):
+            ways.append(ShiftMoments)
+        self.patches = min(ways, key=lambda way: way.operations(form))(form)
         return torch.zeros(0, dtype=torch.float64)  # those of patches stand in for it
 
     @property
