@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn import functional
 
 from gradkeep.factors import (
     CACHED,
@@ -31,37 +32,70 @@ if TYPE_CHECKING:
     Tile = tuple[int, int, Tensor]
 
 
+_POSITIONS = 4096
+"""Positions whose factors are turned at a time: enough for a product, and still in the cache after it."""
+
+
 def coordinates(
-    basis: Basis, form: AnyForm, rows: GradientRows, slopes: Tensor | None
+    basis: Basis,
+    form: AnyForm,
+    rows: GradientRows,
+    slopes: Tensor | None,
+    into: Tensor | None = None,
 ) -> Iterator[Tile]:
     """`(start, stop, [stop - start, *values])` of all rows, a tile that stays in the cache a time.
 
-    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned.
+    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned. They are
+    written to `into` `[B, size]`, if that is given.
     """
-    if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
-        return _COORDINATES[form.kind](basis, form, rows, slopes)
-    return _of_restored(basis, form, rows, slopes)
+    if isinstance(basis, MatrixBasis) and form.factored and form.kind == "outer":
+        yield from _of_outer(basis, cast("Any", form), cast("Any", rows), slopes, into)
+        return
+    by_form = isinstance(basis, MatrixBasis) and form.factored and form.kind == "conv"
+    made: Callable[..., Iterator[Tile]] = _of_conv if by_form else _of_restored
+    for start, stop, found in made(basis, form, rows, slopes):
+        if into is not None:
+            into[start:stop] = found.flatten(1)
+        yield start, stop, found
 
 
 def turned_factors(
     basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
 ) -> OuterRows:
     """Suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, the ones of the bias among them."""
-    g, x = scaled_suffixes(rows.g, rows.offsets, slopes), form.with_ones(rows.x)
-    g = g if basis.left is None else g @ basis.left[0].to(g.dtype)
-    x = x if basis.right is None else x @ basis.right[0].to(x.dtype)
+    g, x = scaled_suffixes(rows.g, rows.offsets, slopes), rows.x
+    g = g if basis.left is None else _times(g, basis.left[0])
+    x = form.with_ones(x) if basis.right is None else _times(x, basis.right[0])
     return OuterRows(x, g, rows.offsets)
 
 
+def _times(values: Tensor, vectors: Tensor) -> Tensor:
+    """`[S, C]` times `[C, C]`; of `[S, C - 1]` the last column is one of ones, never laid out.
+
+    Columns are filled up to a multiple of 16, without which it takes up to twice as long.
+    """
+    size = vectors.shape[1]
+    filled = functional.pad(vectors.to(values.dtype), (0, -size % 16))
+    given = values.shape[1]
+    if given == len(vectors):
+        return (values @ filled)[:, :size]
+    return torch.addmm(filled[-1], values, filled[:given])[:, :size]
+
+
 def _of_outer(
-    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None, into: Tensor | None
 ) -> Iterator[Tile]:
-    turned = turned_factors(basis, form, rows, slopes)
-    high, cols = turned.g.shape[1], turned.x.shape[1]
+    _, high, cols = basis.values.shape
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
-    for start, stop in tiles(len(rows), high * cols, turned.x.element_size(), 2 * CACHED):
-        some = plain.restore(turned.take(start, stop))
-        yield start, stop, some.view(-1, 1, high, cols)
+    size = rows.g.element_size()
+    for first, last in rows.spans.tiles(_POSITIONS):
+        some = None if slopes is None else slopes[first:last]
+        turned = turned_factors(basis, form, rows.take(first, last), some)
+        for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
+            at = slice(first + start, first + stop)
+            where = None if into is None else into[at]
+            found = plain.restore(turned.take(start, stop), where)
+            yield at.start, at.stop, found.view(-1, 1, high, cols)
 
 
 def _of_conv(
@@ -123,9 +157,8 @@ def coordinate_squares(
         if direct is not None:
             return direct
     out = torch.zeros_like(basis.values)
-    for start, stop, found in coordinates(basis, form, rows, slopes):
-        if isinstance(keep, torch.Tensor):
-            keep[start:stop] = found.flatten(1)
+    into = keep if isinstance(keep, torch.Tensor) else None
+    for _, _, found in coordinates(basis, form, rows, slopes, into):
         out += found.square().sum(0)
     return out
 
@@ -161,7 +194,6 @@ def _embedding_squares(
     return form.weighted_squares(moved, ones).view(basis.values.shape)
 
 
-_COORDINATES: dict[str, Callable[..., Iterator[Tile]]] = {"outer": _of_outer, "conv": _of_conv}
 _SQUARES: dict[str, Callable[..., Tensor | None]] = {
     "outer": _linear_squares,
     "lookup": _embedding_squares,

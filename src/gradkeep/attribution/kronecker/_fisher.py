@@ -105,30 +105,3 @@ class KroneckerFisher:
     """The curvature of all chosen layers, each by itself."""
 
     layers: Mapping[str, LayerFisher]
-    by_first_rows: tuple[str, ...] = ()
-    """Layers whose eigenvectors are those of some rows."""
-    first_rows: int = 0
-    """How many rows those are, the first ones."""
-    by_gradients: tuple[str, ...] = ()
-    """Layers that are kept dense and whose prefixes and suffixes nothing is known of."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(layer.nbytes for layer in self.layers.values())
-
-    @property
-    def approximate(self) -> str:
-        """In which ways it is not the curvature."""
-        told = ["layers are independent, and each one's Fisher matrix is a Kronecker product"]
-        if self.by_first_rows:
-            told.append(
-                f"of layers that are kept dense ({', '.join(self.by_first_rows)}) its eigenvectors "
-                f"are those of the first {self.first_rows} rows"
-            )
-        if self.by_gradients:
-            told.append(
-                f"of layers that are kept dense without moments ({', '.join(self.by_gradients)}) it "
-                "is made of gradients, not of prefixes and suffixes"
-            )
-        return "; ".join(told)

@@ -9,6 +9,7 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Scorer
+from gradkeep.attribution.kronecker._fisher import bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import kept_coordinates
 from gradkeep.attribution.kronecker._row_parts import dense_rows, only_layer
 from gradkeep.attribution.kronecker._single_position import single_position_influence
@@ -20,53 +21,45 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.kronecker._fisher import Damping, KroneckerFisher
+    from gradkeep.attribution.kronecker._fisher import Damping
+    from gradkeep.attribution.kronecker._fit import FisherFit
 
     Solve = Callable[[str, Tensor], Tensor]
     LayerScores = Callable[[str, list[int]], Tensor]
 
 
-def influence(
-    at: CheckpointView, fisher: KroneckerFisher, damping: Damping, *, approximate: str | None
-) -> Scorer:
+def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
     """g_q^T (F + damping)^-1 g_n for all pairs, layer by layer the cheapest of three ways.
 
     Layers whose training rows are held as coordinates, and linear layers with one position a row,
-    are multiplied in eigencoordinates; of others the queries are solved.
+    are multiplied in eigencoordinates; of others the queries are solved. The matrix of a layer is
+    made when its scores are first asked for.
     """
     sides = (at.queries(), at.train())
-    direct = {
-        name: found
-        for name, layer in fisher.layers.items()
-        if (found := single_position_influence(name, layer, damping, *sides)) is not None
-    }
-
-    def solve(layer: str, dense: Tensor) -> Tensor:
-        return fisher.layers[layer].solved(dense, damping)
-
-    kept = {
-        name: rows
-        for name, layer in fisher.layers.items()
-        if (rows := kept_coordinates(name, layer, damping)) is not None
-    }
-    left = _left(at, fisher.nbytes)
-    otherwise = SolvedQueries(at, solve, left)
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
-        if name not in direct and name not in kept:
-            return otherwise.scores(name, positions)
-        size = kept[name].rows.shape[1] if name in kept else direct[name].kept // 2
+        fisher = fit.layer(name)
+        left = _left(at, fit.nbytes + bytes_kept(fisher.rows))
+        kept = kept_coordinates(name, fisher, damping)
+        direct = None if kept else single_position_influence(name, fisher, damping, *sides)
+        if kept is None and direct is None:
+
+            def solve(_: str, dense: Tensor) -> Tensor:
+                return fisher.solved(dense, damping)
+
+            return SolvedQueries(at, solve, left).scores(name, positions)
+        size = kept.fisher.size if kept is not None else direct.kept // 2
         out = torch.empty(len(positions), len(sides[1]))
         step = _queries_at_once(left, size, len(sides[1]))
         for start in range(0, len(positions), step):
             some = positions[start : start + step]
-            if name in kept:
-                out[start : start + step] = kept[name].scores(sides[0], some)
+            if kept is not None:
+                out[start : start + step] = kept.scores(sides[0], some)
             else:
-                out[start : start + step] = direct[name].scores(*sides, some, left)
+                out[start : start + step] = direct.scores(*sides, some, left)
         return out
 
-    return layer_by_layer(at, layer_scores, approximate)
+    return layer_by_layer(at, layer_scores, fit.approximate, check=fit.check)
 
 
 class SolvedQueries:
@@ -89,8 +82,17 @@ class SolvedQueries:
         return out
 
 
-def layer_by_layer(at: CheckpointView, scores: LayerScores, approximate: str | None) -> Scorer:
-    """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to."""
+def layer_by_layer(
+    at: CheckpointView,
+    scores: LayerScores,
+    approximate: str | None,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> Scorer:
+    """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to.
+
+    Once all layers were asked, `check` may still refuse.
+    """
     question, layers = at.question, list(at.train().forms)
 
     def score(start: int, stop: int) -> Tensor:
@@ -102,6 +104,7 @@ def layer_by_layer(at: CheckpointView, scores: LayerScores, approximate: str | N
                 found.append(one)
             else:
                 found[0] += one
+        check()
         return torch.stack(found) if question.per_layer else found[0]
 
     return Scorer(score, approximate=approximate)

@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 
 
 def room_for_rows(memory_budget: float | str | None) -> int:
-    """Bytes of coordinates that may be kept of all layers together: an eighth of the budget."""
-    return (DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)) // 8
+    """Bytes that the rows of one layer and their coordinates may take: half of the budget.
+
+    A budget that is enough without kept rows must stay enough: the other half is left alone.
+    """
+    return (DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)) // 2
 
 
-def empty_rows(gradients: Gradients, layer: str, room: int) -> CoordinateRows | None:
+def empty_rows(
+    gradients: Gradients, layer: str, room: int, spare: Tensor | None = None
+) -> CoordinateRows | None:
     """Where to keep the coordinates of a layer's rows; None where they do not fit into the room.
 
-    Those of an embedding are as many as its table has values, most of them zero: never kept.
+    Those of an embedding are as many as its table has values, most of them zero: never kept. What
+    is `spare` is written over where it is large enough: new memory costs as much as what fills it.
     """
     form, count = gradients.forms[layer], len(gradients)
     if has_single_position(gradients, layer):
@@ -41,6 +47,8 @@ def empty_rows(gradients: Gradients, layer: str, room: int) -> CoordinateRows | 
     size = form.restored_size
     if form.sparse or 4 * count * size > room:
         return None
+    if spare is not None and len(spare) >= count * size:
+        return spare[: count * size].view(count, size)
     return torch.empty(count, size)
 
 

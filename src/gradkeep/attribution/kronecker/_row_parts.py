@@ -44,20 +44,47 @@ def row_parts(
 ) -> Iterator[RowPart]:
     """All rows of a layer in order, while `held` bytes are taken by something else."""
     one = only_layer(gradients, layer)
-    probe = one.rows([0]).factors[layer]
-    split = divided(
+    slopes = one.slopes()
+    for some in one.stream(_rows_at_once(one, layer, memory_budget, held)):
+        part = None if slopes is None else slopes[some.start : some.stop]
+        yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
+
+
+def _rows_at_once(
+    one: Gradients, layer: str, memory_budget: float | str | None, held: int
+) -> int:
+    """How many rows fit; an error that says how much is needed if none does."""
+    return divided(
         memory_budget,
         answer=held,
         mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
         query_row=0,
-        train_row=probe.nbytes,
+        train_row=one.rows([0]).factors[layer].nbytes,
         queries=1,
         rows=len(one),
-    )
-    slopes = one.slopes()
-    for some in one.stream(split.train_rows):
+    ).train_rows
+
+
+def held_rows(
+    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int, room: int
+) -> list[RowPart] | None:
+    """All rows of a layer, as they lie in the store, to be passed over again; None: too many bytes.
+
+    To open and check the parts of a capture costs as much as a look at what one layer has there.
+    """
+    one = only_layer(gradients, layer)
+    count = _rows_at_once(one, layer, memory_budget, held)  # an error also where all would fit
+    if one.rows([0]).factors[layer].widened().nbytes * len(one) > room:
+        return None
+    found, slopes = [], one.slopes()
+    for some in one.stream(count):
+        rows = some.factors[layer].widened()
+        room -= rows.nbytes
+        if room < 0:  # rows that follow have more positions than the first
+            return None
         part = None if slopes is None else slopes[some.start : some.stop]
-        yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
+        found.append(RowPart(some.start, some.stop, rows, part))
+    return found
 
 
 def weighted(

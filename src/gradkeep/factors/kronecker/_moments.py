@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     )
 
 
+_POSITIONS = 4096
+"""Positions that are summed in their own precision before the sum is added to all others."""
+
+
 class MatrixMoments(abc.ABC):
     """Sums over rows of both sides' second moments, of one weight.
 
@@ -73,11 +77,30 @@ class LinearMoments(MatrixMoments):
         if self.lean and rows.offsets is not None:
             # Straight from a model: padding is still among the positions.
             rows = rows.at_positions((rows.g != 0).any(1))
-        g, x = scaled_suffixes(rows.g, rows.offsets, slopes), self.form.with_ones(rows.x)
-        self.left[0] += moment(g, self.left[0])
-        self.right[0] += moment(x, self.right[0])
+        g = scaled_suffixes(rows.g, rows.offsets, slopes)
+        plus_one = self.form.bias and not self.form.ones
+        for start in range(0, len(g), _POSITIONS):
+            some = slice(start, start + _POSITIONS)
+            self.left[0] += moment(g[some], self.left[0])
+            _add_with_ones(self.right[0], rows.x[some], plus_one=plus_one)
         self.rows += len(rows)
         self.positions += len(rows.x)
+
+
+def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:
+    """Add the moments of `x [S, d]`, and of a column of ones that is never laid out."""
+    size = x.shape[1]
+    if into.dim() == 1:
+        into[:size] += moment(x, into)
+    else:
+        into[:size, :size] += moment(x, into)
+    if plus_one and into.dim() == 1:
+        into[size] += len(x)
+    elif plus_one:
+        summed = x.sum(0)
+        into[size, :size] += summed
+        into[:size, size] += summed
+        into[size, size] += len(x)
 
 
 class EmbeddingMoments(MatrixMoments):
