@@ -94,7 +94,10 @@ def _of_outer(
         for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
             at = slice(first + start, first + stop)
             where = None if into is None else into[at]
-            found = plain.restore(turned.take(start, stop), where)
+            if where is None or where.dtype == turned.g.dtype:
+                found = plain.restore(turned.take(start, stop), where)
+            else:  # of a model in double precision
+                found = where.copy_(plain.restore(turned.take(start, stop)))
             yield at.start, at.stop, found.view(-1, 1, high, cols)
 
 

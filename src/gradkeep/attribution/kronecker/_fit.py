@@ -12,7 +12,7 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.attribution.kronecker._coordinates import coordinate_squares
 from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher, bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
-from gradkeep.attribution.kronecker._row_parts import held_rows, row_parts
+from gradkeep.attribution.kronecker._row_parts import held_rows, joined, row_parts
 from gradkeep.errors import AttributionError
 from gradkeep.factors import WeightMatrix
 from gradkeep.factors.kronecker import (
@@ -83,9 +83,9 @@ class FisherFit:
         self._made: dict[str, LayerFisher] = {}
         self._spare: Tensor | None = None
         self.approximate = _approximate(
-            by_first_rows=[] if kept is None or kept.rows >= len(gradients) else list(self._known),
-            first_rows=0 if kept is None else kept.rows,
-            by_gradients=[name for name in dense if name not in self._known],
+            "" if kept is None else _whose_rows(kept, gradients),
+            list(self._known),
+            [name for name in dense if name not in self._known],
         )
         """In which ways it is not the curvature."""
 
@@ -138,7 +138,9 @@ class FisherFit:
             rows = held_rows(gradients, name, budget, held=held, room=room // 2)
 
         def parts() -> Iterable[RowPart]:
-            return rows if rows is not None else row_parts(gradients, name, budget, held=held)
+            if rows is not None:
+                return joined(form, rows)
+            return row_parts(gradients, name, budget, held=held)
 
         for part in parts() if sums else ():
             for one in sums:
@@ -166,14 +168,22 @@ class FisherFit:
         return LayerFisher(tuple(bases), kept)
 
 
-def _approximate(
-    *, by_first_rows: list[str], first_rows: int, by_gradients: list[str]
-) -> str:
+def _whose_rows(kept: KeptMoments, gradients: Gradients) -> str:
+    """Which rows the moments are of, unless they are all that are there and no others."""
+    dropped = kept.dropped(gradients)
+    if dropped == 0 and kept.rows >= len(gradients):
+        return ""
+    told = f"the first {kept.rows} rows"
+    if dropped is None:
+        return f"{told}, of which some may have been dropped since"
+    return f"{told}, {dropped} of which were dropped since" if dropped else told
+
+
+def _approximate(whose: str, known: list[str], by_gradients: list[str]) -> str:
     told = ["layers are independent, and each one's Fisher matrix is a Kronecker product"]
-    if by_first_rows:
+    if known and whose:
         told.append(
-            f"of layers that are kept dense ({', '.join(by_first_rows)}) its eigenvectors "
-            f"are those of the first {first_rows} rows"
+            f"of layers that are kept dense ({', '.join(known)}) its eigenvectors are those of {whose}"
         )
     if by_gradients:
         told.append(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from gradkeep.errors import AttributionError
-from gradkeep.factors import RESTORED
+from gradkeep.factors import RESTORED, ConvolutionRows, OuterRows
 from gradkeep.query import memory_shares as divided
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -85,6 +85,55 @@ def held_rows(
         part = None if slopes is None else slopes[some.start : some.stop]
         found.append(RowPart(some.start, some.stop, rows, part))
     return found
+
+
+def joined(form: AnyForm, parts: Iterable[RowPart]) -> Iterator[RowPart]:
+    """The same rows in larger parts, of some thousand positions: products of few are slow."""
+    if not form.factored or form.kind not in _JOINED:
+        yield from parts
+        return
+    few: list[RowPart] = []
+    for part in parts:
+        few.append(part)
+        if sum(one.factors.positions for one in few) >= _POSITIONS:
+            yield _as_one(form, few)
+            few = []
+    if few:
+        yield _as_one(form, few)
+
+
+_POSITIONS = 4096
+
+
+def _as_one(form: AnyForm, parts: list[RowPart]) -> RowPart:
+    if len(parts) == 1:
+        return parts[0]
+    slopes = [part.slopes for part in parts if part.slopes is not None]
+    return RowPart(
+        parts[0].start,
+        parts[-1].stop,
+        _JOINED[form.kind]([part.factors for part in parts]),
+        torch.cat(slopes) if slopes else None,
+    )
+
+
+def _joined_outer(parts: list[OuterRows]) -> OuterRows:
+    x, g = torch.cat([one.x for one in parts]), torch.cat([one.g for one in parts])
+    if parts[0].offsets is None:
+        return OuterRows(x, g)
+    lengths = torch.cat([one.offsets.diff() for one in parts if one.offsets is not None])
+    return OuterRows(x, g, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+
+def _joined_conv(parts: list[ConvolutionRows]) -> ConvolutionRows:
+    wide, narrow = ([getattr(one, side) for one in parts] for side in ("wide", "narrow"))
+    return ConvolutionRows(torch.cat(wide), torch.cat(narrow))
+
+
+_JOINED: dict[str, Callable[[list[Any]], GradientRows]] = {
+    "outer": _joined_outer,
+    "conv": _joined_conv,
+}
 
 
 def weighted(
