@@ -173,7 +173,9 @@ def cifar_net(train: TensorDataset) -> nn.Module:
     return fitted(net, train, 8)
 
 
-def texts(train: int = 512, test: int = 64, length: int = 64) -> tuple[TensorDataset, TensorDataset]:
+def texts(
+    train: int = 512, test: int = 64, length: int = 64
+) -> tuple[TensorDataset, TensorDataset]:
     """Windows of tiny Shakespeare with the characters that follow; random ones where it is not found."""
     found = sorted((DATA / "tinyshakespeare").glob("*.txt"))
     rng = np.random.default_rng(0)

@@ -41,22 +41,26 @@ def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
         fisher = fit.layer(name)
         left = _left(at, fit.nbytes + bytes_kept(fisher.rows))
         kept = kept_coordinates(name, fisher, damping)
-        direct = None if kept else single_position_influence(name, fisher, damping, *sides)
-        if kept is None and direct is None:
+        if kept is not None:
+            held = kept
+            return in_steps(left, fisher.size, positions, lambda some: held.scores(sides[0], some))
+        direct = single_position_influence(name, fisher, damping, *sides)
+        if direct is not None:
+            one = direct
+            return in_steps(
+                left, one.kept // 2, positions, lambda some: one.scores(*sides, some, left)
+            )
+        solved = SolvedQueries(at, lambda _, dense: fisher.solved(dense, damping), left)
+        return solved.scores(name, positions)
 
-            def solve(_: str, dense: Tensor) -> Tensor:
-                return fisher.solved(dense, damping)
-
-            return SolvedQueries(at, solve, left).scores(name, positions)
-        size = kept.fisher.size if kept is not None else direct.kept // 2
+    def in_steps(
+        left: int | None, size: int, positions: list[int], scores: Callable[[list[int]], Tensor]
+    ) -> Tensor:
+        """Those of so many queries at a time that what is made of them fits."""
         out = torch.empty(len(positions), len(sides[1]))
         step = _queries_at_once(left, size, len(sides[1]))
         for start in range(0, len(positions), step):
-            some = positions[start : start + step]
-            if kept is not None:
-                out[start : start + step] = kept.scores(sides[0], some)
-            else:
-                out[start : start + step] = direct.scores(*sides, some, left)
+            out[start : start + step] = scores(positions[start : start + step])
         return out
 
     return layer_by_layer(at, layer_scores, fit.approximate, check=fit.check)

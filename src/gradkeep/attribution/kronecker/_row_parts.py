@@ -50,9 +50,7 @@ def row_parts(
         yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
 
 
-def _rows_at_once(
-    one: Gradients, layer: str, memory_budget: float | str | None, held: int
-) -> int:
+def _rows_at_once(one: Gradients, layer: str, memory_budget: float | str | None, held: int) -> int:
     """How many rows fit; an error that says how much is needed if none does."""
     return divided(
         memory_budget,
