@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradkeep.errors import AttributionError
 from gradkeep.factors import OuterRows
+from gradkeep.factors.kronecker import VectorBasis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,8 +96,12 @@ class LayerFisher:
         added = damping.of(self.mean)
         if added > 0:
             for basis in self.bases:
-                weights = (1 / (basis.values + added)).to(dense.dtype)
-                basis.put(basis.coordinates(dense) * weights, out)
+                weights = 1 / (basis.values + added)
+                if isinstance(basis, VectorBasis) or basis.whole:
+                    basis.put(basis.coordinates(dense) * weights.to(dense.dtype), out)
+                else:  # where there are no vectors the damping is all there is
+                    more = (weights - 1 / added).to(dense.dtype)
+                    basis.put(basis.coordinates(dense) * more, out, plus=dense / added)
         return out
 
 

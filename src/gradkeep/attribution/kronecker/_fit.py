@@ -20,7 +20,7 @@ from gradkeep.factors.kronecker import (
     MatrixMoments,
     VectorBasis,
     VectorMoments,
-    eigen,
+    eigen_side,
     matrix_moments,
 )
 from gradkeep.query import DEFAULT_BUDGET, KeptMoments
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
     from gradkeep.attribution.kronecker._row_parts import RowPart
     from gradkeep.factors import AnyForm, WeightBlock
-    from gradkeep.factors.kronecker import Basis
+    from gradkeep.factors.kronecker import Basis, EigenSide
     from gradkeep.query import Gradients, SideMoments
 
 
@@ -43,7 +43,7 @@ def fisher(
     gradients: Gradients, *, corrected: bool, memory_budget: float | str | None = None
 ) -> KroneckerFisher:
     """The mean of g g^T over all rows, as Kronecker products, of all layers: see `FisherFit`."""
-    fit = FisherFit(gradients, corrected=corrected, memory_budget=memory_budget)
+    fit = FisherFit(gradients, corrected=corrected, memory_budget=memory_budget, row_space=True)
     layers = {name: fit.layer(name) for name in gradients.forms}
     fit.check()
     return KroneckerFisher(layers)
@@ -59,7 +59,9 @@ class FisherFit:
     longer vectors its diagonal. Cost: one pass over the rows, S (R^2 + C^2)
     products and an eigendecomposition of each side; the correction is a second pass, of which
     `keep_rows` keeps the rows' coordinates where there is room: a layer is handed out with them once,
-    so that there is room for those of the next.
+    so that there is room for those of the next. With `row_space` a long side of few positions is
+    decomposed by these, S^3 in place of R^3 or C^3: its coordinates are all that these rows have,
+    though not all that other gradients have.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class FisherFit:
         corrected: bool,
         memory_budget: float | str | None = None,
         keep_rows: bool = False,
+        row_space: bool = False,
     ) -> None:
         self.gradients, self.corrected, self.memory_budget = gradients, corrected, memory_budget
+        self.row_space = row_space
         self.room = room_for_rows(memory_budget)
         self.keep_rows = keep_rows
         dense = [
@@ -127,9 +131,12 @@ class FisherFit:
         pieces = (form if moments is None else moments.form).weight_blocks()
         known: list[Basis] = []
         if moments is not None and isinstance(pieces[0], WeightMatrix):
-            known = [_matrix_basis(pieces[0], moments.left.double(), moments.right.double(), name)]
+            both = (eigen_side(side.double()) for side in (moments.left, moments.right))
+            known = [_matrix_basis(pieces[0], *both)]
             held += 24 * (moments.left.numel() + moments.right.numel() + pieces[0].size)
-        sums = [_sums(piece, form, budget) for piece in pieces[len(known) :]]
+        sums = [
+            _sums(piece, form, budget, row_space=self.row_space) for piece in pieces[len(known) :]
+        ]
         held += 3 * sum(one.nbytes for one in sums)
         mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
         room = self.room - held - mapped
@@ -150,13 +157,15 @@ class FisherFit:
         if not self.corrected:
             return LayerFisher(tuple(bases))
         taken = sum(part.factors.nbytes for part in rows or ())
-        kept = empty_rows(gradients, name, room - taken, self._spare) if self.keep_rows else None
+        kept = None
+        if self.keep_rows:
+            kept = empty_rows(gradients, name, bases, room - taken, self._spare)
         held += bytes_kept(kept)
         squared = [torch.zeros_like(basis.values) for basis in bases]
         for part in parts():
             at = 0
             for basis, into in zip(bases, squared, strict=True):
-                end = at + basis.piece.size
+                end = at + basis.values.numel()
                 keep = _some(kept, slice(part.start, part.stop), slice(at, end))
                 into += coordinate_squares(basis, form, part.factors, part.slopes, keep=keep)
                 at = end
@@ -201,36 +210,35 @@ def _some(kept: CoordinateRows | None, rows: slice, columns: slice) -> Coordinat
 
 
 def _sums(
-    piece: WeightBlock, form: AnyForm, memory_budget: float | str | None
+    piece: WeightBlock, form: AnyForm, memory_budget: float | str | None, *, row_space: bool
 ) -> MatrixMoments | VectorMoments:
     if not isinstance(piece, WeightMatrix):
         return VectorMoments(piece, form)
     limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    return matrix_moments(piece, form, room=limit // 32)
+    return matrix_moments(piece, form, room=limit // 32, row_space=row_space)
 
 
 def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
     """The eigenbasis of a block's moments, with products of eigenvalues; sides without products stay."""
-    if isinstance(sums, VectorMoments):
-        moment = _finite(sums.mean(), layer)
-        values, vectors = (moment, None) if moment.dim() == 1 else eigen(moment)
-        return VectorBasis(sums.piece, vectors, values)
-    return _matrix_basis(sums.piece, *sums.sides(), layer)
+    try:
+        if isinstance(sums, MatrixMoments):
+            return _matrix_basis(sums.piece, *sums.eigen())
+        moment = sums.mean()
+        values, vectors = eigen_side(moment.unsqueeze(0))
+        return VectorBasis(sums.piece, None if vectors is None else vectors[0], values[0])
+    except ArithmeticError:
+        raise _no_numbers(layer) from None
 
 
-def _matrix_basis(piece: WeightMatrix, left: Tensor, right: Tensor, layer: str) -> MatrixBasis:
-    """The eigenbasis of both sides' moments, `[G, d, d]` or their diagonals `[G, d]`."""
-    left, right = _finite(left, layer), _finite(right, layer)
-    high, tops = (left, None) if left.dim() == 2 else eigen(left)
-    wide, sides = (right, None) if right.dim() == 2 else eigen(right)
+def _matrix_basis(piece: WeightMatrix, left: EigenSide, right: EigenSide) -> MatrixBasis:
+    """The eigenbasis of both sides, with products of their eigenvalues."""
+    (high, tops), (wide, sides) = left, right
     return MatrixBasis(piece, tops, sides, high.unsqueeze(2) * wide.unsqueeze(1))
 
 
-def _finite(moment: Tensor, layer: str) -> Tensor:
-    if not bool(moment.isfinite().all()):
-        raise AttributionError(
-            f"gradients of layer {layer} are no numbers",
-            found="NaN or infinity",
-            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
-        )
-    return moment
+def _no_numbers(layer: str) -> AttributionError:
+    return AttributionError(
+        f"gradients of layer {layer} are no numbers",
+        found="NaN or infinity",
+        fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
+    )

@@ -65,6 +65,7 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
         corrected=corrected,
         memory_budget=at.question.memory_budget,
         keep_rows=options.fisher == "empirical",
+        row_space=options.fisher == "empirical",
     )
     return influence(at, fit, damping)
 
