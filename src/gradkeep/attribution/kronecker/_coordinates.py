@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -48,15 +48,24 @@ def coordinates(
     Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned. They are
     written to `into` `[B, size]`, if that is given.
     """
-    if isinstance(basis, MatrixBasis) and form.factored and form.kind == "outer":
-        yield from _of_outer(basis, cast("Any", form), cast("Any", rows), slopes, into)
+    if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
+        yield from _COORDINATES[form.kind](basis, form, rows, slopes, into)
         return
-    by_form = isinstance(basis, MatrixBasis) and form.factored and form.kind == "conv"
-    made: Callable[..., Iterator[Tile]] = _of_conv if by_form else _of_restored
-    for start, stop, found in made(basis, form, rows, slopes):
-        if into is not None:
-            into[start:stop] = found.flatten(1)
-        yield start, stop, found
+    for start, stop, found in _of_restored(basis, form, rows, slopes):
+        yield start, stop, _written(found, into, start, stop)
+
+
+def _written(found: Tensor, into: Tensor | None, start: int, stop: int) -> Tensor:
+    if into is not None:
+        into[start:stop] = found.flatten(1)
+    return found
+
+
+def _place(into: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor | None:
+    """Where products can be written to at once; not there if it has gaps or another precision."""
+    if into is None or into.dtype != like.dtype or not into.is_contiguous():
+        return None
+    return into[start:stop]
 
 
 def turned_factors(
@@ -92,21 +101,25 @@ def _of_outer(
         some = None if slopes is None else slopes[first:last]
         turned = turned_factors(basis, form, rows.take(first, last), some)
         for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
-            at = slice(first + start, first + stop)
-            where = None if into is None else into[at]
-            if where is None or where.dtype == turned.g.dtype:
-                found = plain.restore(turned.take(start, stop), where)
-            else:  # of a model in double precision
-                found = where.copy_(plain.restore(turned.take(start, stop)))
-            yield at.start, at.stop, found.view(-1, 1, high, cols)
+            low, end = first + start, first + stop
+            where = _place(into, low, end, turned.g)
+            found = plain.restore(turned.take(start, stop), where)
+            if where is None:
+                _written(found, into, low, end)
+            yield low, end, found.view(-1, 1, high, cols)
 
 
 def _of_conv(
-    basis: MatrixBasis, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None
+    basis: MatrixBasis,
+    form: Convolution,
+    rows: ConvolutionRows,
+    slopes: Tensor | None,
+    into: Tensor | None,
 ) -> Iterator[Tile]:
     """To turn patches is to convolve with the eigenvectors: they are never laid out."""
     if basis.right is None:
-        yield from _of_restored(basis, form, rows, slopes)
+        for start, stop, found in _of_restored(basis, form, rows, slopes):
+            yield start, stop, _written(found, into, start, stop)
         return
     groups, high, cols = basis.values.shape
     dtype, flat = rows.wide.dtype, [0] * len(form.kernel)
@@ -126,7 +139,10 @@ def _of_conv(
             g = g * slopes[start:stop].view(-1, 1, 1, 1).to(g.dtype)
         if basis.left is not None:
             g = basis.left.mT.to(g.dtype) @ g
-        yield start, stop, g @ x.view(count, groups, cols, form.positions).mT
+        where = _place(into, start, stop, g)
+        out = None if where is None else where.view(count, groups, high, cols)
+        found = torch.matmul(g, x.view(count, groups, cols, form.positions).mT, out=out)
+        yield start, stop, found if where is not None else _written(found, into, start, stop)
 
 
 def _of_restored(
@@ -197,6 +213,7 @@ def _embedding_squares(
     return form.weighted_squares(moved, ones).view(basis.values.shape)
 
 
+_COORDINATES: dict[str, Callable[..., Iterator[Tile]]] = {"outer": _of_outer, "conv": _of_conv}
 _SQUARES: dict[str, Callable[..., Tensor | None]] = {
     "outer": _linear_squares,
     "lookup": _embedding_squares,
