@@ -172,6 +172,8 @@ def _is_plain(value: object, hint: Any) -> bool:
     is_bool = type(value).__name__ in ("bool", "bool_")
     if hint is bool:
         return is_bool
+    if hint is int and type(value) is int:  # to ask a protocol takes longer than most functions
+        return _is_whole(value)
     if hint is int:
         return not is_bool and isinstance(value, SupportsIndex) and _is_whole(value)
     if hint is float:

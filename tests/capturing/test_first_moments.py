@@ -168,6 +168,57 @@ def test_they_are_verified_listed_and_deleted_with_their_capture(tmp_path):
     assert len(store.bases()) == 1
 
 
+@pytest.mark.parametrize(
+    ("count", "ids", "told"),
+    [
+        (40, [], None),
+        (40, [3, 30], "the first 40 rows, 2 of which were dropped since"),
+        (150, [140], "the first 128 rows"),
+        (150, [0, 127, 128], "the first 128 rows, 2 of which were dropped since"),
+    ],
+)
+def test_scores_tell_of_moments_whose_rows_were_dropped(tmp_path, count, ids, told):
+    captured(tmp_path, batches(count))
+    store = gk.open(tmp_path)
+    if ids:
+        store.drop_rows(KEY, ids)
+    found = gk.attribute(store, method="ekfac", queries="train").approximate
+    whose = found.partition("eigenvectors are those of ")[2]
+    assert whose == (told or "")
+
+
+def test_moments_that_do_not_know_their_rows_say_so_once_rows_were_dropped(tmp_path):
+    captured(tmp_path, batches(40))
+    store = gk.open(tmp_path)
+    found = KeptMoments.read(store, KEY)
+    assert found.ids.tolist() == list(range(40))
+    one = {name: found.layers[name] for name in found.layers}
+    KeptMoments(one, found.rows, found.weights).save(store, KEY)  # as earlier versions kept them
+    ask = {"method": "ekfac", "queries": "train"}
+    assert "eigenvectors" not in gk.attribute(store, **ask).approximate
+    store.drop_rows(KEY, [3])
+    assert "some may have been dropped since" in gk.attribute(store, **ask).approximate
+
+
+def test_a_store_calls_them_moments_and_no_bases(tmp_path):
+    captured(tmp_path)
+    gk.capture(
+        *(tmp_path, network(), batches()),
+        task=gk.Classification(),
+        split="train",
+        name="small",
+        keep=gk.Keep(200, rows=16),
+        progress=False,
+    )
+    info = gk.open(tmp_path).info()
+    assert "1 set of moments, 1 basis," in info.title
+    assert [len(info.moments), len(info.bases)] == [1, 1]
+    fields = info.to_fields()
+    assert [len(fields["moments"]), len(fields["bases"])] == [1, 1]
+    kinds = [line.split()[0] for line in repr(info).splitlines() if ".moments-" in line]
+    assert kinds == ["moments"]
+
+
 def test_long_names_and_names_with_dots_have_their_own_place():
     keys = [
         gk.CaptureKey("final", "a.b", capture="c"),

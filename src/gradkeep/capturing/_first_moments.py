@@ -132,8 +132,11 @@ class FirstMoments:
         count = min(rows, self._left)
         self.rows, self._left = self.rows + count, self._left - count
 
-    def found(self, weights: str) -> KeptMoments | None:
-        """What was added up, of every layer whose rows are all known and are numbers."""
+    def found(self, weights: str, ids: Any) -> KeptMoments | None:
+        """What was added up, of every layer whose rows are all known and are numbers.
+
+        `ids` are those of the rows that passed, in order.
+        """
         means = {
             unit.name: self._sums[unit].means()
             for unit in self.prepared.tracer.units
@@ -144,7 +147,7 @@ class FirstMoments:
             for name, one in means.items()
             if bool(one.left.isfinite().all() and one.right.isfinite().all())
         }
-        return KeptMoments(layers, self.rows, weights) if layers else None
+        return KeptMoments(layers, self.rows, weights, ids[: self.rows]) if layers else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,8 +337,10 @@ class Replay:
             # Of a segment, not more than a small part waits: all that waits is lost with the process.
             least = max(1, min(maker.joined, schema.rows_per_segment // _WAITING))
             joined = JoinedRows(writer, least if earlier is None else 1)
-            moments = self._begin_moments(key, maker)
+            moments, first = self._begin_moments(key, maker), [np.empty(0, np.int64)]
             for ids, found, batch in delivered:
+                if moments is not None and moments.open:
+                    first.append(np.asarray(ids, np.int64))
                 if earlier is not None:
                     earlier.check(ids, found)
                 if again is not None:
@@ -356,7 +358,8 @@ class Replay:
                     report(done, self.batches.num_rows or done)
             joined.flush()
             alarms.check_all_zero()
-            kept = None if moments is None else moments.found(str(schema.fingerprints["weights"]))
+            weights = str(schema.fingerprints["weights"])
+            kept = None if moments is None else moments.found(weights, np.concatenate(first))
             if kept is not None:
                 kept.save(self.store, key)  # before the capture is sealed
         return reused, alarms.notes()

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _FORM = "form of "
 _SIDES = ("left", "right")
+_IDS = "row ids"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +54,18 @@ class KeptMoments:
     """Of how many rows, the first ones."""
     weights: str
     """The fingerprint of the weights that they were made at."""
+    ids: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    """The ids of those rows; None of captures that were made before they were kept."""
+
+    @checked(QueryError)
+    def dropped(self, gradients: Gradients) -> int | None:
+        """How many of their rows are no longer among these gradients; None: nobody knows.
+
+        Sums over rows cannot be taken apart: what was dropped from a capture stays in its moments.
+        """
+        if self.ids is not None:
+            return int((~np.isin(self.ids, gradients.ids)).sum())
+        return 0 if gradients.block.version <= 0 else None
 
     @classmethod
     @checked(QueryError)
@@ -84,7 +97,11 @@ class KeptMoments:
             facts = block.schema.fingerprints
             if facts.get("format") != _FORMAT:
                 return None
-            return cls(_LayersOnDisk(block), int(facts.get("rows") or 0), str(facts.get("weights")))
+            rows, weights = int(facts.get("rows") or 0), str(facts.get("weights"))
+            ids = None
+            if _IDS in block.names:
+                ids = np.array(block.read_rows(np.zeros(1, np.int64), [_IDS])[_IDS])[0]
+            return cls(_LayersOnDisk(block), rows, weights, ids)
         return None
 
     @checked(QueryError)
@@ -95,8 +112,13 @@ class KeptMoments:
             for name, one in self.layers.items()
             for side in _SIDES
         }
+        if self.ids is not None:
+            values[_IDS] = np.asarray(self.ids, np.int64)
         schema = Schema(
-            arrays=tuple(Array(name, shape=v.shape, kind="data") for name, v in values.items()),
+            arrays=tuple(
+                Array(name, shape=v.shape, kind="data", dtype=str(v.dtype))
+                for name, v in values.items()
+            ),
             num_rows=1,
             fingerprints={
                 "format": _FORMAT,

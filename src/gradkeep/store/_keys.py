@@ -16,6 +16,7 @@ from gradkeep.errors import StoreError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
 
 _SHOWN = 36
+_MOMENTS = re.compile(r"\.moments-[0-9a-f]{16}$")
 """Letters of a long name that are shown in another one."""
 
 BLOCKS = "blocks"
@@ -133,6 +134,15 @@ class BasisKey:
     def folder(self) -> str:
         """Where the basis lies in the store."""
         return f"{BASES}/{self.run}/{self.checkpoint}/{self.capture}"
+
+    @property
+    def of_moments(self) -> bool:
+        """Whether moments lie there that belong to a capture.
+
+        >>> CaptureKey("final", "train").moments.of_moments, BasisKey("final").of_moments
+        (True, False)
+        """
+        return _MOMENTS.search(self.capture) is not None
 
     @property
     def labels(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ class LayerView:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A capture, saved scores, a set of rows, a basis or an evaluation."""
+    """A capture, its moments, saved scores, a set of rows, a basis or an evaluation."""
 
     kind: str
     name: str
@@ -142,7 +142,7 @@ class RunsView:
 def look_at_store(served: ServedStore) -> StoreView:
     """What the store holds, with sizes and ratios."""
     info = served.info()
-    blocks = (*info.captures, *info.bases, *info.scores, *info.evaluations)
+    blocks = (*info.captures, *info.moments, *info.bases, *info.scores, *info.evaluations)
     return StoreView(
         location=info.location,
         uuid=info.uuid,
@@ -260,7 +260,7 @@ def _block(one: BlockFacts) -> BlockView:
     address = one.address
     told = one.fingerprints
     return BlockView(
-        kind=address.kind,
+        kind=address.word,
         name=address.name,
         run=address.run,
         checkpoint=address.checkpoint,

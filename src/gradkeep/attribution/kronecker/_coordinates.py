@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from gradkeep.factors import (
     CACHED,
@@ -31,45 +32,94 @@ if TYPE_CHECKING:
     Tile = tuple[int, int, Tensor]
 
 
+_POSITIONS = 4096
+"""Positions whose factors are turned at a time: enough for a product, and still in the cache after it."""
+
+
 def coordinates(
-    basis: Basis, form: AnyForm, rows: GradientRows, slopes: Tensor | None
+    basis: Basis,
+    form: AnyForm,
+    rows: GradientRows,
+    slopes: Tensor | None,
+    into: Tensor | None = None,
 ) -> Iterator[Tile]:
     """`(start, stop, [stop - start, *values])` of all rows, a tile that stays in the cache a time.
 
-    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned.
+    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned. They are
+    written to `into` `[B, size]`, if that is given.
     """
     if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
-        return _COORDINATES[form.kind](basis, form, rows, slopes)
-    return _of_restored(basis, form, rows, slopes)
+        yield from _COORDINATES[form.kind](basis, form, rows, slopes, into)
+        return
+    for start, stop, found in _of_restored(basis, form, rows, slopes):
+        yield start, stop, _written(found, into, start, stop)
+
+
+def _written(found: Tensor, into: Tensor | None, start: int, stop: int) -> Tensor:
+    if into is not None:
+        into[start:stop] = found.flatten(1)
+    return found
+
+
+def _place(into: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor | None:
+    """Where products can be written to at once; not there if it has gaps or another precision."""
+    if into is None or into.dtype != like.dtype or not into.is_contiguous():
+        return None
+    return into[start:stop]
 
 
 def turned_factors(
     basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
 ) -> OuterRows:
     """Suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, the ones of the bias among them."""
-    g, x = scaled_suffixes(rows.g, rows.offsets, slopes), form.with_ones(rows.x)
-    g = g if basis.left is None else g @ basis.left[0].to(g.dtype)
-    x = x if basis.right is None else x @ basis.right[0].to(x.dtype)
+    g, x = scaled_suffixes(rows.g, rows.offsets, slopes), rows.x
+    g = g if basis.left is None else _times(g, basis.left[0])
+    x = form.with_ones(x) if basis.right is None else _times(x, basis.right[0])
     return OuterRows(x, g, rows.offsets)
 
 
+def _times(values: Tensor, vectors: Tensor) -> Tensor:
+    """`[S, C]` times `[C, C]`; of `[S, C - 1]` the last column is one of ones, never laid out.
+
+    Columns are filled up to a multiple of 16, without which it takes up to twice as long.
+    """
+    size = vectors.shape[1]
+    filled = functional.pad(vectors.to(values.dtype), (0, -size % 16))
+    given = values.shape[1]
+    if given == len(vectors):
+        return (values @ filled)[:, :size]
+    return torch.addmm(filled[-1], values, filled[:given])[:, :size]
+
+
 def _of_outer(
-    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None, into: Tensor | None
 ) -> Iterator[Tile]:
-    turned = turned_factors(basis, form, rows, slopes)
-    high, cols = turned.g.shape[1], turned.x.shape[1]
+    _, high, cols = basis.values.shape
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
-    for start, stop in tiles(len(rows), high * cols, turned.x.element_size(), 2 * CACHED):
-        some = plain.restore(turned.take(start, stop))
-        yield start, stop, some.view(-1, 1, high, cols)
+    size = rows.g.element_size()
+    for first, last in rows.spans.tiles(_POSITIONS):
+        some = None if slopes is None else slopes[first:last]
+        turned = turned_factors(basis, form, rows.take(first, last), some)
+        for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
+            low, end = first + start, first + stop
+            where = _place(into, low, end, turned.g)
+            found = plain.restore(turned.take(start, stop), where)
+            if where is None:
+                _written(found, into, low, end)
+            yield low, end, found.view(-1, 1, high, cols)
 
 
 def _of_conv(
-    basis: MatrixBasis, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None
+    basis: MatrixBasis,
+    form: Convolution,
+    rows: ConvolutionRows,
+    slopes: Tensor | None,
+    into: Tensor | None,
 ) -> Iterator[Tile]:
     """To turn patches is to convolve with the eigenvectors: they are never laid out."""
     if basis.right is None:
-        yield from _of_restored(basis, form, rows, slopes)
+        for start, stop, found in _of_restored(basis, form, rows, slopes):
+            yield start, stop, _written(found, into, start, stop)
         return
     groups, high, cols = basis.values.shape
     dtype, flat = rows.wide.dtype, [0] * len(form.kernel)
@@ -89,7 +139,10 @@ def _of_conv(
             g = g * slopes[start:stop].view(-1, 1, 1, 1).to(g.dtype)
         if basis.left is not None:
             g = basis.left.mT.to(g.dtype) @ g
-        yield start, stop, g @ x.view(count, groups, cols, form.positions).mT
+        where = _place(into, start, stop, g)
+        out = None if where is None else where.view(count, groups, high, cols)
+        found = torch.matmul(g, x.view(count, groups, cols, form.positions).mT, out=out)
+        yield start, stop, found if where is not None else _written(found, into, start, stop)
 
 
 def _of_restored(
@@ -123,9 +176,8 @@ def coordinate_squares(
         if direct is not None:
             return direct
     out = torch.zeros_like(basis.values)
-    for start, stop, found in coordinates(basis, form, rows, slopes):
-        if isinstance(keep, torch.Tensor):
-            keep[start:stop] = found.flatten(1)
+    into = keep if isinstance(keep, torch.Tensor) else None
+    for _, _, found in coordinates(basis, form, rows, slopes, into):
         out += found.square().sum(0)
     return out
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradkeep.errors import AttributionError
 from gradkeep.factors import OuterRows
+from gradkeep.factors.kronecker import VectorBasis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,8 +96,12 @@ class LayerFisher:
         added = damping.of(self.mean)
         if added > 0:
             for basis in self.bases:
-                weights = (1 / (basis.values + added)).to(dense.dtype)
-                basis.put(basis.coordinates(dense) * weights, out)
+                weights = 1 / (basis.values + added)
+                if isinstance(basis, VectorBasis) or basis.whole:
+                    basis.put(basis.coordinates(dense) * weights.to(dense.dtype), out)
+                else:  # where there are no vectors the damping is all there is
+                    more = (weights - 1 / added).to(dense.dtype)
+                    basis.put(basis.coordinates(dense) * more, out, plus=dense / added)
         return out
 
 
@@ -105,30 +110,3 @@ class KroneckerFisher:
     """The curvature of all chosen layers, each by itself."""
 
     layers: Mapping[str, LayerFisher]
-    by_first_rows: tuple[str, ...] = ()
-    """Layers whose eigenvectors are those of some rows."""
-    first_rows: int = 0
-    """How many rows those are, the first ones."""
-    by_gradients: tuple[str, ...] = ()
-    """Layers that are kept dense and whose prefixes and suffixes nothing is known of."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(layer.nbytes for layer in self.layers.values())
-
-    @property
-    def approximate(self) -> str:
-        """In which ways it is not the curvature."""
-        told = ["layers are independent, and each one's Fisher matrix is a Kronecker product"]
-        if self.by_first_rows:
-            told.append(
-                f"of layers that are kept dense ({', '.join(self.by_first_rows)}) its eigenvectors "
-                f"are those of the first {self.first_rows} rows"
-            )
-        if self.by_gradients:
-            told.append(
-                f"of layers that are kept dense without moments ({', '.join(self.by_gradients)}) it "
-                "is made of gradients, not of prefixes and suffixes"
-            )
-        return "; ".join(told)

@@ -12,7 +12,7 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.attribution.kronecker._coordinates import coordinate_squares
 from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher, bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
-from gradkeep.attribution.kronecker._row_parts import row_parts
+from gradkeep.attribution.kronecker._row_parts import held_rows, joined, row_parts
 from gradkeep.errors import AttributionError
 from gradkeep.factors import WeightMatrix
 from gradkeep.factors.kronecker import (
@@ -20,26 +20,37 @@ from gradkeep.factors.kronecker import (
     MatrixMoments,
     VectorBasis,
     VectorMoments,
-    eigen,
+    eigen_side,
     matrix_moments,
 )
 from gradkeep.query import DEFAULT_BUDGET, KeptMoments
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
+    from gradkeep.attribution.kronecker._row_parts import RowPart
     from gradkeep.factors import AnyForm, WeightBlock
-    from gradkeep.factors.kronecker import Basis
+    from gradkeep.factors.kronecker import Basis, EigenSide
     from gradkeep.query import Gradients, SideMoments
 
 
+_STAYING = 4
+"""Coordinates that stay until the last query was asked take a fourth of what those of one layer may."""
+
+
 def fisher(
-    gradients: Gradients,
-    *,
-    corrected: bool,
-    memory_budget: float | str | None = None,
-    keep_rows: bool = False,
+    gradients: Gradients, *, corrected: bool, memory_budget: float | str | None = None
 ) -> KroneckerFisher:
-    """The mean of g g^T over all rows, as Kronecker products layer by layer.
+    """The mean of g g^T over all rows, as Kronecker products, of all layers: see `FisherFit`."""
+    fit = FisherFit(gradients, corrected=corrected, memory_budget=memory_budget, row_space=True)
+    layers = {name: fit.layer(name) for name in gradients.forms}
+    fit.check()
+    return KroneckerFisher(layers)
+
+
+class FisherFit:
+    """The mean of g g^T over all rows, as Kronecker products, made layer by layer when asked for.
 
     Of a weight: left moments of suffixes x right moments of prefixes (K-FAC), of layers that are
     kept dense those of the capture's first rows, or, where none are known, those of the gradient
@@ -47,88 +58,148 @@ def fisher(
     Small blocks without moments and norm layers of up to 512 values have their whole matrix,
     longer vectors its diagonal. Cost: one pass over the rows, S (R^2 + C^2)
     products and an eigendecomposition of each side; the correction is a second pass, of which
-    `keep_rows` keeps the rows' coordinates where they are dear and there is room.
+    `keep_rows` keeps the rows' coordinates where there is room: a layer is handed out with them once,
+    so that there is room for those of the next. With `row_space` a long side of few positions is
+    decomposed by these, S^3 in place of R^3 or C^3: its coordinates are all that these rows have,
+    though not all that other gradients have.
     """
-    layers: dict[str, LayerFisher] = {}
-    dense = [
-        name
-        for name, form in gradients.forms.items()
-        if form.storage == "dense" and any(len(part.shape) > 1 for part in form.parameters)
-    ]
-    kept = KeptMoments.of(gradients) if dense else None
-    known = [name for name in dense if kept is not None and name in kept.layers]
-    held, room = 0, room_for_rows(memory_budget) if keep_rows else 0
-    for name in gradients.forms:
-        one = _layer(
-            gradients,
-            name,
-            memory_budget,
-            kept.layers[name] if kept is not None and name in known else None,
-            corrected=corrected,
-            held=held,
-            room=room,
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        *,
+        corrected: bool,
+        memory_budget: float | str | None = None,
+        keep_rows: bool = False,
+        row_space: bool = False,
+    ) -> None:
+        self.gradients, self.corrected, self.memory_budget = gradients, corrected, memory_budget
+        self.row_space = row_space
+        self.room = room_for_rows(memory_budget)
+        self.keep_rows = keep_rows
+        dense = [
+            name
+            for name, form in gradients.forms.items()
+            if form.storage == "dense" and any(len(part.shape) > 1 for part in form.parameters)
+        ]
+        kept = KeptMoments.of(gradients) if dense else None
+        self._known = {} if kept is None else {n: kept.layers for n in dense if n in kept.layers}
+        self._made: dict[str, LayerFisher] = {}
+        self._spare: Tensor | None = None
+        self.approximate = _approximate(
+            "" if kept is None else _whose_rows(kept, gradients),
+            list(self._known),
+            [name for name in dense if name not in self._known],
         )
-        layers[name] = one
-        held += one.nbytes
-        room -= bytes_kept(one.rows)
-    if not any(layer.mean > 0 for layer in layers.values()):
-        raise AttributionError(
-            f"all gradients of {gradients.key.split} at {gradients.key.checkpoint} are zero",
-            fix="capture a checkpoint that does not fit its data perfectly, or other layers",
-        )
-    first = 0 if kept is None else kept.rows
-    return KroneckerFisher(
-        layers,
-        by_first_rows=tuple(known) if first < len(gradients) else (),
-        first_rows=first,
-        by_gradients=tuple(name for name in dense if name not in known),
-    )
+        """In which ways it is not the curvature."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layers that were made, with the coordinates that stay."""
+        return sum(layer.nbytes for layer in self._made.values())
+
+    def layer(self, name: str) -> LayerFisher:
+        """One of them, made when it is first asked for; then with coordinates, if there is room.
+
+        Those that do not stay are valid until the next layer is made, whose take their place.
+        """
+        if name in self._made:
+            return self._made[name]
+        moments = self._known[name][name] if name in self._known else None
+        one = self._layer(name, moments, held=self.nbytes)
+        staying = sum(bytes_kept(layer.rows) for layer in self._made.values())
+        stays = staying + bytes_kept(one.rows) <= self.room // _STAYING
+        self._made[name] = one if stays else dataclasses.replace(one, rows=None)
+        if isinstance(one.rows, Tensor):
+            self._spare = None if stays else one.rows.view(-1)
+        return one
+
+    def check(self) -> None:
+        """An error if all layers were made, and none of them says anything."""
+        if len(self._made) == len(self.gradients.forms) and not any(
+            layer.mean > 0 for layer in self._made.values()
+        ):
+            key = self.gradients.key
+            raise AttributionError(
+                f"all gradients of {key.split} at {key.checkpoint} are zero",
+                fix="capture a checkpoint that does not fit its data perfectly, or other layers",
+            )
+
+    def _layer(self, name: str, moments: SideMoments | None, *, held: int) -> LayerFisher:
+        gradients, budget = self.gradients, self.memory_budget
+        form = gradients.forms[name]
+        pieces = (form if moments is None else moments.form).weight_blocks()
+        known: list[Basis] = []
+        if moments is not None and isinstance(pieces[0], WeightMatrix):
+            both = (eigen_side(side.double()) for side in (moments.left, moments.right))
+            known = [_matrix_basis(pieces[0], *both)]
+            held += 24 * (moments.left.numel() + moments.right.numel() + pieces[0].size)
+        sums = [
+            _sums(piece, form, budget, row_space=self.row_space) for piece in pieces[len(known) :]
+        ]
+        held += 3 * sum(one.nbytes for one in sums)
+        mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+        room = self.room - held - mapped
+        rows = None
+        if self.corrected:
+            rows = held_rows(gradients, name, budget, held=held, room=room // 2)
+
+        def parts() -> Iterable[RowPart]:
+            if rows is not None:
+                return joined(form, rows)
+            return row_parts(gradients, name, budget, held=held)
+
+        for part in parts() if sums else ():
+            for one in sums:
+                one.add(part.factors, part.slopes)
+        bases = known + [fisher_basis(one, name) for one in sums]
+        del sums
+        if not self.corrected:
+            return LayerFisher(tuple(bases))
+        taken = sum(part.factors.nbytes for part in rows or ())
+        kept = None
+        if self.keep_rows:
+            kept = empty_rows(gradients, name, bases, room - taken, self._spare)
+        held += bytes_kept(kept)
+        squared = [torch.zeros_like(basis.values) for basis in bases]
+        for part in parts():
+            at = 0
+            for basis, into in zip(bases, squared, strict=True):
+                end = at + basis.values.numel()
+                keep = _some(kept, slice(part.start, part.stop), slice(at, end))
+                into += coordinate_squares(basis, form, part.factors, part.slopes, keep=keep)
+                at = end
+        count = max(1, len(gradients))
+        bases = [
+            dataclasses.replace(basis, values=into / count)
+            for basis, into in zip(bases, squared, strict=True)
+        ]
+        return LayerFisher(tuple(bases), kept)
 
 
-def _layer(
-    gradients: Gradients,
-    name: str,
-    memory_budget: float | str | None,
-    moments: SideMoments | None,
-    *,
-    corrected: bool,
-    held: int,
-    room: int,
-) -> LayerFisher:
-    form = gradients.forms[name]
-    pieces = (form if moments is None else moments.form).weight_blocks()
-    known: list[Basis] = []
-    if moments is not None and isinstance(pieces[0], WeightMatrix):
-        known = [_matrix_basis(pieces[0], moments.left.double(), moments.right.double(), name)]
-        held += 24 * (moments.left.numel() + moments.right.numel() + pieces[0].size)
-    sums = [_sums(piece, form, memory_budget) for piece in pieces[len(known) :]]
-    held += 3 * sum(one.nbytes for one in sums)
-    for part in row_parts(gradients, name, memory_budget, held=held) if sums else ():
-        for one in sums:
-            one.add(part.factors, part.slopes)
-    bases = known + [fisher_basis(one, name) for one in sums]
-    del sums
-    if not corrected:
-        return LayerFisher(tuple(bases))
-    # A budget that is enough without kept rows must stay enough: half of it is left alone.
-    limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
-    kept = empty_rows(gradients, name, min(room, limit // 2 - held - mapped))
-    held += bytes_kept(kept)
-    squared = [torch.zeros_like(basis.values) for basis in bases]
-    for part in row_parts(gradients, name, memory_budget, held=held):
-        at = 0
-        for basis, into in zip(bases, squared, strict=True):
-            end = at + basis.piece.size
-            keep = _some(kept, slice(part.start, part.stop), slice(at, end))
-            into += coordinate_squares(basis, form, part.factors, part.slopes, keep=keep)
-            at = end
-    count = max(1, len(gradients))
-    bases = [
-        dataclasses.replace(basis, values=into / count)
-        for basis, into in zip(bases, squared, strict=True)
-    ]
-    return LayerFisher(tuple(bases), kept)
+def _whose_rows(kept: KeptMoments, gradients: Gradients) -> str:
+    """Which rows the moments are of, unless they are all that are there and no others."""
+    dropped = kept.dropped(gradients)
+    if dropped == 0 and kept.rows >= len(gradients):
+        return ""
+    told = f"the first {kept.rows} rows"
+    if dropped is None:
+        return f"{told}, of which some may have been dropped since"
+    return f"{told}, {dropped} of which were dropped since" if dropped else told
+
+
+def _approximate(whose: str, known: list[str], by_gradients: list[str]) -> str:
+    told = ["layers are independent, and each one's Fisher matrix is a Kronecker product"]
+    if known and whose:
+        told.append(
+            f"of layers that are kept dense ({', '.join(known)}) its eigenvectors are those of {whose}"
+        )
+    if by_gradients:
+        told.append(
+            f"of layers that are kept dense without moments ({', '.join(by_gradients)}) it "
+            "is made of gradients, not of prefixes and suffixes"
+        )
+    return "; ".join(told)
 
 
 def _some(kept: CoordinateRows | None, rows: slice, columns: slice) -> CoordinateRows | None:
@@ -139,36 +210,35 @@ def _some(kept: CoordinateRows | None, rows: slice, columns: slice) -> Coordinat
 
 
 def _sums(
-    piece: WeightBlock, form: AnyForm, memory_budget: float | str | None
+    piece: WeightBlock, form: AnyForm, memory_budget: float | str | None, *, row_space: bool
 ) -> MatrixMoments | VectorMoments:
     if not isinstance(piece, WeightMatrix):
         return VectorMoments(piece, form)
     limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    return matrix_moments(piece, form, room=limit // 32)
+    return matrix_moments(piece, form, room=limit // 32, row_space=row_space)
 
 
 def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
     """The eigenbasis of a block's moments, with products of eigenvalues; sides without products stay."""
-    if isinstance(sums, VectorMoments):
-        moment = _finite(sums.mean(), layer)
-        values, vectors = (moment, None) if moment.dim() == 1 else eigen(moment)
-        return VectorBasis(sums.piece, vectors, values)
-    return _matrix_basis(sums.piece, *sums.sides(), layer)
+    try:
+        if isinstance(sums, MatrixMoments):
+            return _matrix_basis(sums.piece, *sums.eigen())
+        moment = sums.mean()
+        values, vectors = eigen_side(moment.unsqueeze(0))
+        return VectorBasis(sums.piece, None if vectors is None else vectors[0], values[0])
+    except ArithmeticError:
+        raise _no_numbers(layer) from None
 
 
-def _matrix_basis(piece: WeightMatrix, left: Tensor, right: Tensor, layer: str) -> MatrixBasis:
-    """The eigenbasis of both sides' moments, `[G, d, d]` or their diagonals `[G, d]`."""
-    left, right = _finite(left, layer), _finite(right, layer)
-    high, tops = (left, None) if left.dim() == 2 else eigen(left)
-    wide, sides = (right, None) if right.dim() == 2 else eigen(right)
+def _matrix_basis(piece: WeightMatrix, left: EigenSide, right: EigenSide) -> MatrixBasis:
+    """The eigenbasis of both sides, with products of their eigenvalues."""
+    (high, tops), (wide, sides) = left, right
     return MatrixBasis(piece, tops, sides, high.unsqueeze(2) * wide.unsqueeze(1))
 
 
-def _finite(moment: Tensor, layer: str) -> Tensor:
-    if not bool(moment.isfinite().all()):
-        raise AttributionError(
-            f"gradients of layer {layer} are no numbers",
-            found="NaN or infinity",
-            fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
-        )
-    return moment
+def _no_numbers(layer: str) -> AttributionError:
+    return AttributionError(
+        f"gradients of layer {layer} are no numbers",
+        found="NaN or infinity",
+        fix="look for damaged or exploded gradients: gk.gradients(store, split=...).norms()",
+    )

@@ -9,6 +9,7 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Scorer
+from gradkeep.attribution.kronecker._fisher import bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import kept_coordinates
 from gradkeep.attribution.kronecker._row_parts import dense_rows, only_layer
 from gradkeep.attribution.kronecker._single_position import single_position_influence
@@ -20,53 +21,49 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.kronecker._fisher import Damping, KroneckerFisher
+    from gradkeep.attribution.kronecker._fisher import Damping
+    from gradkeep.attribution.kronecker._fit import FisherFit
 
     Solve = Callable[[str, Tensor], Tensor]
     LayerScores = Callable[[str, list[int]], Tensor]
 
 
-def influence(
-    at: CheckpointView, fisher: KroneckerFisher, damping: Damping, *, approximate: str | None
-) -> Scorer:
+def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:
     """g_q^T (F + damping)^-1 g_n for all pairs, layer by layer the cheapest of three ways.
 
     Layers whose training rows are held as coordinates, and linear layers with one position a row,
-    are multiplied in eigencoordinates; of others the queries are solved.
+    are multiplied in eigencoordinates; of others the queries are solved. The matrix of a layer is
+    made when its scores are first asked for.
     """
     sides = (at.queries(), at.train())
-    direct = {
-        name: found
-        for name, layer in fisher.layers.items()
-        if (found := single_position_influence(name, layer, damping, *sides)) is not None
-    }
-
-    def solve(layer: str, dense: Tensor) -> Tensor:
-        return fisher.layers[layer].solved(dense, damping)
-
-    kept = {
-        name: rows
-        for name, layer in fisher.layers.items()
-        if (rows := kept_coordinates(name, layer, damping)) is not None
-    }
-    left = _left(at, fisher.nbytes)
-    otherwise = SolvedQueries(at, solve, left)
 
     def layer_scores(name: str, positions: list[int]) -> Tensor:
-        if name not in direct and name not in kept:
-            return otherwise.scores(name, positions)
-        size = kept[name].rows.shape[1] if name in kept else direct[name].kept // 2
+        fisher = fit.layer(name)
+        left = _left(at, fit.nbytes + bytes_kept(fisher.rows))
+        kept = kept_coordinates(name, fisher, damping)
+        if kept is not None:
+            held = kept
+            return in_steps(left, fisher.size, positions, lambda some: held.scores(sides[0], some))
+        direct = single_position_influence(name, fisher, damping, *sides)
+        if direct is not None:
+            one = direct
+            return in_steps(
+                left, one.kept // 2, positions, lambda some: one.scores(*sides, some, left)
+            )
+        solved = SolvedQueries(at, lambda _, dense: fisher.solved(dense, damping), left)
+        return solved.scores(name, positions)
+
+    def in_steps(
+        left: int | None, size: int, positions: list[int], scores: Callable[[list[int]], Tensor]
+    ) -> Tensor:
+        """Those of so many queries at a time that what is made of them fits."""
         out = torch.empty(len(positions), len(sides[1]))
         step = _queries_at_once(left, size, len(sides[1]))
         for start in range(0, len(positions), step):
-            some = positions[start : start + step]
-            if name in kept:
-                out[start : start + step] = kept[name].scores(sides[0], some)
-            else:
-                out[start : start + step] = direct[name].scores(*sides, some, left)
+            out[start : start + step] = scores(positions[start : start + step])
         return out
 
-    return layer_by_layer(at, layer_scores, approximate)
+    return layer_by_layer(at, layer_scores, fit.approximate, check=fit.check)
 
 
 class SolvedQueries:
@@ -89,8 +86,17 @@ class SolvedQueries:
         return out
 
 
-def layer_by_layer(at: CheckpointView, scores: LayerScores, approximate: str | None) -> Scorer:
-    """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to."""
+def layer_by_layer(
+    at: CheckpointView,
+    scores: LayerScores,
+    approximate: str | None,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> Scorer:
+    """A scorer that adds the scores `[b, N]` of all layers up, or keeps them apart if asked to.
+
+    Once all layers were asked, `check` may still refuse.
+    """
     question, layers = at.question, list(at.train().forms)
 
     def score(start: int, stop: int) -> Tensor:
@@ -102,6 +108,7 @@ def layer_by_layer(at: CheckpointView, scores: LayerScores, approximate: str | N
                 found.append(one)
             else:
                 found[0] += one
+        check()
         return torch.stack(found) if question.per_layer else found[0]
 
     return Scorer(score, approximate=approximate)

@@ -11,36 +11,50 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.attribution.kronecker._coordinates import coordinates
 from gradkeep.attribution.kronecker._row_parts import only_layer
 from gradkeep.attribution.kronecker._single_position import has_single_position
-from gradkeep.factors import OuterRows, WeightMatrix, pairwise
+from gradkeep.factors import OuterRows, pairwise
 from gradkeep.query import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from gradkeep.attribution.kronecker._fisher import CoordinateRows, Damping, LayerFisher
+    from gradkeep.factors.kronecker import Basis
     from gradkeep.query import Gradients
 
 
 def room_for_rows(memory_budget: float | str | None) -> int:
-    """Bytes of coordinates that may be kept of all layers together: an eighth of the budget."""
-    return (DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)) // 8
+    """Bytes that the rows of one layer and their coordinates may take: half of the budget.
+
+    A budget that is enough without kept rows must stay enough: the other half is left alone.
+    """
+    return (DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)) // 2
 
 
-def empty_rows(gradients: Gradients, layer: str, room: int) -> CoordinateRows | None:
+def empty_rows(
+    gradients: Gradients,
+    layer: str,
+    bases: Sequence[Basis],
+    room: int,
+    spare: Tensor | None = None,
+) -> CoordinateRows | None:
     """Where to keep the coordinates of a layer's rows; None where they do not fit into the room.
 
-    Those of an embedding are as many as its table has values, most of them zero: never kept.
+    Those of an embedding are as many as its table has values, most of them zero: never kept. What
+    is `spare` is written over where it is large enough: new memory costs as much as what fills it.
     """
     form, count = gradients.forms[layer], len(gradients)
     if has_single_position(gradients, layer):
-        (piece,) = form.weight_blocks()
-        assert isinstance(piece, WeightMatrix)
-        if 4 * count * (piece.rows + piece.cols) > room:
+        _, high, wide = bases[0].values.shape
+        if 4 * count * (high + wide) > room:
             return None
-        return OuterRows(torch.empty(count, piece.cols), torch.empty(count, piece.rows))
-    size = form.restored_size
+        return OuterRows(torch.empty(count, wide), torch.empty(count, high))
+    size = sum(basis.values.numel() for basis in bases)
     if form.sparse or 4 * count * size > room:
         return None
+    if spare is not None and len(spare) >= count * size:
+        return spare[: count * size].view(count, size)
     return torch.empty(count, size)
 
 
@@ -62,11 +76,11 @@ class KeptCoordinates:
         weighed = torch.empty(len(positions), self.rows.shape[1])
         at = 0
         for basis in self.fisher.bases:
-            into = weighed[:, at : at + basis.piece.size]
+            into = weighed[:, at : at + basis.values.numel()]
             weights = (1 / (basis.values + self.added)).float()
             for start, stop, found in coordinates(basis, asked.forms[self.layer], factors, some):
                 into[start:stop] = (found * weights).flatten(1)
-            at += basis.piece.size
+            at += basis.values.numel()
         return pairwise(weighed, self.rows)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from gradkeep.errors import AttributionError
-from gradkeep.factors import RESTORED
+from gradkeep.factors import RESTORED, ConvolutionRows, OuterRows
 from gradkeep.query import memory_shares as divided
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -44,20 +44,94 @@ def row_parts(
 ) -> Iterator[RowPart]:
     """All rows of a layer in order, while `held` bytes are taken by something else."""
     one = only_layer(gradients, layer)
-    probe = one.rows([0]).factors[layer]
-    split = divided(
+    slopes = one.slopes()
+    for some in one.stream(_rows_at_once(one, layer, memory_budget, held)):
+        part = None if slopes is None else slopes[some.start : some.stop]
+        yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
+
+
+def _rows_at_once(one: Gradients, layer: str, memory_budget: float | str | None, held: int) -> int:
+    """How many rows fit; an error that says how much is needed if none does."""
+    return divided(
         memory_budget,
         answer=held,
         mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
         query_row=0,
-        train_row=probe.nbytes,
+        train_row=one.rows([0]).factors[layer].nbytes,
         queries=1,
         rows=len(one),
-    )
-    slopes = one.slopes()
-    for some in one.stream(split.train_rows):
+    ).train_rows
+
+
+def held_rows(
+    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int, room: int
+) -> list[RowPart] | None:
+    """All rows of a layer, as they lie in the store, to be passed over again; None: too many bytes.
+
+    To open and check the parts of a capture costs as much as a look at what one layer has there.
+    """
+    one = only_layer(gradients, layer)
+    count = _rows_at_once(one, layer, memory_budget, held)  # an error also where all would fit
+    if one.rows([0]).factors[layer].widened().nbytes * len(one) > room:
+        return None
+    found, slopes = [], one.slopes()
+    for some in one.stream(count):
+        rows = some.factors[layer].widened()
+        room -= rows.nbytes
+        if room < 0:  # rows that follow have more positions than the first
+            return None
         part = None if slopes is None else slopes[some.start : some.stop]
-        yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
+        found.append(RowPart(some.start, some.stop, rows, part))
+    return found
+
+
+def joined(form: AnyForm, parts: Iterable[RowPart]) -> Iterator[RowPart]:
+    """The same rows in larger parts, of some thousand positions: products of few are slow."""
+    if not form.factored or form.kind not in _JOINED:
+        yield from parts
+        return
+    few: list[RowPart] = []
+    for part in parts:
+        few.append(part)
+        if sum(one.factors.positions for one in few) >= _POSITIONS:
+            yield _as_one(form, few)
+            few = []
+    if few:
+        yield _as_one(form, few)
+
+
+_POSITIONS = 4096
+
+
+def _as_one(form: AnyForm, parts: list[RowPart]) -> RowPart:
+    if len(parts) == 1:
+        return parts[0]
+    slopes = [part.slopes for part in parts if part.slopes is not None]
+    return RowPart(
+        parts[0].start,
+        parts[-1].stop,
+        _JOINED[form.kind]([part.factors for part in parts]),
+        torch.cat(slopes) if slopes else None,
+    )
+
+
+def _joined_outer(parts: list[OuterRows]) -> OuterRows:
+    x, g = torch.cat([one.x for one in parts]), torch.cat([one.g for one in parts])
+    if parts[0].offsets is None:
+        return OuterRows(x, g)
+    lengths = torch.cat([one.offsets.diff() for one in parts if one.offsets is not None])
+    return OuterRows(x, g, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+
+def _joined_conv(parts: list[ConvolutionRows]) -> ConvolutionRows:
+    wide, narrow = ([getattr(one, side) for one in parts] for side in ("wide", "narrow"))
+    return ConvolutionRows(torch.cat(wide), torch.cat(narrow))
+
+
+_JOINED: dict[str, Callable[[list[Any]], GradientRows]] = {
+    "outer": _joined_outer,
+    "conv": _joined_conv,
+}
 
 
 def weighted(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker import DECADES, Damping, fisher
+from gradkeep.attribution.kronecker import DECADES, Damping, FisherFit, fisher
 from gradkeep.attribution.kronecker._influence import influence
 from gradkeep.attribution.kronecker._row_parts import fisher_gradients
 from gradkeep.attribution.scorers._gradient_products import cosines, products
@@ -60,13 +60,14 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
     relative = _DAMPING if options.damping is None else options.damping
     damping = Damping.told(relative, options.absolute_damping)
     rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
-    found = fisher(
+    fit = FisherFit(
         rows,
         corrected=corrected,
         memory_budget=at.question.memory_budget,
         keep_rows=options.fisher == "empirical",
+        row_space=options.fisher == "empirical",
     )
-    return influence(at, found, damping, approximate=found.approximate)
+    return influence(at, fit, damping)
 
 
 def fisher_solver(

@@ -2,17 +2,22 @@
 
 Where `descend_by_blocks` shares its products among many targets, one target alone is done sooner by
 solving for its weights with their signs held: a small linear system each time a sign or the set of
-weights changes, which along a path of penalties is seldom.
+weights changes, which along a path of penalties is seldom. All else is vectors of one number an
+example, on which numpy spends less than torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
     from gradkeep.datamodels.fitting._l1 import PenalizedProblem, SolverState
+    from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._standardized import Gram
 
 FEW = 2
@@ -30,76 +35,122 @@ def solve_by_active_sets(
     Cost: |A|^3 / 3 operations for each change of the set A of examples with weights, and n |A| for
     each look at all others. The state is the best found, also where it did not reach the tolerance.
     """
-    import torch
-
+    gaps = problem.power.clone()
     for at in range(len(problem.c)):
-        one = torch.tensor([at])
-        now, here = problem.rows(one), state.rows(one)
-        if not _one(gram, now, here, tolerance):
+        found = _OneTarget(
+            gram,
+            problem.c[at].numpy(),
+            *(float(part[at]) for part in (problem.power, problem.lam, problem.ridge)),
+        )
+        gap = found.solve(state.x[at].numpy(), state.gx[at].numpy(), tolerance)
+        if gap is None:
             return None
-        state.x[at], state.gx[at] = here.x[0], here.gx[0]
-    return problem.gap(state.x, problem.c - state.gx - problem.ridge[:, None] * state.x)
+        gaps[at] = gap
+    return gaps
 
 
-def _one(gram: Gram, problem: PenalizedProblem, state: SolverState, tolerance: float) -> bool:
-    """The same for one target; whether its gap is small enough."""
-    import torch
+@dataclass(frozen=True, slots=True, eq=False)
+class _OneTarget:
+    """1/2 w'Gw - c'w + power/2 + lam |w| + ridge/2 |w|^2, as `PenalizedProblem` has it of several."""
 
-    lam, ridge = float(problem.lam[0]), float(problem.ridge[0])
-    slope = problem.c - state.gx - problem.ridge[:, None] * state.x
-    for _ in range(_ROUNDS):
-        if float(problem.gap(state.x, slope)[0]) <= tolerance:
-            return True
-        inside = (state.x[0] != 0) | (slope[0].abs() > lam)
-        ids = inside.nonzero()[:, 0]
-        if not 0 < len(ids) <= _MOST:
-            return False
-        start = state.x[0, ids]
-        signs = torch.where(start != 0, start, slope[0, ids]).sign()
-        matrix = gram.part(ids)
-        matrix.diagonal().add_(ridge)
-        x = _with_signs(matrix, problem.c[0, ids], lam, start, signs)
-        if x is None:
-            return False
-        state.x.zero_()
-        state.x[0, ids] = x
-        state.gx = gram.times_some(x[None], ids)
-        slope = problem.c - state.gx - problem.ridge[:, None] * state.x
-    return bool(float(problem.gap(state.x, slope)[0]) <= tolerance)
+    gram: Gram
+    c: AnyArray
+    power: float
+    lam: float
+    ridge: float
+
+    def gap(self, x: AnyArray, slope: AnyArray) -> float:
+        """How far at most x is from the optimum, relative to half the power, by its own residual."""
+        tiny = float(np.finfo(self.c.dtype).tiny)
+        explained = float(x @ self.c)
+        squared, along = self.power - explained - float(x @ slope), self.power - explained
+        value = squared / 2 + self.lam * float(np.abs(x).sum())
+        most = self.lam / max(tiny, float(np.abs(slope).max()))
+        # Both ways: a step too far turns the best multiple negative.
+        multiple = min(most, max(-most, along / max(tiny, squared)))
+        bound = multiple * along - multiple * multiple * squared / 2
+        return max(0.0, value - bound) / max(tiny, self.power / 2) if self.power > 0 else 0.0
+
+    def solve(self, x: AnyArray, gx: AnyArray, tolerance: float) -> float | None:
+        """Move x and its product gx, in place; the gap, or None if it is not small enough."""
+        import torch
+
+        slope = self.c - gx - self.ridge * x
+        for _ in range(_ROUNDS):
+            gap = self.gap(x, slope)
+            if gap <= tolerance:
+                return gap
+            ids = np.flatnonzero((x != 0) | (np.abs(slope) > self.lam))
+            if not 0 < len(ids) <= _MOST:
+                return None
+            start = x[ids]
+            signs = np.sign(np.where(start != 0, start, slope[ids]))
+            where = torch.from_numpy(ids)
+            matrix = self.gram.part(where)
+            matrix.diagonal().add_(self.ridge)
+            right = self.c[ids] - self.lam * signs
+            found = _with_signs(matrix, right, start, signs, together=True)
+            if found is not None and not self._lower(matrix, right, start, signs, found):
+                found = _with_signs(matrix, right, start, signs, together=False)
+            if found is None:
+                return None
+            x[:] = 0
+            x[ids] = found
+            gx[:] = self.gram.times_some(torch.from_numpy(found)[None], where)[0].numpy()
+            slope = self.c - gx - self.ridge * x
+        gap = self.gap(x, slope)
+        return gap if gap <= tolerance else None
+
+    @staticmethod
+    def _lower(
+        matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, found: AnyArray
+    ) -> bool:
+        """Whether the objective is no higher than at the start: only then rounds come to an end."""
+        here = matrix.numpy()
+
+        def value(x: AnyArray) -> float:
+            return float(x @ (here @ x) / 2 - x @ right)
+
+        return value(found) <= value(start)
 
 
 def _with_signs(
-    matrix: torch.Tensor, c: torch.Tensor, lam: float, start: torch.Tensor, signs: torch.Tensor
-) -> torch.Tensor | None:
-    """The least of 1/2 w'Mw - c'w + lam |w| over weights of these signs, or zero; None: no luck.
+    matrix: torch.Tensor, right: AnyArray, start: AnyArray, signs: AnyArray, *, together: bool
+) -> AnyArray | None:
+    """The least of 1/2 w'Mw - right'w over weights of these signs, or zero; None: no luck.
 
-    From `start`, a step to the solution with all signs held, or to where the first weight is zero,
-    which then stays so. Every step lowers the objective.
+    A step to the solution with all signs held. Where that has wrong ones, all of those become zero
+    and stay so (`together`, which is done in few steps but may leave weights out that belong there);
+    or the step goes on to where the first one is zero, so that every step lowers the objective.
     """
     import torch
 
-    x, held = start.clone(), torch.arange(len(c))
-    right = c - lam * signs
+    x, held = start.copy(), np.arange(len(right))
     for _ in range(_SOLVES):
         if not len(held):
             return x
-        here = matrix if len(held) == len(c) else matrix[held][:, held]
+        here = matrix
+        if len(held) < len(right):
+            where = torch.from_numpy(held)
+            here = matrix.index_select(0, where).index_select(1, where)
         factor = torch.linalg.cholesky_ex(here)
         if int(factor.info):
             return None
-        wanted = torch.cholesky_solve(right[held, None], factor.L)[:, 0]
+        column = torch.from_numpy(right[held])[:, None]
+        wanted: Any = torch.cholesky_solve(column, factor.L)[:, 0].numpy()
         wrong = wanted * signs[held] < 0
-        if not bool(wrong.any()):
+        if not wrong.any():
             x[held] = wanted
             return x
         now = x[held]
-        idle = wrong & (now == 0)
-        if bool(idle.any()):  # never had a weight, and gets none
-            held = held[~idle]
-            continue
-        share = torch.where(wrong, now / (now - wanted), torch.inf)
-        first = share.min()
-        stopped = share <= first
-        x[held] = torch.where(stopped, 0.0, now + first * (wanted - now))
+        # What never had a weight gets none.
+        stopped = wrong if together else wrong & (now == 0)
+        if not stopped.any():
+            share = np.full_like(now, np.inf)
+            np.divide(now, now - wanted, out=share, where=wrong)
+            first = share.min()
+            stopped = share <= first
+            x[held] = np.where(stopped, 0, now + first * (wanted - now))
+        x[held[stopped]] = 0
         held = held[~stopped]
     return None

@@ -72,7 +72,6 @@ def add_pairs(masks: Masks, out: AnyArray, *, device: str = "cpu") -> None:
 def _four_russians(rows: AnyArray, out: AnyArray, device: str) -> None:
     """Add the upper triangle, in strips of rows of `out`."""
     import torch
-    from torch.nn.functional import embedding_bag
 
     models, n = rows.shape
     per_table = _SIX * _GROUPS
@@ -82,16 +81,19 @@ def _four_russians(rows: AnyArray, out: AnyArray, device: str) -> None:
     padded[:models, :n] = torch.from_numpy(rows)
     chosen = _patterns(padded[:, :n], tables)
     table = torch.zeros(_GROUPS, 1 << _SIX, _STRIP)
+    # The sums with a bit are those without it and one more row: from which part to which, by bit.
+    steps = [(table[:, : 1 << bit], table[:, 1 << bit : 2 << bit]) for bit in range(_SIX)]
+    flat, bags = table.view(-1, _STRIP), torch.arange(0, n * _GROUPS, _GROUPS, dtype=torch.int32)
     for start in range(0, n, 2 * _STRIP):
         first = padded[:, start : start + _STRIP].float()
         both = first.add_(padded[:, start + _STRIP : start + 2 * _STRIP], alpha=_FIELD)
-        six = both.view(tables, _GROUPS, _SIX, _STRIP)
+        six = both.view(tables, _GROUPS, _SIX, 1, _STRIP)
         total = torch.zeros(n - start, _STRIP)
         for index in range(tables):
-            for bit in range(_SIX):
-                low, high = 1 << bit, 2 << bit
-                torch.add(table[:, :low], six[index, :, bit : bit + 1], out=table[:, low:high])
-            total += embedding_bag(chosen[index, start:], table.view(-1, _STRIP), mode="sum")
+            for (without, within), row in zip(steps, six[index].unbind(1), strict=True):
+                torch.add(without, row, out=within)
+            places = chosen[index, start:].view(-1)
+            total += torch.embedding_bag(flat, places, bags[: n - start])[0]
         _add_fields(total, out[start : start + 2 * _STRIP, start:])
 
 

@@ -33,6 +33,8 @@ _WORTH = 0.6
 """A working set below this part of all examples pays for its own matrix."""
 _ROUNDS = 4
 _ROWS = 1024
+_UNPACKED = 1 << 24
+"""Bytes of left-out models that are kept as numbers while penalties are tried."""
 _PATIENCE = 4
 """A target leaves the path after so many penalties that predict worse than its best."""
 
@@ -238,6 +240,14 @@ def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
     return out
 
 
+def predictor(masks: Masks) -> Callable[[AnyArray, AnyArray], AnyArray]:
+    """`predict` of the same models for one penalty after the other: few are unpacked once."""
+    if 4 * len(masks) * masks.num_examples > _UNPACKED:
+        return lambda weights, bias: predict(masks, weights, bias)
+    rows = masks.dense(0, len(masks)).astype(np.float32)
+    return lambda weights, bias: (rows @ weights).astype(np.float64) + bias
+
+
 def choose_on_rows(
     solver: PathSolver,
     standard: StandardizedRegression,
@@ -263,7 +273,7 @@ def choose_on_rows(
         np.zeros((n, count), np.float32),
         np.zeros((len(masks), count), np.float32),
     )
-    least = np.full(count, np.inf)
+    least, predicted_by = np.full(count, np.inf), predictor(masks)
 
     def visit(
         index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor, gap: torch.Tensor
@@ -271,9 +281,9 @@ def choose_on_rows(
         import torch
 
         here = ids.cpu().numpy()
-        now = standard.targets(ids)
+        now = standard if len(here) == count else standard.targets(ids)
         weights, bias = now.in_mask_units(w)
-        predicted = predict(masks, weights.astype(np.float32), bias)
+        predicted = predicted_by(weights.astype(np.float32), bias)
         squares = ((predicted - outputs[:, here]) ** 2).mean(axis=0, dtype=np.float64)
         penalty = lam.double().cpu().numpy() * solver.unit(now)
         if each_penalty is not None:
@@ -304,10 +314,11 @@ def predict_path(
 ) -> AnyArray:
     """What every penalty of the path predicts for some models, float32 `[penalties, m', t]`."""
     found = np.empty((len(fractions), len(masks), len(standard.c)), np.float32)
+    predicted_by = predictor(masks)
 
     def visit(index: int, ids: torch.Tensor, lam: torch.Tensor, w: torch.Tensor, _: object) -> None:
         weights, bias = standard.in_mask_units(w)
-        found[index] = predict(masks, weights.astype(np.float32), bias)
+        found[index] = predicted_by(weights.astype(np.float32), bias)
         progress()
 
     follow_path(solver, standard, fractions, natural, visit)

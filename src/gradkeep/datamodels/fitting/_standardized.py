@@ -53,7 +53,7 @@ class DenseGram:
 
     def part(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows and columns of some examples."""
-        return self.matrix[ids][:, ids]
+        return self.matrix.index_select(0, ids).index_select(1, ids)
 
     def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x G for x that is 0 but for some examples, in blocks so that little is copied."""
@@ -62,7 +62,7 @@ class DenseGram:
         out = torch.zeros(len(x), len(self.matrix), dtype=x.dtype, device=x.device)
         for start in range(0, len(ids), _ROWS):
             rows = slice(start, start + _ROWS)
-            out += x[:, rows] @ self.matrix[ids[rows]]
+            out += x[:, rows] @ self.matrix.index_select(0, ids[rows])
         return out
 
 
@@ -125,12 +125,13 @@ class CountedGram:
         """Rows of G = (C / m - mu mu') scale scale'."""
         import torch
 
-        # In float64, because C / m and mu mu' agree in their leading digits.
-        part = torch.from_numpy(self.counts.pairs[rows][:, columns] / self.counts.models)
-        mean, scale = torch.from_numpy(self.mean), torch.from_numpy(self.scale)
-        part.addr_(mean[rows], mean[columns], alpha=-1)
-        part.mul_(scale[rows].unsqueeze(1)).mul_(scale[columns])
-        return part.to(self.device, self.dtype)
+        # In float64, because C and m mu mu' agree in their leading digits.
+        part = torch.from_numpy(self.counts.pairs[rows][:, columns].astype(np.float64))
+        mean, models = torch.from_numpy(self.mean), self.counts.models
+        part.addr_(mean[rows], mean[columns], alpha=-models)
+        found = part.to(self.device, self.dtype)
+        scale = torch.from_numpy(self.scale / np.sqrt(models)).to(self.device, self.dtype)
+        return found.mul_(scale[rows].unsqueeze(1)).mul_(scale[columns])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,15 +8,18 @@ from gradkeep.factors.kronecker._moments import (
     scaled_suffixes,
 )
 from gradkeep.factors.kronecker._patch_moments import WIDE
+from gradkeep.factors.kronecker._row_space import EigenSide, eigen_side
 
 __all__ = [
     "WIDE",
     "Basis",
+    "EigenSide",
     "MatrixBasis",
     "MatrixMoments",
     "VectorBasis",
     "VectorMoments",
     "eigen",
+    "eigen_side",
     "leading",
     "matrix_moments",
     "scaled_suffixes",

@@ -24,15 +24,23 @@ its rounding is far below any damping."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixBasis:
-    """Coordinates L^T G R `[G, R, C]` of a weight's gradient, with a value for each."""
+    """Coordinates L^T W R `[G, r, c]` of a weight's gradient W, with a value for each.
+
+    Vectors whose eigenvalue is zero may be left out: then r < R or c < C.
+    """
 
     piece: WeightMatrix
     left: Tensor | None
-    """`[G, R, R]`; None: its own coordinates."""
+    """`[G, R, r]`; None: its own coordinates."""
     right: Tensor | None
-    """`[G, C, C]`"""
+    """`[G, C, c]`"""
     values: Tensor
-    """Eigenvalues `[G, R, C]`, float64."""
+    """Eigenvalues `[G, r, c]`, float64."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every gradient has these coordinates: no vector was left out."""
+        return self.values.numel() == self.piece.size
 
     @property
     def nbytes(self) -> int:
@@ -40,20 +48,20 @@ class MatrixBasis:
         return _nbytes(self.left, self.right, self.values)
 
     def coordinates(self, dense: Tensor) -> Tensor:
-        """Those `[B, G, R, C]` of dense gradients `[B, P]`; 2 R C (R + C) operations a row."""
+        """Those `[B, G, r, c]` of dense gradients `[B, P]`; 2 R C (R + C) operations a row."""
         found = self.piece.taken(dense)
         if self.right is not None:
             found = _times(found, self.right)
         return found if self.left is None else self.left.mT.to(found.dtype) @ found
 
-    def put(self, coordinates: Tensor, into: Tensor) -> None:
-        """Writes what has these coordinates into dense gradients `[B, P]`."""
+    def put(self, coordinates: Tensor, into: Tensor, plus: Tensor | None = None) -> None:
+        """Writes what has these coordinates into dense gradients `[B, P]`, plus other ones."""
         found = coordinates
         if self.left is not None:
             found = self.left.to(found.dtype) @ found
         if self.right is not None:
             found = _times(found, self.right.mT)
-        self.piece.put(found, into)
+        self.piece.put(found if plus is None else found + self.piece.taken(plus), into)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,19 +133,20 @@ def _by_subspace(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _times(values: Tensor, right: Tensor) -> Tensor:
-    """Matrices `[B, G, R, C]` times `[G, C, C]`: one large product for each group, not B small.
+    """Matrices `[B, G, R, C]` times `[G, C, c]`: one large product for each group, not B small.
 
     Columns are filled up to a multiple of 16, without which it takes up to twice as long.
     """
     count, groups, rows, cols = values.shape
-    more = even(cols) - cols
+    wide = right.shape[-1]
+    more, after = even(cols) - cols, even(wide) - wide
     filled = functional.pad(values, (0, more)) if more else values
-    square = functional.pad(right, (0, more, 0, more)).to(values.dtype)
+    square = functional.pad(right, (0, after, 0, more)).to(values.dtype)
     parts = [
         (filled[:, group].reshape(-1, cols + more) @ square[group]).view(count, rows, -1)
         for group in range(groups)
     ]
-    return torch.stack(parts, 1)[..., :cols] if groups > 1 else parts[0].unsqueeze(1)[..., :cols]
+    return torch.stack(parts, 1)[..., :wide] if groups > 1 else parts[0].unsqueeze(1)[..., :wide]
 
 
 def _nbytes(*tensors: Tensor | None) -> int:

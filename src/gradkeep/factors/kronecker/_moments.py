@@ -9,12 +9,14 @@ import torch
 
 from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
 from gradkeep.factors.kronecker._patch_moments import (
+    WIDE,
     PatchMoments,
     PixelMoments,
     moment,
     whole,
     zeros,
 )
+from gradkeep.factors.kronecker._row_space import RowSpace, eigen_side
 from gradkeep.factors.kronecker._shift_moments import ShiftMoments
 
 if TYPE_CHECKING:
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
         WeightMatrix,
         WeightVector,
     )
+    from gradkeep.factors.kronecker._row_space import EigenSide
+
+
+_POSITIONS = 4096
+"""Positions that are summed in their own precision before the sum is added to all others."""
 
 
 class MatrixMoments(abc.ABC):
@@ -65,20 +72,92 @@ class MatrixMoments(abc.ABC):
         """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
         return self.left / max(1, self.rows), self.right / max(1, self.positions)
 
+    def eigen(self) -> tuple[EigenSide, EigenSide]:
+        """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
+        left, right = self.sides()
+        return eigen_side(left), eigen_side(right)
+
 
 class LinearMoments(MatrixMoments):
-    """Of a linear layer's suffixes and prefixes."""
+    """Of a linear layer's suffixes and prefixes.
+
+    With `row_space` a side with fewer positions than numbers in each is decomposed by its positions,
+    also one that is too long for moments of its own, if they fit into the room.
+    """
+
+    def __init__(
+        self,
+        piece: WeightMatrix,
+        form: Any,
+        *,
+        room: int,
+        lean: bool = False,
+        row_space: bool = False,
+    ) -> None:
+        super().__init__(piece, form, room=room, lean=lean)
+        self._high, self._wide = (
+            RowSpace(size, _held(size, room) if row_space else 0)
+            for size in (piece.rows, piece.cols)
+        )
+
+    def eigen(self) -> tuple[EigenSide, EigenSide]:
+        """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
+        left = self._high, self.left, max(1, self.rows)
+        right = self._wide, self.right, max(1, self.positions)
+        one, other = (
+            space.eigen(count) if space.open else eigen_side(total / count)
+            for space, total, count in (left, right)
+        )
+        return one, other
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments, `[1, d, d]` or their diagonals `[1, d]`."""
+        high, wide = self._high.rows(), self._wide.rows()
+        left, right = (
+            self.left + moment(high, self.left[0]),
+            self.right + moment(wide, self.right[0]),
+        )
+        return left / max(1, self.rows), right / max(1, self.positions)
 
     def add(self, rows: OuterRows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
         if self.lean and rows.offsets is not None:
             # Straight from a model: padding is still among the positions.
             rows = rows.at_positions((rows.g != 0).any(1))
-        g, x = scaled_suffixes(rows.g, rows.offsets, slopes), self.form.with_ones(rows.x)
-        self.left[0] += moment(g, self.left[0])
-        self.right[0] += moment(x, self.right[0])
+        g = scaled_suffixes(rows.g, rows.offsets, slopes)
+        plus_one = self.form.bias and not self.form.ones
+        for start in range(0, len(g), _POSITIONS):
+            some = slice(start, start + _POSITIONS)
+            for high in self._high.add(g[some]):
+                self.left[0] += moment(high, self.left[0])
+            if not self._wide.open:
+                _add_with_ones(self.right[0], rows.x[some], plus_one=plus_one)
+                continue
+            for wide in self._wide.add(self.form.with_ones(rows.x[some])):
+                self.right[0] += moment(wide, self.right[0])
         self.rows += len(rows)
         self.positions += len(rows.x)
+
+
+def _held(size: int, room: int) -> int:
+    """Positions of a side that may be held: as many numbers as its moments have, or find room."""
+    return size if whole(size) else min(WIDE, room // (16 * size))
+
+
+def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:
+    """Add the moments of `x [S, d]`, and of a column of ones that is never laid out."""
+    size = x.shape[1]
+    if into.dim() == 1:
+        into[:size] += moment(x, into)
+    else:
+        into[:size, :size] += moment(x, into)
+    if plus_one and into.dim() == 1:
+        into[size] += len(x)
+    elif plus_one:
+        summed = x.sum(0)
+        into[size, :size] += summed
+        into[:size, size] += summed
+        into[size, size] += len(x)
 
 
 class EmbeddingMoments(MatrixMoments):
@@ -190,13 +269,21 @@ _MOMENTS: dict[str, type[MatrixMoments]] = {
 
 
 def matrix_moments(
-    piece: WeightMatrix, form: AnyForm, *, room: int = 0, lean: bool = False
+    piece: WeightMatrix,
+    form: AnyForm,
+    *,
+    room: int = 0,
+    lean: bool = False,
+    row_space: bool = False,
 ) -> MatrixMoments:
     """Empty moments of a weight, of its factors if they are kept; `room` is in bytes.
 
-    `lean` ones are in float32, and of the tokens of a tied table they are a diagonal.
+    `lean` ones are in float32, and of the tokens of a tied table they are a diagonal. `row_space`
+    lets few positions of a long side be decomposed by themselves (`LinearMoments`).
     """
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
+    if kind is LinearMoments:
+        return LinearMoments(piece, form, room=room, lean=lean, row_space=row_space)
     return kind(piece, form, room=room, lean=lean)
 
 

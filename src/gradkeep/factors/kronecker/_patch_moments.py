@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 WIDE = 4096
-"""A side longer than this keeps its own coordinates: only the diagonal of its moments is made."""
+"""A side longer than this keeps its own coordinates: only the diagonal of its moments is made, unless a
+linear layer has fewer positions than that (`RowSpace`)."""
 
 
 def whole(size: int) -> bool:

@@ -50,7 +50,7 @@ def read_header(text: bytes, base: int) -> Header:
     if cut < 0 or not text.startswith(_METADATA):
         raise ValueError("it names no tensors")
     metadata = _parsed(text[len(_METADATA) : cut + 2])
-    if not all(isinstance(value, str) for value in metadata.values()):
+    if set(map(type, metadata.values())) != {str}:
         raise ValueError("its metadata is not text")
     for name in ("rows", "first_row"):
         if not COUNT.fullmatch(metadata.get(name, "")):

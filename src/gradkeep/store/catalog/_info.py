@@ -71,6 +71,8 @@ class StoreInfo:
     row_sets: tuple[RowSetInfo, ...]
     bases: tuple[BlockFacts, ...] = ()
     evaluations: tuple[BlockFacts, ...] = ()
+    moments: tuple[BlockFacts, ...] = ()
+    """What lies beside captures that keep layers dense: `gk.query.KeptMoments`."""
 
     @property
     def captures(self) -> tuple[BlockFacts, ...]:
@@ -86,7 +88,8 @@ class StoreInfo:
     def blocks(self) -> tuple[BlockFacts, ...]:
         """Everything that holds rows."""
         row_sets = (item.facts for item in self.row_sets)
-        return (*self.captures, *self.bases, *self.scores, *row_sets, *self.evaluations)
+        beside = (*self.moments, *self.bases, *self.scores)
+        return (*self.captures, *beside, *row_sets, *self.evaluations)
 
     @property
     def bytes(self) -> int:
@@ -113,6 +116,8 @@ class StoreInfo:
             _count(len(self.scores), "scores", "scores"),
             _count(len(self.row_sets), "row set"),
         ]
+        if self.moments:
+            counts.append(_count(len(self.moments), "set of moments", "sets of moments"))
         if self.bases:
             counts.append(_count(len(self.bases), "basis", "bases"))
         if self.evaluations:
@@ -131,7 +136,7 @@ class StoreInfo:
     def _lines(self) -> list[list[str]]:
         return [
             [
-                block.address.kind,
+                block.address.word,
                 block.address.folder.partition("/")[2],
                 describe_rows(block),
                 format_size(block.data_bytes),
@@ -155,6 +160,7 @@ class StoreInfo:
             "scores": [_block_fields(block) for block in self.scores],
             "row_sets": [_row_set_fields(item) for item in self.row_sets],
             "bases": [_block_fields(block) for block in self.bases],
+            "moments": [_block_fields(block) for block in self.moments],
             "evaluations": [_block_fields(block) for block in self.evaluations],
         }
 
@@ -184,8 +190,9 @@ def store_info(store: Store) -> StoreInfo:
         ),
         scores=tuple(scores),
         row_sets=tuple(_row_set(store, facts) for facts in row_sets),
-        bases=tuple(bases),
+        bases=tuple(one for one in bases if one.address.word == "basis"),
         evaluations=tuple(evaluations),
+        moments=tuple(one for one in bases if one.address.word == "moments"),
     )
 
 

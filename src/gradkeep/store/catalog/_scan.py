@@ -82,6 +82,11 @@ class BlockAddress:
         return f"{_NAMED.get(self.kind, ROWS)}/{self.name}"
 
     @property
+    def word(self) -> str:
+        """What people are told that it is: also of what has a place among the bases."""
+        return "moments" if self.kind == "basis" and self.basis.of_moments else self.kind
+
+    @property
     def capture(self) -> CaptureKey:
         """The key of a capture."""
         checkpoint, split = str(self.checkpoint), str(self.split)
