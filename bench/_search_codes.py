@@ -14,42 +14,62 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 BYTES, SMALL, QUERIES, TOP, CANDIDATES = 2048, 64, 20, 10, 5000
-HIDDEN, KINDS, FLIPS = 48, 50_000, 4096
+FLIPS, FLIPPED = 4096, 1 / 7
 RECALL, SECONDS = 0.99, 1.0
 
 
-def make(folder: Path, rows: int) -> None:
+@dataclass(frozen=True)
+class Rows:
+    """How made-up rows come about: signs of mixed hidden numbers, some of them flipped, times a scale."""
+
+    hidden: int
+    decay: float
+    """The i-th hidden number has size i ** -decay"""
+    kinds: int
+    spread: float
+    """Of the scales' logarithms"""
+
+    def tables(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows `[kinds, 2048]` and flips in bits, and unrounded queries `[Q, 16384]`."""
+        size = 8 * BYTES
+        sizes = np.arange(1, self.hidden + 1, dtype=np.float32) ** -self.decay
+        mix = rng.standard_normal((self.hidden, size), np.float32) * sizes[:, None]
+        kinds = np.empty((self.kinds, BYTES), np.uint8)
+        for part in np.array_split(kinds, -(-self.kinds // 1000)):
+            numbers = rng.standard_normal((len(part), self.hidden), np.float32) @ mix
+            part[:] = np.packbits(numbers > 0, axis=1, bitorder="little")
+        flips = np.packbits(rng.random((FLIPS, size), np.float32) < FLIPPED, axis=1)
+        wanted = np.sign(rng.standard_normal((QUERIES, self.hidden), np.float32) @ mix)
+        return kinds, flips, wanted + rng.standard_normal(wanted.shape, np.float32)
+
+
+ROWS = {
+    "few": Rows(hidden=48, decay=0.4, kinds=50_000, spread=0.4),
+    "slow": Rows(hidden=1024, decay=0.5, kinds=100_000, spread=1.0),
+}
+
+
+def make(folder: Path, rows: int, kind: str) -> None:
     import gradkeep as gk
     import gradkeep.store as gs
     from bench.search import bits_schema
 
-    rng = np.random.default_rng(0)
-    size = 8 * BYTES
-    mix = rng.standard_normal((HIDDEN, size), np.float32) * np.geomspace(1, 0.2, HIDDEN)[:, None]
-    mix = mix.astype(np.float32)
-    hidden = rng.standard_normal((KINDS, HIDDEN), np.float32)
-    kinds = np.concatenate(
-        [
-            np.packbits(part @ mix > 0, axis=1, bitorder="little")
-            for part in np.array_split(hidden, 50)
-        ]
-    )
-    flips = np.packbits(rng.random((FLIPS, size), np.float32) < 1 / 7, axis=1)
+    rng, made = np.random.default_rng(0), ROWS[kind]
+    kinds, flips, wanted = made.tables(rng)
     store = gk.open(folder / "store", durability="process")
     with store.write(gs.CaptureKey("final", "train"), bits_schema(1, rows, 0)) as writer:
         for start in range(0, rows, 16_384):
             count = min(rows - start, 16_384)
-            codes = kinds[rng.integers(KINDS, size=count)]
+            codes = kinds[rng.integers(len(kinds), size=count)]
             codes ^= flips[rng.integers(FLIPS, size=count)]
-            scales = rng.uniform(0.5, 2, count).astype(np.float32)
+            scales = np.exp(made.spread * rng.standard_normal(count)).astype(np.float32)
             writer.append(np.arange(start, start + count), {"layer.bits": codes, "scale": scales})
-    wanted = np.sign(rng.standard_normal((QUERIES, HIDDEN), np.float32) @ mix)
-    wanted += rng.standard_normal(wanted.shape, np.float32)
     with store.write(gs.CaptureKey("final", "test"), bits_schema(32, QUERIES, 0)) as writer:
         writer.append(np.arange(QUERIES), {"layer.bits": wanted})
 
