@@ -15,7 +15,7 @@ from gradkeep._annotations import checked
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import NotSealed, QueryError, StoreError
 from gradkeep.query._engine import GradientPair, ProductEngine
-from gradkeep.query._small_codes import SmallCodes, sketched
+from gradkeep.query._small_codes import BESIDE, SmallCodes, sketched, squared_lengths
 from gradkeep.store import Array, BasisKey, Schema, Store
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     Numbers = np.ndarray[Any, np.dtype[Any]]
 
-_FORMAT = "2"
+_FORMAT = "3"
+_CODE_ARRAYS = ("code", "length", "part")
 _CODED = 4096
 """Rows that are encoded together."""
 _SEGMENT = 1 << 18
 """Rows of a segment of codes."""
 _STEP = 0.335
 """Of 16 even levels the step that errs least on normal numbers of length one."""
-_SCALE_BYTES = 4
 _MOST_BYTES = 4096
 _MOST_FOR_DIRECTIONS = 4 << 30
 _SAMPLED_AT_ONCE = 512
@@ -51,8 +51,8 @@ def small_codes(
 ) -> SmallCodes:
     """Codes of so many bytes for every row, kept in the store beside the capture.
 
-    Four bytes are the row's length along the leading directions of a sample of rows, each brought to length
-    one; the others say in four bits each where along them it points. Made once, in one pass over all rows, and
+    Six bytes say how long the row is, and how much of it lies along the leading directions of a sample of
+    rows, each brought to length one; the others say in four bits each where along them it points. Made once, in one pass over all rows, and
     resumed where it was interrupted; later calls read them, `bytes` of memory a row. When rows were
     appended or dropped since, codes of segments that stayed are kept, and the rest is made. `gk.query.top(...,
     codes=...)` finds candidates by them and ranks those by exact products.
@@ -62,29 +62,32 @@ def small_codes(
     >>> data = [(torch.randn(50, 4), torch.arange(50) % 3)]
     >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train")
     >>> train = gk.gradients(store, split="train")
-    >>> codes = small_codes(train, bytes=8)
+    >>> codes = small_codes(train, bytes=10)
     >>> codes.codes.shape, gk.query.top(train, train, 1, codes=codes).ids.shape
     ((50, 4), torch.Size([50, 1]))
     """
-    _arguments.count("bytes", bytes, error=QueryError, least=_SCALE_BYTES + 1, most=_MOST_BYTES)
+    _arguments.count("bytes", bytes, error=QueryError, least=BESIDE + 1, most=_MOST_BYTES)
     _arguments.count("sample", sample, error=QueryError, least=1)
     _arguments.count("seed", seed, error=QueryError)
     making = _CodeMaking(train, bytes, sample, seed)
     directions = making.directions()
     block = making.codes(directions)
-    codes = np.empty((len(train), bytes - _SCALE_BYTES), np.uint8)
-    scales = np.empty(len(train), np.float32)
+    codes = np.empty((len(train), bytes - BESIDE), np.uint8)
+    lengths, parts = np.empty(len(train), np.float32), np.empty(len(train), np.uint16)
     for batch in block.stream():
         here = slice(batch.first_row, batch.first_row + len(batch.ids))
-        codes[here], scales[here] = batch["code"], batch["scale"]
+        codes[here], lengths[here] = batch["code"], batch["length"]
+        parts[here] = batch["part"]
     return SmallCodes(
         train.key,
         making.manifest,
         codes,
-        torch.from_numpy(scales),
+        torch.from_numpy(lengths),
+        torch.from_numpy(parts),
         directions.by_layer,
         directions.steps,
         directions.share,
+        directions.spread,
     )
 
 
@@ -95,6 +98,7 @@ class _Directions:
     steps: torch.Tensor
     """`[D]`"""
     share: float
+    spread: float
     digest: str
     """Of the manifest that they were read by"""
 
@@ -116,7 +120,7 @@ class _CodeMaking:
 
     @property
     def _size(self) -> int:
-        return 2 * (self._bytes - _SCALE_BYTES)
+        return 2 * (self._bytes - BESIDE)
 
     def _key(self, what: str) -> BasisKey:
         return self._train.key.beside(f"codes-{self._bytes}.{what}")
@@ -138,8 +142,8 @@ class _CodeMaking:
             for name in self._train.forms
         }
         steps = torch.from_numpy(np.array(kept.column("step")))
-        share = float(np.array(kept.column("share"))[0])
-        return _Directions(by_layer, steps, share, str(kept.manifest.digest))
+        share, spread = (float(np.array(kept.column(name))[0]) for name in ("share", "spread"))
+        return _Directions(by_layer, steps, share, spread, str(kept.manifest.digest))
 
     def codes(self, directions: _Directions) -> Block:
         """The sealed codes of all rows of this version."""
@@ -180,8 +184,9 @@ class _CodeMaking:
         train = self._train
         schema = Schema(
             (
-                Array("code", "uint8", (self._bytes - _SCALE_BYTES,), kind="data"),
-                Array("scale", kind="data"),
+                Array("code", "uint8", (self._bytes - BESIDE,), kind="data"),
+                Array("length", kind="data"),
+                Array("part", "uint16", kind="data"),
             ),
             num_rows=len(train),
             rows_per_segment=_SEGMENT,
@@ -213,14 +218,21 @@ class _CodeMaking:
     def _encoded(
         self, some: FactorBatch, directions: _Directions, slopes: torch.Tensor | None
     ) -> dict[str, Numbers]:
-        found = sketched(self._train, some.factors, directions.by_layer).t()
+        along = sketched(self._train, some.factors, directions.by_layer).t()
+        squared = squared_lengths(self._train, some.factors)
         if slopes is not None:
-            found = found * slopes.unsqueeze(1)
-        scales = found.norm(dim=1)
-        levels = found / torch.where(scales > 0, scales, 1).unsqueeze(1) / directions.steps
+            along, squared = along * slopes.unsqueeze(1), squared * slopes.square()
+        inside = along.square().sum(1)
+        parts = torch.where(squared > 0, inside / squared, 0.0).clamp_(0, 1)
+        inverse = torch.where(inside > 0, 1 / inside.sqrt(), 0.0)
+        levels = along * inverse.unsqueeze(1) / directions.steps
         upper, lower = levels.floor_().clamp_(-8, 7).to(torch.int8).chunk(2, 1)
         codes = (upper << 4) | (lower + 8)
-        return {"code": codes.numpy().view(np.uint8), "scale": scales.numpy()}
+        return {
+            "code": codes.numpy().view(np.uint8),
+            "length": squared.sqrt().numpy(),
+            "part": (parts * 65535).round_().numpy().astype(np.uint16),
+        }
 
     def _earlier(self, directions: _Directions) -> dict[str, _KnownCodes]:
         """Codes of segments by their digests, as the newest other version has them."""
@@ -266,13 +278,15 @@ class _CodeMaking:
         there = roots > 1e-4 * roots[0]
         weights = (vectors * torch.where(there, 1 / roots.clamp(min=1e-30), 0.0)).t() * inverse
         along = vectors * torch.where(there, roots, 0.0)
+        spread = _spread_beside(kernel, along)
         along = along / along.norm(dim=1, keepdim=True).clamp(min=1e-30)
         steps = _STEP * along.square().mean(0).sqrt()
         missing = size - len(steps)  # of fewer rows than directions the rest stays empty
         steps = torch.nn.functional.pad(torch.where(steps > 0, steps, 1.0), (0, missing), value=1.0)
         share = float(values.clamp(min=0).sum() / (lengths > 0).sum())
         columns = {"step": steps.numpy(), "share": np.full(size, share, np.float32)}
-        arrays = [Array("step"), Array("share")]
+        columns["spread"] = np.full(size, spread, np.float32)
+        arrays = [Array(name) for name in columns]
         for name, made in _weighted(train, rows, weights).items():
             arrays.append(Array(f"{name}.direction", shape=(made.shape[1],), kind="data"))
             columns[f"{name}.direction"] = torch.nn.functional.pad(made, (0, 0, 0, missing)).numpy()
@@ -291,21 +305,36 @@ class _KnownCodes:
 
     def read(self) -> dict[str, Numbers]:
         """The arrays of its rows."""
-        batch = self.codes.read_rows(np.arange(self.start, self.stop), ["code", "scale"])
-        return {name: np.asarray(batch[name]) for name in ("code", "scale")}
+        batch = self.codes.read_rows(np.arange(self.start, self.stop), _CODE_ARRAYS)
+        return {name: np.asarray(batch[name]) for name in _CODE_ARRAYS}
 
 
 def _kernel(train: Gradients, rows: list[int]) -> torch.Tensor:
     """Products `[S, S]` of some rows with each other."""
-    engine = ProductEngine(
-        [GradientPair(train, train)], answer=4 * len(rows) ** 2, positions=rows, rows=rows
-    )
     kernel = torch.empty(len(rows), len(rows))
-    for tile in engine.tiles():
-        part = tile.values[0]
-        here = slice(tile.query_start, tile.query_start + len(part))
-        kernel[here, tile.train_start : tile.train_start + part.shape[1]] = part
+    for begin in range(0, len(rows), _SAMPLED_AT_ONCE):
+        some = rows[begin : begin + _SAMPLED_AT_ONCE]
+        answer = 4 * len(some) * len(rows)
+        engine = ProductEngine(
+            [GradientPair(train, train)], answer=answer, positions=some, rows=rows
+        )
+        for tile in engine.tiles():
+            part, start = tile.values[0], begin + tile.query_start
+            here = slice(tile.train_start, tile.train_start + part.shape[1])
+            kernel[start : start + len(part), here] = part
     return kernel
+
+
+def _spread_beside(kernel: torch.Tensor, along: torch.Tensor) -> float:
+    """The root mean square of cosines of what is beside the directions, by the kernel of rows of length one."""
+    beside = kernel - along @ along.t()
+    lengths = beside.diagonal().clamp(min=0).sqrt()
+    there = lengths > 1e-2
+    if int(there.sum()) < 2:
+        return 0.0
+    beside = beside[there][:, there] / lengths[there] / lengths[there].unsqueeze(1)
+    squares = beside.fill_diagonal_(0).double().square().sum()
+    return float((squares / (len(beside) * (len(beside) - 1))).sqrt())
 
 
 def _leading(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Codes = np.ndarray[Any, np.dtype[np.uint8]]
 
+BESIDE = 6
+"""Bytes of a code that say how long the row is, and how much of it lies along the directions."""
 _SCANNED = 1 << 14
 """Rows whose codes are looked at together: they stay in the cache as numbers."""
 _BEGUN, _WIDEST = 100, 1600
@@ -29,7 +31,7 @@ _BEGUN, _WIDEST = 100, 1600
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallCodes:
-    """Where every row's gradient points along leading directions, in four bits each, and its length.
+    """Where every row's gradient points along leading directions, in four bits each, and how far.
 
     Made by `gk.query.small_codes`.
     """
@@ -39,15 +41,19 @@ class SmallCodes:
     manifest: str
     """The digest of the version of the capture that they were made of."""
     codes: Codes
-    """`[N, bytes - 4]`: in each byte level `h - 8` of direction `d` above, level `l` of `d + bytes - 4` below"""
-    scales: torch.Tensor
-    """`[N]`: the length of each row along all directions together"""
+    """`[N, bytes - 6]`: above in byte `d` level `h - 8` of direction `d`, below `l` of `d + bytes - 6`"""
+    lengths: torch.Tensor
+    """`[N]`: of the rows"""
+    parts: torch.Tensor
+    """`[N]` uint16: how much of its squared length lies along the directions, in 65535ths"""
     directions: Mapping[str, torch.Tensor]
-    """`[D, P]` by layer, D = 2 (bytes - 4): orthonormal over all layers together"""
+    """`[D, P]` by layer, D = 2 (bytes - 6): orthonormal over all layers together"""
     steps: torch.Tensor
     """`[D]`: what one level of each direction is worth, in a row of length one"""
     share: float
     """How much of the squared lengths of the sample's rows lies along the directions, from 0 to 1."""
+    spread: float
+    """The usual cosine of what two rows of the sample have beside the directions."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -55,19 +61,25 @@ class SmallCodes:
     def __repr__(self) -> str:
         return (
             f"SmallCodes({self.key.split} at {self.key.checkpoint}: {len(self)} rows, "
-            f"{self.codes.shape[1] + 4} bytes each, {self.share:.2f} of squared lengths)"
+            f"{self.codes.shape[1] + BESIDE} bytes each, {self.share:.2f} of squared lengths)"
         )
 
-    def nearest(self, asked: torch.Tensor, count: int, *, smallest: bool = False) -> torch.Tensor:
-        """The rows `[Q, count]` with the largest products by codes, best first, for coordinates `[Q, D]`.
+    def nearest(
+        self, asked: AskedCoordinates, count: int, *, above: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows `[Q, count]` with the largest products by codes, best first.
 
+        With `above` `[Q]` those that are likeliest to have a product above it: (p - above) / e is what counts
+        then, for a product p by codes and its usual error e, which grows with the row's length.
         2 N D operations a query, and one read of all codes.
         """
-        best = LargestRows(len(asked), min(count, len(self)))
+        best = LargestRows(len(asked.along), min(count, len(self)))
         # A byte is 16 (h - 8) + l as a signed number: so it serves as it is, and what its lower half
         # adds to the upper one's share is taken from the lower one's weight.
-        upper, lower = (asked * self.steps * (-1.0 if smallest else 1.0)).chunk(2, 1)
+        upper, lower = (asked.along * self.steps).chunk(2, 1)
         fixed = (0.5 * upper - 7.5 * lower).sum(1, keepdim=True)
+        rounding = (asked.along * self.steps).square().sum(1, keepdim=True) / 12
+        unseen = (self.spread * asked.beyond).square().unsqueeze(1)
         upper = upper / 16
         lower = lower - upper
         codes = torch.from_numpy(self.codes.view(np.int8))
@@ -80,9 +92,40 @@ class SmallCodes:
             values = torch.addmm(fixed, upper, here.copy_(part).t())
             torch.bitwise_and(part, 15, out=halves[: len(part)])
             values.addmm_(lower, here.copy_(halves[: len(part)]).t())
-            values *= self.scales[start : start + _SCANNED]
-            best.add(values, 0, start)
+            along = self.parts[start : start + _SCANNED].float().div_(65535)
+            lengths = self.lengths[start : start + _SCANNED]
+            values *= along.sqrt()
+            if above is None:
+                values *= lengths
+            else:
+                values -= above.unsqueeze(1) / lengths
+                values /= torch.addcmul(unseen, rounding - unseen, along).sqrt_().clamp_(min=1e-30)
+            best.add(values.nan_to_num_(-torch.inf), 0, start)
         return best.rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedCoordinates:
+    """Queries as codes see them."""
+
+    along: torch.Tensor
+    """`[Q, D]`"""
+    beyond: torch.Tensor
+    """`[Q]`: the length of the rest"""
+
+    @classmethod
+    def of(
+        cls, queries: Gradients, codes: SmallCodes, positions: list[int], *, smallest: bool
+    ) -> Self:
+        """Those of the queries at some positions, turned round if the smallest products are asked for."""
+        rows = queries.rows(positions).factors
+        along = sketched(queries, rows, codes.directions).t()
+        squared = squared_lengths(queries, rows)
+        slopes = queries.slopes_at(positions)
+        if slopes is not None:
+            along, squared = along * slopes.unsqueeze(1), squared * slopes.square()
+        beyond = (squared - along.square().sum(1)).clamp(min=0).sqrt()
+        return cls(-along if smallest else along, beyond)
 
 
 def by_codes(
@@ -97,21 +140,25 @@ def by_codes(
 ) -> tuple[torch.Tensor, torch.Tensor, ProductEngine]:
     """The best `k` of each query among its candidates: values and rows `[Q, k]`, by exact products.
 
-    Without a number of candidates, twice as many are ranked until none of the last half is among the best.
+    First those with the largest products by codes; then those that are likeliest to be above the `k`-th of
+    these. Without a number of candidates, twice as many until none of the last ones is among the best.
     """
     _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
     _check_codes(codes, pair.train)
     wide = min(len(pair.train), k * _WIDEST if candidates is None else max(k, candidates))
-    begun = min(wide, k * _BEGUN if candidates is None else wide)
-    asked = along_directions(pair.queries, codes.directions, positions)
-    near = codes.nearest(asked, wide, smallest=smallest)
-    best = _Ranking(pair, positions, near, k, smallest=smallest, memory_budget=memory_budget)
-    best.rank(list(range(len(positions))), 0, begun)
-    start, open_ones = begun, list(range(len(positions)))
-    while start < wide and open_ones:
-        stop = min(2 * start, wide)
-        open_ones = best.rank(open_ones, start, stop)
-        start = stop
+    begun = min(wide, k * _BEGUN if candidates is None else max(k, wide // 2))
+    asked = AskedCoordinates.of(pair.queries, codes, positions, smallest=smallest)
+    best = _Ranking(pair, positions, k, smallest=smallest, memory_budget=memory_budget)
+    everyone = list(range(len(positions)))
+    best.rank(everyone, codes.nearest(asked, begun))
+    if begun < len(codes):
+        last = best.values[:, -1]
+        likely = codes.nearest(asked, wide, above=-last if smallest else last)
+        start, stop = 0, begun if candidates is None else wide - begun
+        left = everyone
+        while start < stop and left:
+            left = best.rank(left, likely[left, start:stop])
+            start, stop = stop, min(2 * stop, wide if candidates is None else stop)
     return best.values, best.rows, best.engine
 
 
@@ -122,13 +169,12 @@ class _Ranking:
         self,
         pair: GradientPair,
         positions: list[int],
-        near: torch.Tensor,
         k: int,
         *,
         smallest: bool,
         memory_budget: float | str | None,
     ) -> None:
-        self._pair, self._positions, self._near, self._k = pair, positions, near, k
+        self._pair, self._positions, self._k = pair, positions, k
         self._smallest, self._budget = smallest, memory_budget
         self.values = torch.empty(len(positions), 0)
         """`[Q, k]`"""
@@ -136,9 +182,8 @@ class _Ranking:
         """`[Q, k]`"""
         self.engine: ProductEngine
 
-    def rank(self, queries: list[int], start: int, stop: int) -> list[int]:
-        """Rank candidates `start` to `stop` of some queries too; those queries whose best have changed."""
-        near = self._near[queries, start:stop].sort(1).values
+    def rank(self, queries: list[int], near: torch.Tensor) -> list[int]:
+        """Rank candidates `[q, n]` of some queries too; those of the queries whose best have changed."""
         rows = torch.unique(near)
         positions = [self._positions[query] for query in queries]
         self.engine = ProductEngine(
@@ -156,11 +201,14 @@ class _Ranking:
         own = values.gather(1, torch.searchsorted(rows, near))
         before = self.rows[queries]
         both, both_rows = torch.cat([self.values[queries], own], 1), torch.cat([before, near], 1)
-        by_row = both_rows.argsort(1)  # of equal products earlier rows come first
+        # Of equal products earlier rows come first, and what comes a second time not at all.
+        by_row = both_rows.argsort(dim=1, stable=True)
         both, both_rows = both.gather(1, by_row), both_rows.gather(1, by_row)
+        again = both_rows[:, 1:] == both_rows[:, :-1]
+        both[:, 1:][again] = torch.inf if self._smallest else -torch.inf
         order = both.sort(dim=1, descending=not self._smallest, stable=True).indices[:, : self._k]
         kept, kept_rows = both.gather(1, order), both_rows.gather(1, order)
-        if self.values.shape[1] < kept.shape[1]:  # the first ones, of all queries
+        if not self.values.shape[1]:  # the first ones, of all queries
             self.values, self.rows = kept, kept_rows
             return queries
         self.values[queries], self.rows[queries] = kept, kept_rows
@@ -183,15 +231,6 @@ def _check_codes(codes: SmallCodes, train: Gradients) -> None:
         )
 
 
-def along_directions(
-    gradients: Gradients, directions: Mapping[str, torch.Tensor], positions: list[int]
-) -> torch.Tensor:
-    """The coordinates `[B, D]` of the rows at some positions."""
-    found = sketched(gradients, gradients.rows(positions).factors, directions)
-    slopes = gradients.slopes_at(positions)
-    return (found if slopes is None else found * slopes).t()
-
-
 def sketched(
     gradients: Gradients, factors: Mapping[str, Any], directions: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
@@ -204,3 +243,12 @@ def sketched(
         total = found if total is None else total.add_(found)
     assert total is not None
     return total
+
+
+def squared_lengths(gradients: Gradients, factors: Mapping[str, Any]) -> torch.Tensor:
+    """Squared lengths `[B]` of some rows, over all layers."""
+    parts = [
+        form.squared_norms(factors[name].widened()).float()
+        for name, form in gradients.forms.items()
+    ]
+    return torch.stack(parts).sum(0).clamp_(min=0)
