@@ -234,9 +234,9 @@ class Bits(Form[BitRows]):
         if rows.scales is None or self.group or not len(rows):
             return self.half(rows, directions, scratch=scratch)
         steps = directions.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-        rounded = (directions / steps).round_().to(torch.int8).t()
+        rounded = (directions / steps).round_().to(torch.int8).t().contiguous()
         out = directions.new_empty(len(directions), len(rows))
-        for start, stop in tiles(len(rows), self.size, 1, min(scratch, 4 * CACHED)):
+        for start, stop in tiles(len(rows), self.size, 1, min(scratch, 8 * CACHED)):
             found = torch._int_mm(self._bytes(rows.codes[start:stop]), rounded)
             out[:, start:stop] = found.t()
         step, first = _LEVELS[self.bits]

@@ -147,18 +147,19 @@ def by_codes(
     _check_codes(codes, pair.train)
     wide = min(len(pair.train), k * _WIDEST if candidates is None else max(k, candidates))
     begun = min(wide, k * _BEGUN if candidates is None else max(k, wide // 2))
+    begun = wide if wide == len(codes) else begun
     asked = AskedCoordinates.of(pair.queries, codes, positions, smallest=smallest)
     best = _Ranking(pair, positions, k, smallest=smallest, memory_budget=memory_budget)
-    everyone = list(range(len(positions)))
-    best.rank(everyone, codes.nearest(asked, begun))
-    if begun < len(codes):
+    left = list(range(len(positions)))
+    near = codes.nearest(asked, begun)
+    best.rank(left, near)
+    if begun < wide:
         last = best.values[:, -1]
-        likely = codes.nearest(asked, wide, above=-last if smallest else last)
+        likely = _without(codes.nearest(asked, wide, above=-last if smallest else last), near)
         start, stop = 0, begun if candidates is None else wide - begun
-        left = everyone
         while start < stop and left:
             left = best.rank(left, likely[left, start:stop])
-            start, stop = stop, min(2 * stop, wide if candidates is None else stop)
+            start, stop = stop, min(2 * stop, wide - begun)
     return best.values, best.rows, best.engine
 
 
@@ -183,7 +184,7 @@ class _Ranking:
         self.engine: ProductEngine
 
     def rank(self, queries: list[int], near: torch.Tensor) -> list[int]:
-        """Rank candidates `[q, n]` of some queries too; those of the queries whose best have changed."""
+        """Rank candidates `[q, n]` of some queries that were not ranked before; those of the queries whose best have changed."""
         rows = torch.unique(near)
         positions = [self._positions[query] for query in queries]
         self.engine = ProductEngine(
@@ -201,11 +202,8 @@ class _Ranking:
         own = values.gather(1, torch.searchsorted(rows, near))
         before = self.rows[queries]
         both, both_rows = torch.cat([self.values[queries], own], 1), torch.cat([before, near], 1)
-        # Of equal products earlier rows come first, and what comes a second time not at all.
-        by_row = both_rows.argsort(dim=1, stable=True)
+        by_row = both_rows.argsort(1)  # of equal products earlier rows come first
         both, both_rows = both.gather(1, by_row), both_rows.gather(1, by_row)
-        again = both_rows[:, 1:] == both_rows[:, :-1]
-        both[:, 1:][again] = torch.inf if self._smallest else -torch.inf
         order = both.sort(dim=1, descending=not self._smallest, stable=True).indices[:, : self._k]
         kept, kept_rows = both.gather(1, order), both_rows.gather(1, order)
         if not self.values.shape[1]:  # the first ones, of all queries
@@ -214,6 +212,13 @@ class _Ranking:
         self.values[queries], self.rows[queries] = kept, kept_rows
         changed = (kept_rows != before).any(1).tolist()
         return [query for query, new in zip(queries, changed, strict=True) if new]
+
+
+def _without(rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Rows `[Q, n - s]` in their order, after those of `[Q, n]` that were seen, `[Q, s]`, are left out."""
+    known = torch.stack([torch.isin(a, b) for a, b in zip(rows, seen, strict=True)])
+    order = known.byte().sort(dim=1, stable=True).indices
+    return rows.gather(1, order[:, : rows.shape[1] - seen.shape[1]])
 
 
 def _check_codes(codes: SmallCodes, train: Gradients) -> None:
