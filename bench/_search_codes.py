@@ -143,14 +143,14 @@ def one(what: str, folder: Path) -> None:
     print(json.dumps(told))
 
 
-def _apart(what: str, folder: Path) -> dict:
+def _apart(what: str, folder: Path, threads: int) -> dict:
     command = [sys.executable, "-m", "bench.search", "--codes", what, "--folder", str(folder)]
-    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(rows: int, folder: Path | None, kind: str) -> int:
+def compare(rows: int, folder: Path | None, kind: str, threads: int) -> int:
     """Everything for one kind of rows; a folder that holds them already is used and left."""
     made = folder is None or not (folder / "store").exists()
     base = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=folder)) if made else folder
@@ -164,26 +164,26 @@ def compare(rows: int, folder: Path | None, kind: str) -> int:
         print(
             f"{rows:,} rows, {kind}: there after {time.perf_counter() - started:.0f} s", flush=True
         )
-        return _report(rows, base)
+        return _report(rows, base, threads)
     finally:
         if made:
             shutil.rmtree(base)
 
 
-def _report(rows: int, base: Path) -> int:
+def _report(rows: int, base: Path, threads: int) -> int:
     from bench.search import drop_pages
 
-    built = _apart("build", base)
+    built = _apart("build", base, threads)
     print(
         f"codes of {SMALL} B made in {built['wall']:.0f} s of wall, {built['cpu']:.0f} s of CPU, peak "
         f"memory {built['peak'] >> 20} MiB; {built['share']:.2f} of squared lengths; "
         f"{rows * SMALL / 1e6:.0f} MB for {rows * BYTES / 1e9:.1f} GB",
         flush=True,
     )
-    exact = _apart("exact", base)
-    found = _apart("codes", base)
+    exact = _apart("exact", base, threads)
+    found = _apart("codes", base, threads)
     drop_pages(base)
-    cold = _apart("codes", base)
+    cold = _apart("codes", base, threads)
     pairs = zip(found["ids"], exact["ids"], strict=True)
     shares = [len(set(a) & set(b)) / TOP for a, b in pairs]
     recall = float(np.mean(shares))

@@ -202,11 +202,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--codes", nargs="?", const="compare", help="by small codes")
     parser.add_argument("--kind", default="slow", help="few, slow, or a store with real rows")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--one")
     parser.add_argument("--block", type=int, default=BLOCKS[0])
     given = parser.parse_args()
     if given.codes == "compare":
-        return _search_codes.compare(given.rows, given.folder, given.kind)
+        return _search_codes.compare(given.rows, given.folder, given.kind, given.threads)
     if given.codes:
         _search_codes.one(given.codes, given.folder)
         return 0
