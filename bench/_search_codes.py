@@ -1,12 +1,15 @@
-"""Millions of rows by small codes: recall against the exact answer, seconds and bytes of both.
+"""Millions of rows by small codes: recall against the exact answer, seconds, bytes and what codes cost to make.
 
-The rows have what makes them findable: signs of 16,384 numbers that follow from 48 hidden ones, of falling
-size, and every seventh sign flipped at random. Made by combining a table of such rows with a table of flips, as
-twenty gigabytes of fresh random numbers would take longer than everything else.
+Made-up rows are signs of 16,384 numbers that follow from hidden ones, every seventh flipped at random, times a
+scale: of 48 hidden numbers (`few`), or of 1024 that slowly get smaller, with scales that differ a hundredfold
+(`slow`). They combine a table of such rows with a table of flips, as twenty gigabytes of fresh random numbers
+would take longer than everything else. Real ones (`--kind STORE`) are the rows of a capture, repeated, with every
+tenth byte of each taken from another row; its split `test` asks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,44 +17,97 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-BYTES, SMALL, QUERIES, TOP, CANDIDATES = 2048, 64, 20, 10, 5000
-HIDDEN, KINDS, FLIPS = 48, 50_000, 4096
+BYTES, SMALL, QUERIES, TOP = 2048, 64, 20, 10
+FLIPS, FLIPPED, MIXED = 4096, 1 / 7, 0.1
 RECALL, SECONDS = 0.99, 1.0
 
 
-def make(folder: Path, rows: int) -> None:
+@dataclass(frozen=True)
+class Rows:
+    """How made-up rows come about: signs of mixed hidden numbers, some of them flipped, times a scale."""
+
+    hidden: int
+    decay: float
+    """The i-th hidden number has size i ** -decay"""
+    kinds: int
+    spread: float
+    """Of the scales' logarithms"""
+
+    def tables(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows `[kinds, 2048]` and flips in bits, and unrounded queries `[Q, 16384]`."""
+        size = 8 * BYTES
+        sizes = np.arange(1, self.hidden + 1, dtype=np.float32) ** -self.decay
+        mix = rng.standard_normal((self.hidden, size), np.float32) * sizes[:, None]
+        kinds = np.empty((self.kinds, BYTES), np.uint8)
+        for part in np.array_split(kinds, -(-self.kinds // 1000)):
+            numbers = rng.standard_normal((len(part), self.hidden), np.float32) @ mix
+            part[:] = np.packbits(numbers > 0, axis=1, bitorder="little")
+        flips = np.packbits(rng.random((FLIPS, size), np.float32) < FLIPPED, axis=1)
+        wanted = np.sign(rng.standard_normal((QUERIES, self.hidden), np.float32) @ mix)
+        return kinds, flips, wanted + rng.standard_normal(wanted.shape, np.float32)
+
+
+ROWS = {
+    "few": Rows(hidden=48, decay=0.4, kinds=50_000, spread=0.4),
+    "slow": Rows(hidden=1024, decay=0.5, kinds=100_000, spread=1.0),
+}
+
+
+def make(folder: Path, rows: int, kind: str) -> None:
     import gradkeep as gk
     import gradkeep.store as gs
     from bench.search import bits_schema
 
-    rng = np.random.default_rng(0)
-    size = 8 * BYTES
-    mix = rng.standard_normal((HIDDEN, size), np.float32) * np.geomspace(1, 0.2, HIDDEN)[:, None]
-    mix = mix.astype(np.float32)
-    hidden = rng.standard_normal((KINDS, HIDDEN), np.float32)
-    kinds = np.concatenate(
-        [
-            np.packbits(part @ mix > 0, axis=1, bitorder="little")
-            for part in np.array_split(hidden, 50)
-        ]
-    )
-    flips = np.packbits(rng.random((FLIPS, size), np.float32) < 1 / 7, axis=1)
+    rng, made = np.random.default_rng(0), ROWS[kind]
+    kinds, flips, wanted = made.tables(rng)
     store = gk.open(folder / "store", durability="process")
     with store.write(gs.CaptureKey("final", "train"), bits_schema(1, rows, 0)) as writer:
         for start in range(0, rows, 16_384):
             count = min(rows - start, 16_384)
-            codes = kinds[rng.integers(KINDS, size=count)]
+            codes = kinds[rng.integers(len(kinds), size=count)]
             codes ^= flips[rng.integers(FLIPS, size=count)]
-            scales = rng.uniform(0.5, 2, count).astype(np.float32)
+            scales = np.exp(made.spread * rng.standard_normal(count)).astype(np.float32)
             writer.append(np.arange(start, start + count), {"layer.bits": codes, "scale": scales})
-    wanted = np.sign(rng.standard_normal((QUERIES, HIDDEN), np.float32) @ mix)
-    wanted += rng.standard_normal(wanted.shape, np.float32)
     with store.write(gs.CaptureKey("final", "test"), bits_schema(32, QUERIES, 0)) as writer:
         writer.append(np.arange(QUERIES), {"layer.bits": wanted})
+
+
+def repeat(source: str, folder: Path, rows: int) -> None:
+    """The rows of a capture again and again, with bytes of other rows among them."""
+    import gradkeep as gk
+
+    train, test = (gk.gradients(source, split=split) for split in ("train", "test"))
+    names = list(dict.fromkeys(array for form in train.forms.values() for array in form.arrays))
+    names += ["slope"] if "slope" in train.block.names else []
+    table = {name: np.array(train.block.column(name)) for name in names}
+    packed = [name for name in names if table[name].ndim > 1]
+    rng = np.random.default_rng(0)
+    schema = dataclasses.replace(
+        train.block.schema,
+        arrays=tuple(a for a in train.block.schema.arrays if a.name in names),
+        num_rows=rows,
+        num_examples=None,
+    )
+    store = gk.open(folder / "store", durability="process")
+    with store.write(train.key, schema) as writer:
+        for start in range(0, rows, 16_384):
+            count = min(rows - start, 16_384)
+            chosen, other = rng.integers(len(train), size=(2, count))
+            some = {name: table[name][chosen] for name in names}
+            for name in packed:
+                mixed = rng.random(some[name].shape, np.float32) < MIXED
+                np.copyto(some[name], table[name][other], where=mixed)
+            writer.append(np.arange(start, start + count), some)
+    asked = test.block.read_rows(np.arange(QUERIES))
+    schema = dataclasses.replace(test.block.schema, num_rows=QUERIES, num_examples=None)
+    with store.write(test.key, schema) as writer:
+        given = {column.array.name: asked[column.array.name] for column in asked.columns}
+        writer.append(np.arange(QUERIES), given)
 
 
 def one(what: str, folder: Path) -> None:
@@ -60,67 +116,91 @@ def one(what: str, folder: Path) -> None:
 
     import gradkeep as gk
 
-    torch.set_num_threads(os.cpu_count() or 1)
-    train, test = (gk.gradients(folder / "store", split=split) for split in ("train", "test"))
     gk.query.machine_speeds()
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     started, cpu = time.perf_counter(), time.process_time()
+    train, test = (gk.gradients(folder / "store", split=split) for split in ("train", "test"))
     told: dict[str, object] = {}
     if what == "exact":
         told["ids"] = gk.query.top(test, train, TOP, memory_budget="1GiB").ids.tolist()
     else:
         codes = gk.query.small_codes(train, bytes=SMALL)
         told["share"], told["ready"] = codes.share, time.perf_counter() - started
-        if what == "codes":
-            gk.query.top(test, train, TOP, codes=codes, ids=[0], candidates=CANDIDATES)
-            each = []
-            for query in range(QUERIES):
-                started = time.perf_counter()
-                gk.query.top(test, train, TOP, codes=codes, ids=[query], candidates=CANDIDATES)
-                each.append(time.perf_counter() - started)
-            told["each"] = each
-            started, cpu = time.perf_counter(), time.process_time()
-            told["ids"] = gk.query.top(
-                test, train, TOP, codes=codes, candidates=CANDIDATES
-            ).ids.tolist()
     told |= {"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu}
+    if what == "codes":
+        for name in ("first", "again"):
+            each = []
+            for query in test.ids.tolist():
+                started, cpu = time.perf_counter(), time.process_time()
+                gk.query.top(test, train, TOP, codes=codes, ids=[query])
+                each.append((time.perf_counter() - started, time.process_time() - cpu))
+            told[name] = each
+        started = time.perf_counter()
+        told["ids"] = gk.query.top(test, train, TOP, codes=codes).ids.tolist()
+        told["together"] = time.perf_counter() - started
     lines = Path("/proc/self/status").read_text().splitlines()
     told["peak"] = 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
     print(json.dumps(told))
 
 
-def _apart(what: str, folder: Path) -> dict:
+def _apart(what: str, folder: Path, threads: int) -> dict:
     command = [sys.executable, "-m", "bench.search", "--codes", what, "--folder", str(folder)]
-    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(rows: int, folder: Path | None) -> int:
-    base = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=folder))
+def compare(rows: int, folder: Path | None, kind: str, threads: int) -> int:
+    """Everything for one kind of rows; a folder that holds them already is used and left."""
+    made = folder is None or not (folder / "store").exists()
+    base = Path(tempfile.mkdtemp(prefix="gradkeep-search-", dir=folder)) if made else folder
+    assert base is not None
     try:
         started = time.perf_counter()
-        make(base, rows)
+        if made and kind in ROWS:
+            make(base, rows, kind)
+        elif made:
+            repeat(kind, base, rows)
         print(
-            f"{rows:,} rows of {BYTES} B made in {time.perf_counter() - started:.0f} s", flush=True
+            f"{rows:,} rows, {kind}: there after {time.perf_counter() - started:.0f} s", flush=True
         )
-        built = _apart("build", base)
-        found = _apart("codes", base)
-        print(
-            f"codes of {SMALL} B: made once in {built['wall']:.0f} s, read in {found['ready']:.1f} s, "
-            f"{found['share']:.2f} of squared lengths; {rows * SMALL / 1e6:.0f} MB for "
-            f"{rows * BYTES / 1e9:.1f} GB, peak memory {found['peak'] >> 20} MiB",
-            flush=True,
-        )
-        exact = _apart("exact", base)
-        pairs = zip(found["ids"], exact["ids"], strict=True)
-        recall = float(np.mean([len(set(a) & set(b)) / TOP for a, b in pairs]))
-        slowest, usual = max(found["each"]), float(np.median(found["each"]))
-        print(
-            f"one query, top {TOP} of {CANDIDATES} candidates: {usual:.2f} s of wall, the slowest of "
-            f"{QUERIES} {slowest:.2f} (at most {SECONDS}); {QUERIES} at once {found['wall']:.2f} s; "
-            f"the exact answer {exact['wall']:.0f} s"
-        )
-        print(f"recall@{TOP} against the exact answer: {recall:.3f} (at least {RECALL})")
-        return int(recall < RECALL or usual > SECONDS)
+        return _report(rows, base, threads)
     finally:
-        shutil.rmtree(base)
+        if made:
+            shutil.rmtree(base)
+
+
+def _report(rows: int, base: Path, threads: int) -> int:
+    from bench.search import drop_pages
+
+    built = _apart("build", base, threads)
+    print(
+        f"codes of {SMALL} B made in {built['wall']:.0f} s of wall, {built['cpu']:.0f} s of CPU, peak "
+        f"memory {built['peak'] >> 20} MiB; {built['share']:.2f} of squared lengths; "
+        f"{rows * SMALL / 1e6:.0f} MB for {rows * BYTES / 1e9:.1f} GB",
+        flush=True,
+    )
+    exact = _apart("exact", base, threads)
+    found = _apart("codes", base, threads)
+    drop_pages(base)
+    cold = _apart("codes", base, threads)
+    pairs = zip(found["ids"], exact["ids"], strict=True)
+    shares = [len(set(a) & set(b)) / TOP for a, b in pairs]
+    recall = float(np.mean(shares))
+    for name, told in (("files in memory", found), ("files on disk", cold)):
+        wall, cpu = np.array(told["first"]).T
+        print(
+            f"{name}: codes read in {told['ready']:.2f} s; the first query {wall[0]:.2f} s of wall, then "
+            f"{np.median(wall[1:]):.2f} (slowest {wall[1:].max():.2f}), {np.median(cpu[1:]):.2f} s of CPU; "
+            f"asked again {np.median(np.array(told['again'])[:, 0]):.2f} s; {len(shares)} at once "
+            f"{told['together']:.2f} s; peak memory {told['peak'] >> 20} MiB"
+        )
+    usual = float(np.median(np.array(found["first"])[1:, 0]))
+    print(
+        f"one query: {usual:.2f} s of wall (at most {SECONDS}); all exactly {exact['wall']:.0f} s"
+    )
+    print(
+        f"recall@{TOP} against the exact answer: {recall:.3f} (at least {RECALL}), worst query "
+        f"{min(shares):.1f}"
+    )
+    return int(recall < RECALL or usual > SECONDS)

@@ -8,8 +8,8 @@ argpartition. Both run in turn, in processes of their own: CPU time, peak memory
 the files in the page cache (warm), then each time with their pages dropped before (cold), CPU and wall.
 `./x bench search [--rows N] [--group 128]`
 
-`./x bench search --codes [--rows 10000000]` finds candidates by codes of 64 bytes and ranks them by exact
-products: recall against the exact answer, seconds, bytes.
+`./x bench search --codes [--rows 10000000] [--kind few|slow|STORE]` finds candidates by codes of 64 bytes and
+ranks them by exact products: recall against the exact answer, seconds, bytes, what codes cost to make.
 """
 
 from __future__ import annotations
@@ -201,11 +201,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--codes", nargs="?", const="compare", help="by small codes")
+    parser.add_argument("--kind", default="slow", help="few, slow, or a store with real rows")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--one")
     parser.add_argument("--block", type=int, default=BLOCKS[0])
     given = parser.parse_args()
     if given.codes == "compare":
-        return _search_codes.compare(given.rows, given.folder)
+        return _search_codes.compare(given.rows, given.folder, given.kind, given.threads)
     if given.codes:
         _search_codes.one(given.codes, given.folder)
         return 0

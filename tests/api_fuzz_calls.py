@@ -109,7 +109,7 @@ def calls(w: World) -> list[Call]:
         "query.top": (query.top, {**pair, "k": 2, "smallest": False, "engine": None}),
         "query.small_codes": (
             query.small_codes,
-            {"train": w.train, "bytes": 4, "sample": 6, "seed": 0},
+            {"train": w.train, "bytes": 10, "sample": 6, "seed": 0},
         ),
         "query.total": (query.total, sums),
         "query.mean": (query.mean, sums),

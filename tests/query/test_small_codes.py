@@ -1,12 +1,16 @@
 """Candidates by small codes, ranked by exact products, against the products of all rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.errors import QueryError
+from gradkeep.errors import Damaged, QueryError
+from gradkeep.query import _code_making
+from gradkeep.query._small_codes import AskedCoordinates
 
 
 def captured(tmp_path, model, shape, rows=300, queries=6, **options):
@@ -51,43 +55,255 @@ def test_the_best_are_those_of_all_rows(tmp_path, kind, smallest):
     assert torch.allclose(found.values[same], exact.values[same], rtol=1e-4)
 
 
-def test_with_all_rows_as_candidates_nothing_is_lost(tmp_path):
-    train, test = captured(tmp_path, *MODELS["factors"][:2], rows=40)
-    codes = gk.query.small_codes(train, bytes=4)
-    found = gk.query.top(test, train, 7, codes=codes, candidates=40)
-    exact = gk.query.top(test, train, 7)
-    assert torch.equal(found.ids, exact.ids)
-    assert torch.allclose(found.values, exact.values, rtol=1e-5)
+def dense_rows(tmp_path, rows, queries):
+    """A store that keeps these vectors as they are, as rows and as queries."""
+    weight = gk.factors.Dense(
+        (gk.factors.Parameter("w", (rows.shape[1],)),), "w.gradient", rows.shape[1]
+    )
+    store = gk.open(tmp_path, durability="process")
+    for split, values in (("train", rows), ("test", queries)):
+        with store.write(gk.CaptureKey("final", split), dense_schema(weight)) as writer:
+            writer.append(np.arange(len(values)) * 3, {"w.gradient": values.numpy()})
+    return tuple(gk.gradients(store, split=split) for split in ("train", "test"))
+
+
+def dense_schema(form):
+    return gk.Schema(
+        (gk.Array("w.gradient", shape=form.parameters[0].shape, kind="gradient", layer="w"),),
+        rows_per_segment=16,
+        layers=(
+            gk.store.Layer("w", "Linear", form.parameters[0].size, gk.factors.form_to_fields(form)),
+        ),
+        fingerprints={"weights": "w", "task": "t", "of": "loss"},
+    )
+
+
+def append(store, rows, first):
+    form = gk.gradients(store, split="train").forms["w"]
+    key = gk.CaptureKey("final", "train")
+    with store.write(key, dense_schema(form), extend=True) as writer:
+        writer.append(first + np.arange(len(rows)), {"w.gradient": rows.numpy()})
+
+
+def recall(found, exact):
+    pairs = zip(found.ids.tolist(), exact.ids.tolist(), strict=True)
+    return np.mean([len(set(a) & set(b)) / len(b) for a, b in pairs])
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+def test_rows_of_slowly_falling_directions_and_very_different_lengths_are_found(tmp_path, smallest):
+    rng = torch.Generator().manual_seed(3)
+    sizes = torch.arange(1, 257) ** -0.5
+    rows = torch.randn(4000, 256, generator=rng) * sizes
+    rows *= torch.exp(2 * torch.randn(4000, 1, generator=rng))
+    queries = torch.randn(20, 256, generator=rng) * sizes
+    train, test = dense_rows(tmp_path, rows, queries)
+    codes = gk.query.small_codes(train, bytes=38, sample=512)
+    assert 0.4 < codes.share < 0.9
+    found = gk.query.top(test, train, 10, codes=codes, candidates=400, smallest=smallest)
+    exact = gk.query.top(test, train, 10, smallest=smallest)
+    assert recall(found, exact) >= 0.97
+
+
+def test_long_rows_are_looked_at_though_their_codes_say_little(tmp_path):
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randn(3000, 40, generator=rng) * torch.cat([torch.ones(4), torch.full((36,), 0.1)])
+    rows[100:140, :4] = 0
+    rows[100:140, 4:] *= 1000  # along no leading direction
+    query = torch.cat([torch.ones(4), torch.full((36,), 0.3)])[None]
+    train, test = dense_rows(tmp_path, rows, query)
+    codes = gk.query.small_codes(train, bytes=8, sample=64)
+    asked = AskedCoordinates.of(test, codes, [0], smallest=False)
+    exact = gk.query.top(test, train, 5).ids
+    by_codes = 3 * codes.nearest(asked, 30)
+    assert not torch.isin(exact, by_codes).all()
+    assert torch.equal(gk.query.top(test, train, 5, codes=codes, candidates=60).ids, exact)
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+@pytest.mark.parametrize("candidates", [None, 90])
+def test_with_all_rows_as_candidates_nothing_is_lost(tmp_path, smallest, candidates):
+    rng = torch.Generator().manual_seed(1)
+    # Whole numbers: many products are equal, and their order is that of the rows.
+    rows = torch.randint(-1, 2, (90, 12), generator=rng).float()
+    queries = torch.randint(-1, 2, (7, 12), generator=rng).float()
+    train, test = dense_rows(tmp_path, rows, queries)
+    codes = gk.query.small_codes(train, bytes=8)
+    for k in (1, 7, 90, 1000):
+        found = gk.query.top(test, train, k, codes=codes, candidates=candidates, smallest=smallest)
+        exact = gk.query.top(test, train, k, smallest=smallest)
+        assert torch.equal(found.ids, exact.ids)
+        assert torch.equal(found.values, exact.values)
+        one = gk.query.top(test, train, k, ids=[6], codes=codes, smallest=smallest)
+        assert torch.equal(one.ids, exact.ids[2:3])
+
+
+def test_nearest_are_those_of_decoded_codes(tmp_path):
+    rng = torch.Generator().manual_seed(2)
+    train, test = dense_rows(
+        tmp_path, torch.randn(500, 30, generator=rng), torch.randn(5, 30, generator=rng)
+    )
+    codes = gk.query.small_codes(train, bytes=16)
+    upper, lower = codes.codes.view(np.int8) >> 4, codes.codes & 15
+    levels = np.concatenate([upper + 0.5, lower - 7.5], 1)
+    units = torch.from_numpy(levels).float() * codes.steps
+    part = codes.parts.float().unsqueeze(1) / 65535
+    rows = units * codes.lengths.unsqueeze(1) * part.sqrt()
+    asked = AskedCoordinates.of(test, codes, [0, 1, 2, 3, 4], smallest=False)
+    values = asked.along @ rows.t()
+    found = codes.nearest(asked, 40)
+    assert torch.allclose(values.gather(1, found), values.topk(40).values, rtol=1e-4, atol=1e-4)
+    floor = values.topk(3).values[:, -1]
+    unseen = codes.lengths.square() * (1 - part[:, 0]) * (codes.spread * asked.beyond[:, None]) ** 2
+    rounded = (asked.along * codes.steps).square().sum(1, keepdim=True) / 12
+    error = (unseen + codes.lengths.square() * part[:, 0] * rounded).sqrt()
+    likely = (values - floor[:, None]) / error
+    found = codes.nearest(asked, 40, above=floor)
+    assert torch.allclose(likely.gather(1, found), likely.topk(40).values, rtol=1e-3, atol=1e-3)
+    assert abs(float(units.norm(dim=1).mean()) - 1) < 0.03
 
 
 def test_codes_are_made_once_and_read_again(tmp_path):
     train, _ = captured(tmp_path, *MODELS["factors"][:2], rows=50)
-    one = gk.query.small_codes(train, bytes=8)
+    one = gk.query.small_codes(train, bytes=10)
     files = sorted(path.name for path in tmp_path.rglob("*.safetensors"))
-    again = gk.query.small_codes(train, bytes=8)
+    again = gk.query.small_codes(train, bytes=10)
     assert np.array_equal(one.codes, again.codes)
+    assert torch.equal(one.lengths, again.lengths)
+    assert torch.allclose(one.lengths, train.norms(), rtol=1e-4)
     assert files == sorted(path.name for path in tmp_path.rglob("*.safetensors"))
-    assert "50 rows, 8 bytes each" in repr(again)
+    assert "50 rows, 10 bytes each" in repr(again)
     assert 0.5 < again.share <= 1.0001
     assert gk.store.verify(tmp_path).healthy
-    with pytest.raises(QueryError, match="other codes"):
-        gk.query.small_codes(train, bytes=8, seed=1)
+    other = gk.query.small_codes(train, bytes=10, sample=20, seed=1)  # instead of the first ones
+    assert not np.array_equal(one.codes, other.codes)
+    assert len(gk.open(tmp_path).bases()) == 2
 
 
 def test_more_bytes_than_rows_are_empty_ones(tmp_path):
     train, test = captured(tmp_path, *MODELS["factors"][:2], rows=5)
     codes = gk.query.small_codes(train, bytes=16)
-    assert not codes.codes[:, 5:].any()
+    assert all(not torch.any(directions[5:]) for directions in codes.directions.values())
     assert gk.query.top(test, train, 2, codes=codes).ids.shape == (6, 2)
+
+
+def test_rows_of_length_zero_have_codes_too(tmp_path):
+    rows = torch.randn(40, 6)
+    rows[::2] = 0
+    train, test = dense_rows(tmp_path, rows, -rows[1:2])
+    codes = gk.query.small_codes(train, bytes=8)
+    for k in (3, 40):
+        found, exact = (gk.query.top(test, train, k, codes=by) for by in (codes, None))
+        assert torch.equal(found.ids, exact.ids)
+    still, _ = dense_rows(tmp_path / "still", torch.zeros(9, 6), torch.zeros(1, 6))
+    with pytest.raises(QueryError, match="all gradients of the sample are zero"):
+        gk.query.small_codes(still)
+
+
+def test_after_rows_were_appended_or_dropped_codes_are_of_the_new_version(tmp_path, monkeypatch):
+    rng = torch.Generator().manual_seed(4)
+    rows = torch.randn(200, 20, generator=rng)
+    train, test = dense_rows(tmp_path, rows, rows[:3] + 0.1)
+    monkeypatch.setattr(_code_making, "_TOGETHER", 1)
+    encoded = []
+    real = _code_making._CodeMaking._encoded
+
+    def counted(self, some, *rest):
+        encoded.append(some.stop - some.start)
+        return real(self, some, *rest)
+
+    monkeypatch.setattr(_code_making._CodeMaking, "_encoded", counted)
+    old = gk.query.small_codes(train, bytes=12)
+    assert sum(encoded) == 200
+    store = gk.open(tmp_path)
+    changes = (
+        lambda: append(store, rows[:3] * 9, 1000),
+        lambda: store.drop_rows(gk.CaptureKey("final", "train"), [0, 300, 1000]),
+    )
+    for change, most in zip(changes, (19, 60), strict=True):
+        change()
+        encoded.clear()
+        newer = gk.gradients(store, split="train")
+        with pytest.raises(QueryError, match="codes are of other rows"):
+            gk.query.top(test, newer, 2, codes=old)
+        codes = gk.query.small_codes(newer, bytes=12)
+        assert 0 < sum(encoded) <= most  # of the other segments they were known
+        fresh = _code_making._CodeMaking(newer, 12, 4096, 0)
+        made = fresh._encoded(newer.rows(range(len(newer))), fresh.directions(), None)
+        assert np.array_equal(codes.codes, made["code"])
+        exact = gk.query.top(test, newer, 5)
+        found = gk.query.top(test, newer, 5, codes=codes)
+        assert torch.equal(found.ids, exact.ids)
+        old = codes
+    assert len(store.bases()) == 2  # the directions, and codes of the newest version
+
+
+def test_codes_go_with_their_capture_and_are_not_taken_for_those_of_a_new_one(tmp_path):
+    rng = torch.Generator().manual_seed(5)
+    rows = torch.randn(40, 8, generator=rng)
+    train, test = dense_rows(tmp_path, rows, rows[:2])
+    old = gk.query.small_codes(train, bytes=8)
+    store = gk.open(tmp_path)
+    for split in ("train", "test"):
+        store.delete(gk.CaptureKey("final", split))
+    assert store.bases() == []
+    train, test = dense_rows(tmp_path, -rows, rows[:2])
+    with pytest.raises(QueryError, match="codes are of other rows"):
+        gk.query.top(test, train, 2, codes=old)
+    codes = gk.query.small_codes(train, bytes=8)
+    found = gk.query.top(test, train, 5, codes=codes)
+    assert torch.equal(found.ids, gk.query.top(test, train, 5).ids)
+
+
+def test_an_interrupted_call_is_gone_on_with(tmp_path, monkeypatch):
+    rng = torch.Generator().manual_seed(6)
+    rows = torch.randn(300, 10, generator=rng)
+    train, _ = dense_rows(tmp_path / "one", rows, rows[:2])
+    whole = gk.query.small_codes(train, bytes=12)
+    monkeypatch.setattr(_code_making, "_SEGMENT", 32)
+    monkeypatch.setattr(_code_making, "_TOGETHER", 3)
+    train, _ = dense_rows(tmp_path / "two", rows, rows[:2])
+    real, left = _code_making._CodeMaking._encoded, [12]
+
+    def broken(self, *given):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    monkeypatch.setattr(_code_making._CodeMaking, "_encoded", broken)
+    with pytest.raises(KeyboardInterrupt):
+        gk.query.small_codes(train, bytes=12)
+    left[0] = 13  # of 19 segments of rows at least six are not made again
+    again = gk.query.small_codes(train, bytes=12)
+    assert np.array_equal(again.codes, whole.codes)
+    assert torch.equal(again.lengths, whole.lengths)
+
+
+def test_damaged_codes_are_not_believed(tmp_path):
+    rows = torch.randn(3000, 10)
+    train, _ = dense_rows(tmp_path, rows, rows[:2])
+    gk.query.small_codes(train, bytes=40)
+    (path,) = tmp_path.rglob("*codes-40.v0*/seg/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged):
+        gk.query.small_codes(train, bytes=40)
 
 
 def test_codes_of_other_rows_are_refused(tmp_path):
     train, test = captured(tmp_path, *MODELS["factors"][:2], rows=20)
-    codes = gk.query.small_codes(test, bytes=4)
+    codes = gk.query.small_codes(test, bytes=8)
     with pytest.raises(QueryError, match="codes are of other rows"):
         gk.query.top(test, train, 2, codes=codes)
-    codes = gk.query.small_codes(train, bytes=4)
+    codes = gk.query.small_codes(train, bytes=8)
     with pytest.raises(QueryError, match="one checkpoint"):
         gk.query.top(test, train, 2, codes=codes, refine="main")
     with pytest.raises(QueryError, match="candidates"):
         gk.query.top(test, train, 2, codes=codes, candidates=0)
+    with pytest.raises(QueryError, match="bytes"):
+        gk.query.small_codes(train, bytes=6)
+    few = dataclasses.replace(train, forms=dict(list(train.forms.items())[:1]))
+    with pytest.raises(QueryError, match="other layers"):
+        gk.query.top(dataclasses.replace(test, forms=few.forms), few, 2, codes=codes)

@@ -225,6 +225,24 @@ class Bits(Form[BitRows]):
         out.mul_(step).add_(first * directions.double().sum(1, keepdim=True).to(out.dtype))
         return out.mul_(rows.scales.to(out.dtype))
 
+    def sketched(self, rows: BitRows, directions: Tensor, *, scratch: int) -> Tensor:
+        """`half` in whole numbers: directions rounded to 127 steps, codes multiplied as bytes.
+
+        A quarter of the time of float32 where the processor multiplies bytes.
+        """
+        self.check_rows(rows)
+        if rows.scales is None or self.group or not len(rows):
+            return self.half(rows, directions, scratch=scratch)
+        steps = directions.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+        rounded = (directions / steps).round_().to(torch.int8).t().contiguous()
+        out = directions.new_empty(len(directions), len(rows))
+        for start, stop in tiles(len(rows), self.size, 1, min(scratch, 8 * CACHED)):
+            found = torch._int_mm(self._bytes(rows.codes[start:stop]), rounded)
+            out[:, start:stop] = found.t()
+        step, first = _LEVELS[self.bits]
+        whole = rounded.sum(0, dtype=torch.int64).unsqueeze(1)
+        return out.mul_(step).add_(first * whole).mul_(steps).mul_(rows.scales.to(out.dtype))
+
     @property
     def tabled(self) -> bool:
         """Bytes of groups are looked up."""
@@ -300,14 +318,18 @@ class Bits(Form[BitRows]):
 
     def _codes(self, packed: Tensor, into: Tensor) -> Tensor:
         """The codes 0 to 2^bits - 1 of packed bytes, as numbers."""
+        return into.copy_(self._bytes(packed))
+
+    def _bytes(self, packed: Tensor) -> Tensor:
+        """The codes `[B, size]` int8."""
         given = packed.cpu().numpy()
         if self.bits == 1:
             found = np.unpackbits(given, axis=1, count=self.size, bitorder="little")
-            return into.copy_(torch.from_numpy(found))
+            return torch.from_numpy(found.view(np.int8))
         found = np.empty((len(given), 2 * given.shape[1]), np.uint8)
         np.bitwise_and(given, 15, out=found[:, ::2])
         np.right_shift(given, 4, out=found[:, 1::2])
-        return into.copy_(torch.from_numpy(found[:, : self.size]))
+        return torch.from_numpy(found[:, : self.size].view(np.int8))
 
 
 def bits_told(bits: int, group: int = 0) -> str:

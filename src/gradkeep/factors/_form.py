@@ -386,6 +386,10 @@ class Form(Protocol[R]):
             del dense  # before the next is made
         return out
 
+    def sketched(self, rows: R, directions: Tensor, *, scratch: int) -> Tensor:
+        """`along`, good to a hundredth of a row's length: for codes that are rounded anyway."""
+        return self.along(rows, directions, scratch=scratch)
+
     def along_positions(self, rows: R, directions: Tensor) -> tuple[PositionProducts, ...] | None:
         """What each position adds to `along`, for each use of the weight; None: it has no positions.
 

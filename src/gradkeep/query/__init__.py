@@ -8,6 +8,7 @@
 from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
+from gradkeep.query._code_making import small_codes
 from gradkeep.query._engine import (
     DEFAULT_BUDGET,
     ComputeWish,
@@ -31,7 +32,7 @@ from gradkeep.query._layers import LayerChoice, NamedLayer, select_layers
 from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import ComputeChoice, QueryPlan, QueryStep, choose_compute
 from gradkeep.query._products import Products, TopRows, cosine, dot, gram, top
-from gradkeep.query._small_codes import SmallCodes, small_codes
+from gradkeep.query._small_codes import SmallCodes
 from gradkeep.query._sums import Directions, along, mean, squares, total, variance
 from gradkeep.query._tokens import TokenProducts, along_tokens, tokens
 

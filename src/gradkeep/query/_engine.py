@@ -198,8 +198,8 @@ class _QueryTile:
     ) -> None:
         self.pair, self.sides, self.scratch = pair, sides, split.scratch
         some = pair.queries.rows(positions)
-        self.slopes = _slopes(pair.queries, positions)
-        self.train_slopes = pair.train.slopes() if train is None else _slopes(pair.train, train)
+        self.slopes = pair.queries.slopes_at(positions)
+        self.train_slopes = pair.train.slopes() if train is None else pair.train.slopes_at(train)
         self.factors: list[GradientRows | torch.Tensor] = []
         left = split.restored
         for side in sides:
@@ -372,11 +372,6 @@ def _forced(layer: str, compute: ComputeWish) -> str | None:
 
 def _dense(form: AnyForm) -> Dense:
     return Dense(form.parameters, "", form.gradient_size)
-
-
-def _slopes(side: Gradients, positions: Sequence[int]) -> torch.Tensor | None:
-    slopes = side.slopes()
-    return None if slopes is None else slopes[list(positions)]
 
 
 DEFAULT_BUDGET = 1 << 30

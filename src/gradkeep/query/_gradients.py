@@ -21,7 +21,7 @@ from gradkeep.store import open as open_store
 if TYPE_CHECKING:
     import builtins
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.factors import AnyForm, GradientRows
     from gradkeep.query._layers import LayerChoice
@@ -92,9 +92,20 @@ class Gradients:
 
     def slopes(self) -> torch.Tensor | None:
         """The factors `[N]` between what is kept and what is asked for; None: they are the same."""
-        if self.of == "output" or self.block.schema.fingerprints.get("of") != "output":
+        if not self._sloped:
             return None
         return torch.from_numpy(np.array(self.block.column("slope"), np.float32))
+
+    def slopes_at(self, positions: Sequence[int]) -> torch.Tensor | None:
+        """`slopes` of the rows at these positions alone."""
+        if not self._sloped:
+            return None
+        found = self.block.read_rows(np.asarray(positions, np.int64), ["slope"])["slope"]
+        return torch.from_numpy(np.array(found, np.float32))
+
+    @property
+    def _sloped(self) -> bool:
+        return self.of != "output" and self.block.schema.fingerprints.get("of") == "output"
 
     @checked(QueryError)
     def norms(self, *, per_layer: bool = False) -> torch.Tensor:
@@ -129,10 +140,10 @@ class Gradients:
         return FactorBatch(0, len(wanted), factors)
 
     @checked(QueryError)
-    def stream(self, batch_rows: int) -> Iterator[FactorBatch]:
-        """All rows in order, up to `batch_rows` at a time."""
+    def stream(self, batch_rows: int, *, segments: range | None = None) -> Iterator[FactorBatch]:
+        """All rows in order, up to `batch_rows` at a time; those of some segments alone, if they are named."""
         _arguments.count("batch_rows", batch_rows, error=QueryError, least=1)
-        for batch in self.block.stream(self._arrays(), batch_rows=batch_rows):
+        for batch in self.block.stream(self._arrays(), batch_rows=batch_rows, segments=segments):
             factors = {name: form.read(_BatchArrays(batch)) for name, form in self.forms.items()}
             yield FactorBatch(batch.first_row, batch.first_row + len(batch.ids), factors)
 

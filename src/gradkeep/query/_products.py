@@ -144,8 +144,9 @@ def top(
 
     `workers` processes, or those of an `engine` (`gk.farm.engine`), search for blocks of the queries.
 
-    `codes` (`gk.query.small_codes`) are for millions of rows: the best `candidates` of each query by codes,
-    100 k unless it is said, are ranked by exact products, and no other row is read.
+    `codes` (`gk.query.small_codes`) are for millions of rows: the best `candidates` of each query by codes
+    are ranked by exact products, and no other row is read. Unless it is said how many, 100 k at first, and
+    twice as many until the last ones bring none of the best `k`, at most 1600 k.
     """
     check_place(workers, engine, least=1)
     pairs = _pairs(queries, train, weights)
@@ -171,7 +172,8 @@ def top(
             smallest=smallest,
             memory_budget=memory_budget,
         )
-        found_ids = torch.from_numpy(pairs[0].train.ids[rows.numpy()])
+        flat = pairs[0].train.block.read_rows(rows.flatten().numpy(), [])
+        found_ids = torch.from_numpy(flat.ids.reshape(rows.shape))
         return TopRows(values, found_ids, pairs[0].queries.ids[positions], used.plan)
     if refine is not None:
         if len(pairs) > 1:

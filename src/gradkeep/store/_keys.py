@@ -84,9 +84,31 @@ class CaptureKey:
         >>> CaptureKey(checkpoint="final", split="train").moments.folder
         'bases/main/final/train.main.moments-6495e63d508d7c41'
         """
-        both = xxhash.xxh3_64_hexdigest(f"{self.split}/{self.capture}".encode())
-        name = f"{self.split[:_SHOWN]}.{self.capture[:_SHOWN]}.moments-{both}"
+        return self.beside("moments")
+
+    def beside(self, what: str) -> BasisKey:
+        """Where something lies that belongs to the capture and goes with it."""
+        name = f"{self._beginning}{what}{self._end}"
         return BasisKey(self.checkpoint, run=self.run, capture=name)
+
+    def owns(self, basis: BasisKey) -> bool:
+        """Whether that lies beside this capture.
+
+        >>> key = CaptureKey(checkpoint="final", split="train")
+        >>> key.owns(key.moments), key.owns(BasisKey("final"))
+        (True, False)
+        """
+        same = (basis.run, basis.checkpoint) == (self.run, self.checkpoint)
+        name = basis.capture
+        return same and name.startswith(self._beginning) and name.endswith(self._end)
+
+    @property
+    def _beginning(self) -> str:
+        return f"{self.split[:_SHOWN]}.{self.capture[:_SHOWN]}."
+
+    @property
+    def _end(self) -> str:
+        return f"-{xxhash.xxh3_64_hexdigest(f'{self.split}/{self.capture}'.encode())}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -248,12 +248,14 @@ class Store:
 
     @_annotations.checked(StoreError)
     def delete(self, key: BlockKey) -> None:
-        """Delete a whole block with all its versions; with a capture go its moments."""
+        """Delete a whole block with all its versions; with a capture go its moments and codes."""
         folder = key.folder
         if not self.backend.exists(schema_key(folder)):
             raise StoreError("there is no such block", path=self.backend.describe(folder))
-        if isinstance(key, CaptureKey) and self.has(key.moments):
-            self.delete(key.moments)  # first: a capture without is whole, they are nothing alone
+        if isinstance(key, CaptureKey):
+            for basis in self.bases():
+                if key.owns(basis):
+                    self.delete(basis)  # first: a capture without is whole, they are nothing alone
         # Records first, manifests next, the schema last: at any moment what is left is an unsealed
         # block.
         # Each part has a name that is deleted even if an earlier, killed delete removed them all:

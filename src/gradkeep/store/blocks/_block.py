@@ -118,9 +118,13 @@ class Block:
         return manifest_versions(self.backend, self.folder)
 
     def stream(
-        self, names: Sequence[str] | None = None, *, batch_rows: int | None = None
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        batch_rows: int | None = None,
+        segments: range | None = None,
     ) -> Iterator[Batch]:
-        """All rows in order, mapped from disk, the next segment read ahead; O(1) memory.
+        """All rows in order, or those of some segments, mapped from disk, the next read ahead; O(1) memory.
 
         A batch holds `batch_rows` rows, by default some megabytes of them; none spans two segments.
         Its bytes are verified just before it is handed out, so they are in the cache when used.
@@ -128,17 +132,21 @@ class Block:
         if batch_rows is not None and batch_rows < 1:
             raise InvalidRows("batch_rows must be at least 1", found=batch_rows)
         arrays = self._arrays(names)
-        with contextlib.closing(self._one_ahead(arrays)) as segments:
-            for segment, start in zip(segments, self.starts, strict=False):
+        chosen = range(len(self.manifest.segments)) if segments is None else segments
+        entries = [self.manifest.segments[number] for number in chosen]
+        starts = [int(self.starts[number]) for number in chosen]
+        with contextlib.closing(self._one_ahead(entries, arrays)) as opened:
+            for segment, start in zip(opened, starts, strict=False):
                 try:
                     rows = batch_rows or self._suitable_rows(segment, arrays)
-                    yield from _batches(segment, arrays, int(start), rows)
+                    yield from _batches(segment, arrays, start, rows)
                 finally:
                     segment.close()
 
-    def _one_ahead(self, arrays: Sequence[Array]) -> Generator[Segment]:
+    def _one_ahead(
+        self, entries: Sequence[SegmentEntry], arrays: Sequence[Array]
+    ) -> Generator[Segment]:
         """The opened segments in order, the next one always being read while one is used."""
-        entries = self.manifest.segments
         if not self.backend.remote:
             # A local disk reads ahead by itself once it was told to.
             coming = [self._open_ahead(entry, arrays) for entry in entries[:1]]
@@ -188,15 +196,15 @@ class Block:
         arrays = self._arrays(names)
         if fill is None:
             rows = self.positions(wanted)
-            return Batch(wanted, tuple(self._gather(array, rows) for array in arrays))
+            return Batch(wanted, self._gather(arrays, rows))
         check_fill(fill, arrays, path=self.path)
         rows = self._ids().find(wanted)
         there = rows >= 0
-        found = (self._gather(array, rows[there]) for array in arrays)
+        found = self._gather(arrays, rows[there])
         return Batch(wanted, tuple(filled(column, there) for column in found))
 
     def read_rows(self, rows: Any, names: Sequence[str] | None = None) -> Batch:
-        """The rows at these positions (0 to N - 1), in this order."""
+        """The rows at these positions (0 to N - 1), in this order; opens only their segments."""
         positions = whole_numbers(rows, path=self.path)
         outside = positions[(positions < 0) | (positions >= len(self))]
         if len(outside):
@@ -206,8 +214,11 @@ class Block:
                 found=f"row {int(outside[0])}",
                 expected=f"0 to {len(self) - 1}",
             )
-        columns = tuple(self._gather(array, positions) for array in self._arrays(names))
-        return Batch(self.ids[positions], columns)
+        if self._index is not None:
+            return Batch(self.ids[positions], self._gather(self._arrays(names), positions))
+        ids = np.empty(len(positions), np.int64)
+        columns = self._gather(self._arrays(names), positions, ids)
+        return Batch(ids, columns)
 
     def positions(self, ids: Any) -> AnyArray:
         """The positions (0 to N - 1) of the rows with these ids; raises `MissingRows`."""
@@ -256,46 +267,80 @@ class Block:
         segment.read_ahead([array.name for array in arrays])
         return segment
 
-    def _gather(self, array: Array, rows: AnyArray) -> Column:
-        """Stored rows at the given positions, read in the order of the file."""
+    def _gather(
+        self, arrays: Sequence[Array], rows: AnyArray, ids: AnyArray | None = None
+    ) -> tuple[Column, ...]:
+        """Stored rows at the given positions, read in the order of the file; `ids` are filled in too.
+
+        Every segment is opened once for all arrays.
+        """
         order = np.argsort(rows, kind="stable")
         ranked = rows[order]
         cuts = np.searchsorted(ranked, self.starts)
-        if array.ragged:
-            return self._gather_ragged(array, ranked, cuts).take(_inverse(order))
-        values = np.empty((len(rows), *array.stored_shape), array.stored_dtype)
-        scale = np.empty(len(rows), np.float32) if array.scaled else None
-        for index, segment, within in self._touched(ranked, cuts):
+        gathered = [_gathered(array, len(rows)) for array in arrays]
+        for index in np.flatnonzero(np.diff(cuts)).tolist():
+            within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
             slots = order[cuts[index] : cuts[index + 1]]
-            picked = zip(within.tolist(), slots.tolist(), strict=True)
-            segment.gather(array, [(row, row + 1, slot) for row, slot in picked], values)
-            if scale is not None:
-                scale[slots] = segment.small(f"{array.name}#scale")[within]
-        return Column(array, values, scale)
+            segment = self._segment(self.manifest.segments[index])
+            if ids is not None:
+                ids[slots] = segment.small("ids")[within]
+            for one in gathered:
+                one.add(segment, within, slots)
+        return tuple(one.column(order) for one in gathered)
 
-    def _gather_ragged(self, array: Array, ranked: AnyArray, cuts: AnyArray) -> Column:
-        parts = []
-        for _, segment, within in self._touched(ranked, cuts):
-            bounds = segment.small(f"{array.name}#offsets")
-            starts, stops = bounds[within], bounds[within + 1]
-            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
-            values = np.empty((offsets[-1], *array.stored_shape), array.stored_dtype)
-            picks = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=False)
-            segment.gather(array, list(picks), values)
-            scale = None
-            if array.scaled:
-                scales = segment.small(f"{array.name}#scale")
-                ranges = [scales[low:high] for low, high in zip(starts, stops, strict=True)]
-                scale = np.concatenate([scales[:0], *ranges])
-            parts.append(Column(array, values, scale, offsets))
-        return Column.join(array, parts)
 
-    def _touched(self, ranked: AnyArray, cuts: AnyArray) -> Iterator[tuple[int, Segment, AnyArray]]:
-        """The segments that hold sorted positions, with their positions within each."""
-        for index, entry in enumerate(self.manifest.segments):
-            if cuts[index] < cuts[index + 1]:
-                within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
-                yield index, self._segment(entry), within
+def _gathered(array: Array, count: int) -> _GatheredRows | _GatheredRagged:
+    return _GatheredRagged(array) if array.ragged else _GatheredRows(array, count)
+
+
+class _GatheredRows:
+    """Rows of one size that are read segment by segment into their places."""
+
+    def __init__(self, array: Array, count: int) -> None:
+        self._array = array
+        self._values = np.empty((count, *array.stored_shape), array.stored_dtype)
+        self._scale = np.empty(count, np.float32) if array.scaled else None
+
+    def add(self, segment: Segment, within: AnyArray, slots: AnyArray) -> None:
+        """Read the rows `within` a segment to their slots."""
+        picked = zip(within.tolist(), slots.tolist(), strict=True)
+        segment.gather(self._array, [(row, row + 1, slot) for row, slot in picked], self._values)
+        if self._scale is not None:
+            self._scale[slots] = segment.small(f"{self._array.name}#scale")[within]
+
+    def column(self, order: AnyArray) -> Column:
+        """What was read."""
+        del order
+        return Column(self._array, self._values, self._scale)
+
+
+class _GatheredRagged:
+    """Rows of different sizes that are read segment by segment, and put into their order at the end."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self._parts: list[Column] = []
+
+    def add(self, segment: Segment, within: AnyArray, slots: AnyArray) -> None:
+        """Read the rows `within` a segment."""
+        del slots
+        array = self._array
+        bounds = segment.small(f"{array.name}#offsets")
+        starts, stops = bounds[within], bounds[within + 1]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
+        values = np.empty((offsets[-1], *array.stored_shape), array.stored_dtype)
+        picks = zip(starts.tolist(), stops.tolist(), offsets.tolist(), strict=False)
+        segment.gather(array, list(picks), values)
+        scale = None
+        if array.scaled:
+            scales = segment.small(f"{array.name}#scale")
+            ranges = [scales[low:high] for low, high in zip(starts, stops, strict=True)]
+            scale = np.concatenate([scales[:0], *ranges])
+        self._parts.append(Column(array, values, scale, offsets))
+
+    def column(self, order: AnyArray) -> Column:
+        """What was read, in the order that was asked for."""
+        return Column.join(self._array, self._parts).take(_inverse(order))
 
 
 def _inverse(order: AnyArray) -> AnyArray:
