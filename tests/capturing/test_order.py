@@ -141,7 +141,7 @@ class SlowInTheMiddle(Dataset):
     ids=["a subclass", "who comes first"],
 )
 def test_loaders_that_deliver_otherwise_than_they_draw_are_refused(store, model, loader):
-    with pytest.raises(CaptureError, match="other contents than its data set|changes each time"):
+    with pytest.raises(CaptureError, match=r"other contents than its data set|changes each time"):
         capture(store, model, loader())
 
 
