@@ -137,7 +137,7 @@ class FisherFit:
         sums = [
             _sums(piece, form, budget, row_space=self.row_space) for piece in pieces[len(known) :]
         ]
-        held += 3 * sum(one.nbytes for one in sums)
+        held += sum(3 * one.nbytes + one.row_bytes for one in sums)
         mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
         room = self.room - held - mapped
         rows = None
@@ -215,7 +215,8 @@ def _sums(
     if not isinstance(piece, WeightMatrix):
         return VectorMoments(piece, form)
     limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    return matrix_moments(piece, form, room=limit // 32, row_space=row_space)
+    space = limit // 16 if row_space else 0
+    return matrix_moments(piece, form, room=limit // 32, row_space=space)
 
 
 def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:
