@@ -110,8 +110,8 @@ class FisherFit:
         staying = sum(bytes_kept(layer.rows) for layer in self._made.values())
         stays = staying + bytes_kept(one.rows) <= self.room // _STAYING
         self._made[name] = one if stays else dataclasses.replace(one, rows=None)
-        if isinstance(one.rows, Tensor):
-            self._spare = None if stays else one.rows.view(-1)
+        if isinstance(one.rows, Tensor) and not stays:
+            self._spare = one.rows.view(-1)
         return one
 
     def check(self) -> None:
@@ -157,9 +157,10 @@ class FisherFit:
         if not self.corrected:
             return LayerFisher(tuple(bases))
         taken = sum(part.factors.nbytes for part in rows or ())
-        kept = None
+        kept, spare, self._spare = None, self._spare, None
         if self.keep_rows:
-            kept = empty_rows(gradients, name, bases, room - taken, self._spare)
+            kept = empty_rows(gradients, name, bases, room - taken, spare)
+        del spare  # if it was not large enough, it goes before what was made in its place is filled
         held += bytes_kept(kept)
         squared = [torch.zeros_like(basis.values) for basis in bases]
         for part in parts():
