@@ -1,13 +1,14 @@
 """EK-FAC influence on an MLP, CNNs and a transformer, against kronfluence; six methods from one capture.
 
-`./x bench ekfac [mlp] [cnn] [cnn32] [gpt] [together]`: one thread, CPU time, all in one run, taking
+`./x bench ekfac [mlp] [cnn] [cnn32] [gpt128] [gpt256] [together]`: one thread, CPU time, all in one run, taking
 turns for some rounds, the median of their ratios. Both use the
 empirical Fisher matrix, float32, and a damping of 0.1 x the layer's mean eigenvalue, which is what
 kronfluence takes when it is given none. It is fetched into a folder of its own, without torchvision
 and CUDA, which it names but does not need here; --without-peer leaves it out.
 
-`gpt` is a transformer of 4 layers x 128 on windows of 64 characters: its linear layers alone, which are
-what kronfluence knows of it.
+`gpt128` and `gpt256` are transformers of 4 layers x 128 and x 256 on windows of 64 characters: their
+linear layers alone, which are what kronfluence knows of them. What is left there are matrix products that
+both make: two moments, two rotations of all positions, the gradient of every row, the products of all pairs.
 
 `cnn32` has images of 3 x 32 x 32, and two layers that take fewer bytes as gradients than as factors. Of those the
 capture keeps the moments of the first 128 rows' prefixes and suffixes, which the eigenvectors come from; their
@@ -47,7 +48,7 @@ TRAIN, TEST = 1500, 297
 DAMPING = 0.1
 CORRELATION = 0.99
 """Ranks as captured with those of kronfluence, the mean over queries."""
-BARS = {"mlp": (10, 3), "cnn": (10, 3), "cnn32": (5, 2), "gpt": (5, 3)}
+BARS = {"mlp": (10, 3), "cnn": (10, 3), "cnn32": (5, 2), "gpt128": (5, 3), "gpt256": (5, 3)}
 """Times less CPU time than kronfluence: once captured, and including capture."""
 ROUNDS = 3
 TOGETHER = ("dot", "cos", "self", "trak", "logra", "ekfac")
@@ -193,9 +194,10 @@ def texts(
 def subject(name: str) -> tuple[nn.Module, TensorDataset, TensorDataset]:
     """A model after some epochs, its training rows and its queries."""
     torch.manual_seed(0)
-    if name == "gpt":
-        train, test = texts()
-        return fitted(GPT(dim=128, layers=4, tied=False), train, 8), train, test
+    if name.startswith("gpt"):
+        train, test = texts(*((512, 64) if name == "gpt128" else (192, 32)))
+        net = GPT(dim=int(name.removeprefix("gpt")), layers=4, tied=False)
+        return fitted(net, train, 4), train, test
     if name == "cnn32":
         train, test = cifar()
         return cifar_net(train), train, test

@@ -367,6 +367,19 @@ def test_rows_that_find_no_room_are_turned_again(opened, name, monkeypatch):
         close(one, other, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["mlp", "tokens", "conv", "transposed"])
+def test_rows_that_do_not_stay_give_way_to_those_of_the_next_layer(opened, name, monkeypatch):
+    store, _, _ = opened(name, keep="factors")
+    wanted = gk.attribute(store, method="ekfac", per_layer=True)
+    monkeypatch.setattr(_fit, "_STAYING", 1 << 60)
+    once = gk.attribute(store, method="ekfac", per_layer=True)
+    monkeypatch.setattr("gradkeep.attribution._attribute._TILE", 1)  # a query a time
+    again = gk.attribute(store, method="ekfac", per_layer=True)
+    for found in (once, again):
+        for one, other in zip(found.per_layer, wanted.per_layer, strict=True):
+            close(one, other, 1e-5)
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv", "words"])
 def test_queries_may_be_kept_in_another_way(opened, name):
     store, model, data = opened(name, keep="factors")

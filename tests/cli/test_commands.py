@@ -55,6 +55,7 @@ def test_info_json_has_these_keys(gradkeep, folder):
             "scores",
             "row_sets",
             "bases",
+            "moments",
             "evaluations",
         )
     }

@@ -133,6 +133,7 @@ def test_json_fields_can_be_written_and_name_everything(store):
             "scores",
             "row_sets",
             "bases",
+            "moments",
             "evaluations",
         )
     ]

@@ -110,8 +110,8 @@ class FisherFit:
         staying = sum(bytes_kept(layer.rows) for layer in self._made.values())
         stays = staying + bytes_kept(one.rows) <= self.room // _STAYING
         self._made[name] = one if stays else dataclasses.replace(one, rows=None)
-        if isinstance(one.rows, Tensor):
-            self._spare = None if stays else one.rows.view(-1)
+        if isinstance(one.rows, Tensor) and not stays:
+            self._spare = one.rows.view(-1)
         return one
 
     def check(self) -> None:
@@ -137,7 +137,7 @@ class FisherFit:
         sums = [
             _sums(piece, form, budget, row_space=self.row_space) for piece in pieces[len(known) :]
         ]
-        held += 3 * sum(one.nbytes for one in sums)
+        held += sum(3 * one.nbytes + one.row_bytes for one in sums)
         mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
         room = self.room - held - mapped
         rows = None
@@ -157,9 +157,10 @@ class FisherFit:
         if not self.corrected:
             return LayerFisher(tuple(bases))
         taken = sum(part.factors.nbytes for part in rows or ())
-        kept = None
+        kept, spare, self._spare = None, self._spare, None
         if self.keep_rows:
-            kept = empty_rows(gradients, name, bases, room - taken, self._spare)
+            kept = empty_rows(gradients, name, bases, room - taken, spare)
+        del spare  # if it was not large enough, it goes before what was made in its place is filled
         held += bytes_kept(kept)
         squared = [torch.zeros_like(basis.values) for basis in bases]
         for part in parts():
@@ -215,7 +216,8 @@ def _sums(
     if not isinstance(piece, WeightMatrix):
         return VectorMoments(piece, form)
     limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    return matrix_moments(piece, form, room=limit // 32, row_space=row_space)
+    space = limit // 16 if row_space else 0
+    return matrix_moments(piece, form, room=limit // 32, row_space=space)
 
 
 def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:

@@ -9,7 +9,6 @@ import torch
 
 from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
 from gradkeep.factors.kronecker._patch_moments import (
-    WIDE,
     PatchMoments,
     PixelMoments,
     moment,
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from gradkeep.factors.kronecker._row_space import EigenSide
 
 
+_HELD_BYTES = 16
+"""Of each number of a position that is held: itself, in double precision, and in a vector."""
 _POSITIONS = 4096
 """Positions that are summed in their own precision before the sum is added to all others."""
 
@@ -44,6 +45,9 @@ class MatrixMoments(abc.ABC):
     From factors: of suffixes sum g g^T over all S positions / N, of prefixes sum x x^T / S, so
     that their Kronecker product has the size of the Fisher matrix.
     """
+
+    row_bytes: int = 0
+    """Bytes that positions of long sides may take while they are held and decomposed."""
 
     def __init__(self, piece: WeightMatrix, form: Any, *, room: int, lean: bool = False) -> None:
         self.piece, self.form, self.lean = piece, form, lean
@@ -82,7 +86,7 @@ class LinearMoments(MatrixMoments):
     """Of a linear layer's suffixes and prefixes.
 
     With `row_space` a side with fewer positions than numbers in each is decomposed by its positions,
-    also one that is too long for moments of its own, if they fit into the room.
+    also one that is too long for moments of its own, if that takes no more than so many bytes.
     """
 
     def __init__(
@@ -92,13 +96,13 @@ class LinearMoments(MatrixMoments):
         *,
         room: int,
         lean: bool = False,
-        row_space: bool = False,
+        row_space: int = 0,
     ) -> None:
         super().__init__(piece, form, room=room, lean=lean)
         self._high, self._wide = (
-            RowSpace(size, _held(size, room) if row_space else 0)
-            for size in (piece.rows, piece.cols)
+            RowSpace(size, _held(size, row_space)) for size in (piece.rows, piece.cols)
         )
+        self.row_bytes = row_space * sum(not whole(size) for size in (piece.rows, piece.cols))
 
     def eigen(self) -> tuple[EigenSide, EigenSide]:
         """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
@@ -140,8 +144,10 @@ class LinearMoments(MatrixMoments):
 
 
 def _held(size: int, room: int) -> int:
-    """Positions of a side that may be held: as many numbers as its moments have, or find room."""
-    return size if whole(size) else min(WIDE, room // (16 * size))
+    """Positions of a side that may be held: fewer than it has numbers; of a long one what fits."""
+    if whole(size):
+        return size if room else 0
+    return room // (_HELD_BYTES * size)
 
 
 def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:
@@ -274,12 +280,12 @@ def matrix_moments(
     *,
     room: int = 0,
     lean: bool = False,
-    row_space: bool = False,
+    row_space: int = 0,
 ) -> MatrixMoments:
     """Empty moments of a weight, of its factors if they are kept; `room` is in bytes.
 
     `lean` ones are in float32, and of the tokens of a tied table they are a diagonal. `row_space`
-    lets few positions of a long side be decomposed by themselves (`LinearMoments`).
+    bytes let few positions of a long side be decomposed by themselves (`LinearMoments`).
     """
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
     if kind is LinearMoments:
@@ -289,6 +295,8 @@ def matrix_moments(
 
 class VectorMoments:
     """The mean of v v^T, or only its diagonal where v is long."""
+
+    row_bytes: int = 0
 
     def __init__(self, piece: WeightVector, form: AnyForm) -> None:
         self.piece, self.form, self.rows = piece, form, 0
