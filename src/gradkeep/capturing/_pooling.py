@@ -77,11 +77,12 @@ class _Halved(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        saved = ctx.saved_tensors
-        found = gradient.new_empty(*saved[0].shape[:3], 2 * saved[0].shape[3])
+        right, lower = ctx.saved_tensors
+        found = gradient.new_empty(*right.shape[:3], 2 * right.shape[3])
         values = found[0].numel() if len(found) else 0
         for start, stop in tiles(len(found), values, found.element_size(), CACHED):
-            _spread(gradient[start:stop], *(part[start:stop] for part in saved), found[start:stop])
+            some = slice(start, stop)
+            _spread(gradient[some], right[some], lower[some], found[some])
         return found
 
 
