@@ -17,7 +17,7 @@ _SHARE_OF_SEGMENTS = 4
 
 
 _PASSING, _COPIES = 3, 3
-_NEAR = 32 << 20
+_NEAR = 64 << 20
 _LEAST_ROWS = 8
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gradkeep.factors import CACHED, tiles
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -76,10 +78,20 @@ class _Halved(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         right, lower = ctx.saved_tensors
-        wide = gradient.new_empty(right.shape)
-        torch.mul(gradient, lower, out=wide[:, :, 1::2])
-        torch.sub(gradient, wide[:, :, 1::2], out=wide[:, :, ::2])
         found = gradient.new_empty(*right.shape[:3], 2 * right.shape[3])
-        torch.mul(wide, right, out=found[..., 1::2])
-        torch.sub(wide, found[..., 1::2], out=found[..., ::2])
+        values = found[0].numel() if len(found) else 0
+        for start, stop in tiles(len(found), values, found.element_size(), CACHED):
+            some = slice(start, stop)
+            _spread(gradient[some], right[some], lower[some], found[some])
         return found
+
+
+def _spread(
+    gradient: torch.Tensor, right: torch.Tensor, lower: torch.Tensor, into: torch.Tensor
+) -> None:
+    """Write each number where its pixel was found, and zeros beside it."""
+    wide = gradient.new_empty(right.shape)
+    torch.mul(gradient, lower, out=wide[:, :, 1::2])
+    torch.sub(gradient, wide[:, :, 1::2], out=wide[:, :, ::2])
+    torch.mul(wide, right, out=into[..., 1::2])
+    torch.sub(wide, into[..., 1::2], out=into[..., ::2])

@@ -189,9 +189,9 @@ def pixel_norms(form: Convolution, rows: ConvolutionRows) -> tuple[Tensor, Tenso
         grads = _own_products(form, rows.narrow[start:stop]).view(near.shape)
         if form.bias == "narrow":
             near = near.add_(1)
-        out[start:stop] = inner(near, grads).view(stop - start, -1).sum(1)
+        out[start:stop] = inner(near, grads).view(-1, form.groups).sum(1)
         sizes = (inner(near, near) * inner(grads, grads)).sqrt_()
-        most[start:stop] = sizes.view(stop - start, -1).sum(1)
+        most[start:stop] = sizes.view(-1, form.groups).sum(1)
     return out, out > _CERTAIN * most
 
 
@@ -201,15 +201,17 @@ def _near_itself(form: Convolution, wide: Tensor) -> Tensor:
     near = None
     for phase, taps in phases(form):
         some = wide[:, :, *phase]
-        sums = _own_products(form, some).view(-1, *some.shape[2:], *some.shape[2:])
+        sums = _own_products(form, some)
+        sums = sums.view(len(sums), *some.shape[2:], *some.shape[2:])
         for axis in range(axes):
             sums = _along(sums, taps[axis], 1 + axis, 1 + axes + axis, form.out[axis])
         near = sums if near is None else near.add_(sums)
     assert near is not None
-    return near.reshape(len(near), -1)
+    return near.reshape(len(near), form.positions**2)
 
 
 def _own_products(form: Convolution, array: Tensor) -> Tensor:
     """`[B, C, *size]` -> the products over C of each row's pixels `[B * groups, S, S]`."""
-    parts = array.reshape(len(array) * form.groups, -1, math.prod(array.shape[2:]))
+    count, channels = len(array) * form.groups, array.shape[1] // form.groups
+    parts = array.reshape(count, channels, math.prod(array.shape[2:]))
     return torch.bmm(parts.mT, parts)

@@ -75,13 +75,18 @@ def _both_at_once(
     """
     if not (isinstance(module, _BATCH) and x.dim() > 2 and len(x)):
         return []
-    if x.dtype != g.dtype or x.dtype not in (torch.float32, torch.float64) or x.device.type != "cpu":
+    if (
+        x.dtype != g.dtype
+        or x.dtype not in (torch.float32, torch.float64)
+        or x.device.type != "cpu"
+    ):
         return []
     rows = len(x)
+    statistics: list[Any] = [module.running_mean, module.running_var]
     both = torch.ops.aten.native_batch_norm_backward(
         *(part.reshape(1, -1, *part.shape[2:]) for part in (g, x)),
         None,
-        *(one.to(x.dtype).repeat(rows) for one in (module.running_mean, module.running_var)),
+        *(one.to(x.dtype).repeat(rows) for one in statistics),
         *(None, None, False, module.eps, [False, True, True]),
     )
     return [both[2 if p.name.endswith("bias") else 1].view(rows, -1) for p in parameters]

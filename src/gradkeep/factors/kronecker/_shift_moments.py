@@ -69,7 +69,9 @@ class ShiftMoments:
             self.near += _correlations(form, some)
             for strip in _strips(form):
                 found = squared(strip.patches(some)).view(*(*strip.taps, form.channels) * 2)
-                own = (*(slice(low, low + n) for low, n in zip(strip.tap, strip.taps, strict=True)),)
+                own = (
+                    *(slice(low, low + n) for low, n in zip(strip.tap, strip.taps, strict=True)),
+                )
                 self.edges[*own, :, *own, :] += found
 
     def moments(self) -> Tensor:
