@@ -24,7 +24,7 @@ BESIDE = 6
 """Bytes of a code that say how long the row is, and how much of it lies along the directions."""
 _SCANNED = 1 << 14
 """Rows whose codes are looked at together: they stay in the cache as numbers."""
-_HELD = 1 << 28
+_HELD = 1 << 27
 """Bytes that products with all rows may take at a time."""
 _STRIDE = 64
 _BEGUN, _WIDEST = 100, 1600
