@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,7 +14,7 @@ from gradkeep.errors import QueryError
 from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from gradkeep.query._gradients import Gradients
     from gradkeep.store import CaptureKey
@@ -162,24 +163,40 @@ def by_codes(
     begun = wide if wide == len(codes) else begun
     ranked: list[_Ranking] = []
     together = max(1, _HELD // (8 * len(codes)))
-    for begin in range(0, len(positions), together):
-        some = positions[begin : begin + together]
-        asked = AskedCoordinates.of(pair.queries, codes, some, smallest=smallest)
-        best = _Ranking(pair, some, k, smallest=smallest, memory_budget=memory_budget)
-        left = list(range(len(some)))
-        products = codes.products(asked)
-        near = codes.nearest(products, begun)
-        best.rank(left, near)
-        if begun < wide:
-            last = best.values[:, -1] * (-1 if smallest else 1)
-            likely = _without(codes.likeliest(products, asked, last, wide), near)
-            start, stop = 0, begun if candidates is None else wide - begun
-            while start < stop and left:
-                left = best.rank(left, likely[left, start:stop])
-                start, stop = stop, min(2 * stop, wide - begun)
-        ranked.append(best)
+    with _one_thread():
+        for begin in range(0, len(positions), together):
+            some = positions[begin : begin + together]
+            asked = AskedCoordinates.of(pair.queries, codes, some, smallest=smallest)
+            best = _Ranking(pair, some, k, smallest=smallest, memory_budget=memory_budget)
+            left = list(range(len(some)))
+            products = codes.products(asked)
+            near = codes.nearest(products, begun)
+            best.rank(left, near)
+            if begun < wide:
+                last = best.values[:, -1] * (-1 if smallest else 1)
+                likely = _without(codes.likeliest(products, asked, last, wide), near)
+                start, stop = 0, begun if candidates is None else wide - begun
+                while start < stop and left:
+                    left = best.rank(left, likely[left, start:stop])
+                    start, stop = stop, min(2 * stop, wide - begun)
+            ranked.append(best)
     values, rows = [one.values for one in ranked], [one.rows for one in ranked]
     return torch.cat(values), torch.cat(rows), ranked[-1].engine
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiles that stay in the cache are gone through by one thread.
+
+    Two would wait for each other after every one of thousands of short steps: half a second of work took
+    ten where other processes were running too.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Ranking:
