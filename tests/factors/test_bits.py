@@ -195,3 +195,18 @@ def test_dense_gradients_are_projected_block_by_block():
     assert torch.equal(found[:, :630], matrix.taken(rows.values).flatten(1))
     assert torch.equal(found[:, 630:], vector.taken(rows.values))
     assert LayerProjection((None, other)).applied(form, rows).shape == (3, 7)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(1, 0), (4, 0), (1, 7), (8, 0), (32, 0)])
+def test_sketched_products_err_by_less_than_a_hundredth_of_the_lengths(bits, group):
+    rng = torch.Generator().manual_seed(bits)
+    form, directions = form_of(21 * 7, bits, group), torch.randn(5, 147, generator=rng)
+    directions[3] = 0
+    directions[4] *= 1e-6
+    for count in (0, 1, 300):
+        rows = coded(torch.randn(count, 147, generator=rng), bits, group)
+        found = form.sketched(rows, directions, scratch=1 << 14)
+        exact = form.half(rows, directions, scratch=1 << 14)
+        lengths = directions.norm(dim=1).outer(form.squared_norms(rows).sqrt())
+        assert found.shape == exact.shape
+        assert bool(((found - exact).abs() <= 0.01 * lengths).all())

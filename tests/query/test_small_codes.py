@@ -9,8 +9,8 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import Damaged, QueryError
-from gradkeep.query import _code_making
-from gradkeep.query._small_codes import AskedCoordinates
+from gradkeep.query import _code_making, _small_codes
+from gradkeep.query._small_codes import AskedCoordinates, _largest
 
 
 def captured(tmp_path, model, shape, rows=300, queries=6, **options):
@@ -115,7 +115,7 @@ def test_long_rows_are_looked_at_though_their_codes_say_little(tmp_path):
     codes = gk.query.small_codes(train, bytes=8, sample=64)
     asked = AskedCoordinates.of(test, codes, [0], smallest=False)
     exact = gk.query.top(test, train, 5).ids
-    by_codes = 3 * codes.nearest(asked, 30)
+    by_codes = 3 * codes.nearest(codes.products(asked), 30)
     assert not torch.isin(exact, by_codes).all()
     assert torch.equal(gk.query.top(test, train, 5, codes=codes, candidates=60).ids, exact)
 
@@ -151,16 +151,38 @@ def test_nearest_are_those_of_decoded_codes(tmp_path):
     rows = units * codes.lengths.unsqueeze(1) * part.sqrt()
     asked = AskedCoordinates.of(test, codes, [0, 1, 2, 3, 4], smallest=False)
     values = asked.along @ rows.t()
-    found = codes.nearest(asked, 40)
+    products = codes.products(asked)
+    found = codes.nearest(products, 40)
     assert torch.allclose(values.gather(1, found), values.topk(40).values, rtol=1e-4, atol=1e-4)
     floor = values.topk(3).values[:, -1]
     unseen = codes.lengths.square() * (1 - part[:, 0]) * (codes.spread * asked.beyond[:, None]) ** 2
     rounded = (asked.along * codes.steps).square().sum(1, keepdim=True) / 12
     error = (unseen + codes.lengths.square() * part[:, 0] * rounded).sqrt()
     likely = (values - floor[:, None]) / error
-    found = codes.nearest(asked, 40, above=floor)
+    found = codes.likeliest(products, asked, floor, 40)
     assert torch.allclose(likely.gather(1, found), likely.topk(40).values, rtol=1e-3, atol=1e-3)
     assert abs(float(units.norm(dim=1).mean()) - 1) < 0.03
+
+
+@pytest.mark.parametrize("levels", [3, 50, 10**6])
+def test_the_largest_of_many_are_those_of_a_stable_sort(levels):
+    rng = torch.Generator().manual_seed(levels)
+    values = torch.randint(levels, (3, 40_000), generator=rng).float()
+    values[1, 100:] = -torch.inf
+    exact = values.sort(dim=1, descending=True, stable=True).indices
+    for count in (1, 10, 3000, 40_000):
+        assert torch.equal(_largest(values, count), exact[:, :count])
+
+
+def test_queries_in_groups_have_the_same_answers(tmp_path, monkeypatch):
+    rows = torch.randn(100, 9, generator=torch.Generator().manual_seed(7))
+    train, test = dense_rows(tmp_path, rows, rows[:7] + 0.1)
+    codes = gk.query.small_codes(train, bytes=9)
+    whole = gk.query.top(test, train, 3, codes=codes, candidates=20)
+    monkeypatch.setattr(_small_codes, "_HELD", 8 * 100 * 2)
+    parts = gk.query.top(test, train, 3, codes=codes, candidates=20)
+    assert torch.equal(whole.ids, parts.ids)
+    assert torch.allclose(whole.values, parts.values)
 
 
 def test_codes_are_made_once_and_read_again(tmp_path):
@@ -175,9 +197,10 @@ def test_codes_are_made_once_and_read_again(tmp_path):
     assert "50 rows, 10 bytes each" in repr(again)
     assert 0.5 < again.share <= 1.0001
     assert gk.store.verify(tmp_path).healthy
-    other = gk.query.small_codes(train, bytes=10, sample=20, seed=1)  # instead of the first ones
+    other = gk.query.small_codes(train, bytes=10, sample=20, seed=1)
     assert not np.array_equal(one.codes, other.codes)
-    assert len(gk.open(tmp_path).bases()) == 2
+    assert np.array_equal(one.codes, gk.query.small_codes(train, bytes=10).codes)
+    assert len(gk.open(tmp_path).bases()) == 4
 
 
 def test_more_bytes_than_rows_are_empty_ones(tmp_path):
@@ -284,7 +307,7 @@ def test_damaged_codes_are_not_believed(tmp_path):
     rows = torch.randn(3000, 10)
     train, _ = dense_rows(tmp_path, rows, rows[:2])
     gk.query.small_codes(train, bytes=40)
-    (path,) = tmp_path.rglob("*codes-40.v0*/seg/*.safetensors")
+    (path,) = tmp_path.rglob("*codes-40-*.v0*/seg/*.safetensors")
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1
     path.write_bytes(data)

@@ -145,3 +145,41 @@ def test_underflow_is_noted():
     values = {"x": np.array([[1.0, 1e-30]], np.float32)}
     backend, _ = write([gk.Array("x", shape=(2,), encoding="int8-scaled")], values, 1)
     assert Segment(backend, NAME).metadata["underflow:x"] == "1/2"
+
+
+def test_rows_and_parts_of_a_stream_open_no_other_segments(monkeypatch):
+    store = gk.open(Memory())
+    arrays = (
+        gk.Array("loss"),
+        gk.Array("tokens", "int64", ragged=True, kind="data"),
+        gk.Array("fc", shape=(5,), encoding="int8-scaled"),
+    )
+    ids = np.arange(100)[::-1] * 2
+    values = {
+        "loss": np.arange(100, dtype=np.float32),
+        "tokens": [np.arange(n % 4) + n for n in range(100)],
+        "fc": RNG.normal(size=(100, 5)).astype(np.float32),
+    }
+    with store.write(KEY, gk.Schema(arrays, rows_per_segment=10)) as writer:
+        writer.append(ids, values)
+    whole = store.read(KEY).read(ids)
+    block, opened = store.read(KEY), []
+    real = type(block)._open
+    monkeypatch.setattr(
+        type(block), "_open", lambda self, entry: opened.append(entry.file) or real(self, entry)
+    )
+    rows = np.array([57, 3, 57, 8, 91])
+    some = block.read_rows(rows)
+    assert len(opened) == 3
+    assert some.ids.tolist() == ids[rows].tolist()
+    assert some["loss"].tolist() == rows.tolist()
+    assert [some["tokens"][at].tolist() for at in range(5)] == [
+        values["tokens"][row].tolist() for row in rows
+    ]
+    assert np.array_equal(some["fc"], whole["fc"][rows])
+    assert block.read_rows([])["loss"].shape == (0,)
+    opened.clear()
+    parts = list(block.stream(["loss"], batch_rows=4, segments=range(2, 4)))
+    assert len(opened) == 2
+    assert [part.first_row for part in parts] == [20, 24, 28, 30, 34, 38]
+    assert np.concatenate([part["loss"] for part in parts]).tolist() == list(range(20, 40))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
@@ -123,15 +124,14 @@ class _CodeMaking:
         return 2 * (self._bytes - BESIDE)
 
     def _key(self, what: str) -> BasisKey:
-        return self._train.key.beside(f"codes-{self._bytes}.{what}")
+        """Codes of other layers, or of another sample, lie elsewhere."""
+        made_by = xxhash.xxh3_64_hexdigest(repr(sorted(self._told.items())).encode())[:8]
+        return self._train.key.beside(f"codes-{self._bytes}-{made_by}.{what}")
 
     def directions(self) -> _Directions:
         """Those that are kept, of whichever version of the capture; made if there are none."""
         key, store = self._key("directions"), self._store
         kept = self._sealed(key)
-        if kept is not None and not _told_by(kept, self._told):
-            self._forget()
-            kept = None
         if kept is None:
             if store.has(key):
                 store.delete(key)  # what an interrupted call left
@@ -171,13 +171,6 @@ class _CodeMaking:
         numbers = (int(found[1]) for key in kept if (found := _VERSION.search(key.capture)))
         there = [number for number in set(numbers) if self._key(f"v{number}") in kept]
         return sorted((n for n in there if n != self._train.block.version), reverse=True)
-
-    def _forget(self) -> None:
-        """Let go of everything that was made otherwise, and of what was made of it."""
-        for version in [*self._others(), self._train.block.version]:
-            if self._store.has(self._key(f"v{version}")):
-                self._store.delete(self._key(f"v{version}"))
-        self._store.delete(self._key("directions"))
 
     def _write_codes(self, key: BasisKey, directions: _Directions, told: dict[str, str]) -> None:
         """Codes of all rows: of segments that an earlier version had too, those; of the rest new ones."""

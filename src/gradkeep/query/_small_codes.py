@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,10 +12,9 @@ import torch
 from gradkeep import _arguments
 from gradkeep.errors import QueryError
 from gradkeep.query._engine import GradientPair, ProductEngine
-from gradkeep.query._largest import LargestRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from gradkeep.query._gradients import Gradients
     from gradkeep.store import CaptureKey
@@ -25,6 +25,9 @@ BESIDE = 6
 """Bytes of a code that say how long the row is, and how much of it lies along the directions."""
 _SCANNED = 1 << 14
 """Rows whose codes are looked at together: they stay in the cache as numbers."""
+_HELD = 1 << 27
+"""Bytes that products with all rows may take at a time."""
+_STRIDE = 64
 _BEGUN, _WIDEST = 100, 1600
 """Candidates for each row that is asked for: how many are ranked first, and how many at most."""
 
@@ -64,44 +67,54 @@ class SmallCodes:
             f"{self.codes.shape[1] + BESIDE} bytes each, {self.share:.2f} of squared lengths)"
         )
 
-    def nearest(
-        self, asked: AskedCoordinates, count: int, *, above: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The rows `[Q, count]` with the largest products by codes, best first.
+    def products(self, asked: AskedCoordinates) -> torch.Tensor:
+        """The products by codes `[Q, N]`, for rows of length one.
 
-        With `above` `[Q]` those that are likeliest to have a product above it: (p - above) / e is what counts
-        then, for a product p by codes and its usual error e, which grows with the row's length.
         2 N D operations a query, and one read of all codes.
         """
-        best = LargestRows(len(asked.along), min(count, len(self)))
         # A byte is 16 (h - 8) + l as a signed number: so it serves as it is, and what its lower half
         # adds to the upper one's share is taken from the lower one's weight.
         upper, lower = (asked.along * self.steps).chunk(2, 1)
         fixed = (0.5 * upper - 7.5 * lower).sum(1, keepdim=True)
-        rounding = (asked.along * self.steps).square().sum(1, keepdim=True) / 12
-        unseen = (self.spread * asked.beyond).square().unsqueeze(1)
         upper = upper / 16
         lower = lower - upper
         codes = torch.from_numpy(self.codes.view(np.int8))
         most = min(_SCANNED, len(self))
         halves = torch.empty(most, codes.shape[1], dtype=torch.int8)
         numbers = torch.empty(most, codes.shape[1])
+        found = torch.empty(len(asked.along), len(self))
         for start in range(0, len(self), _SCANNED):
             part = codes[start : start + _SCANNED]
             here = numbers[: len(part)]
             values = torch.addmm(fixed, upper, here.copy_(part).t())
             torch.bitwise_and(part, 15, out=halves[: len(part)])
             values.addmm_(lower, here.copy_(halves[: len(part)]).t())
-            along = self.parts[start : start + _SCANNED].float().div_(65535)
-            lengths = self.lengths[start : start + _SCANNED]
-            values *= along.sqrt()
-            if above is None:
-                values *= lengths
-            else:
-                values -= above.unsqueeze(1) / lengths
-                values /= torch.addcmul(unseen, rounding - unseen, along).sqrt_().clamp_(min=1e-30)
-            best.add(values.nan_to_num_(-torch.inf), 0, start)
-        return best.rows
+            along = self.parts[start : start + _SCANNED].float().div_(65535).sqrt_()
+            torch.mul(values, along, out=found[:, start : start + len(part)])
+        return found
+
+    def nearest(self, products: torch.Tensor, count: int) -> torch.Tensor:
+        """The rows `[Q, count]` with the largest products `[Q, N]` once their lengths count, best first."""
+        return _largest(products * self.lengths, count)
+
+    def likeliest(
+        self, products: torch.Tensor, asked: AskedCoordinates, above: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """The rows `[Q, count]` that are likeliest to have a product above `[Q]`, best first.
+
+        (p - above) / e is what counts, for a product p by codes and its usual error e: of the rounding, and
+        of what lies beside the directions. It grows with the row's length.
+        """
+        rounding = (asked.along * self.steps).square().sum(1, keepdim=True) / 12
+        unseen = (self.spread * asked.beyond).square().unsqueeze(1)
+        found = torch.empty_like(products)
+        for start in range(0, len(self), _SCANNED):
+            here = slice(start, min(start + _SCANNED, len(self)))
+            along = self.parts[here].float().div_(65535)
+            values = products[:, here] - above.unsqueeze(1) / self.lengths[here]
+            values /= torch.addcmul(unseen, rounding - unseen, along).sqrt_().clamp_(min=1e-30)
+            found[:, here] = values.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+        return _largest(found, count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,19 +161,42 @@ def by_codes(
     wide = min(len(pair.train), k * _WIDEST if candidates is None else max(k, candidates))
     begun = min(wide, k * _BEGUN if candidates is None else max(k, wide // 2))
     begun = wide if wide == len(codes) else begun
-    asked = AskedCoordinates.of(pair.queries, codes, positions, smallest=smallest)
-    best = _Ranking(pair, positions, k, smallest=smallest, memory_budget=memory_budget)
-    left = list(range(len(positions)))
-    near = codes.nearest(asked, begun)
-    best.rank(left, near)
-    if begun < wide:
-        last = best.values[:, -1]
-        likely = _without(codes.nearest(asked, wide, above=-last if smallest else last), near)
-        start, stop = 0, begun if candidates is None else wide - begun
-        while start < stop and left:
-            left = best.rank(left, likely[left, start:stop])
-            start, stop = stop, min(2 * stop, wide - begun)
-    return best.values, best.rows, best.engine
+    ranked: list[_Ranking] = []
+    together = max(1, _HELD // (8 * len(codes)))
+    with _one_thread():
+        for begin in range(0, len(positions), together):
+            some = positions[begin : begin + together]
+            asked = AskedCoordinates.of(pair.queries, codes, some, smallest=smallest)
+            best = _Ranking(pair, some, k, smallest=smallest, memory_budget=memory_budget)
+            left = list(range(len(some)))
+            products = codes.products(asked)
+            near = codes.nearest(products, begun)
+            best.rank(left, near)
+            if begun < wide:
+                last = best.values[:, -1] * (-1 if smallest else 1)
+                likely = _without(codes.likeliest(products, asked, last, wide), near)
+                start, stop = 0, begun if candidates is None else wide - begun
+                while start < stop and left:
+                    left = best.rank(left, likely[left, start:stop])
+                    start, stop = stop, min(2 * stop, wide - begun)
+            ranked.append(best)
+    values, rows = [one.values for one in ranked], [one.rows for one in ranked]
+    return torch.cat(values), torch.cat(rows), ranked[-1].engine
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiles that stay in the cache are gone through by one thread.
+
+    Two would wait for each other after every one of thousands of short steps: half a second of work took
+    ten where other processes were running too.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Ranking:
@@ -212,6 +248,26 @@ class _Ranking:
         self.values[queries], self.rows[queries] = kept, kept_rows
         changed = (kept_rows != before).any(1).tolist()
         return [query for query, new in zip(queries, changed, strict=True) if new]
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the largest of `[Q, N]` are, `[Q, count]`, falling; of equal ones the first.
+
+    Most values are below one that a few of them suggest, and are not sorted.
+    """
+    return torch.stack([_largest_of(one, count) for one in values])
+
+
+def _largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
+    few = values[::_STRIDE]
+    wanted = 2 * count // _STRIDE + 8
+    if wanted < len(few) // 2:
+        limit = few.kthvalue(len(few) - wanted).values
+        rows = (values > limit).nonzero().squeeze(1)
+        if len(rows) >= count:
+            order = values[rows].sort(descending=True, stable=True).indices[:count]
+            return rows[order]
+    return values.sort(descending=True, stable=True).indices[:count]
 
 
 def _without(rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
