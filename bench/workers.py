@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import xxhash
 
 import gradkeep as gk
 from bench.capture import pictures
@@ -24,9 +25,9 @@ ROWS, BATCH = (3072, 12288), 128
 BAR, QUIET = 1.8, 0.5
 
 
-def contents(folder: str) -> dict[str, bytes]:
-    found = Path(folder).rglob("seg/*.safetensors")
-    return {path.name: path.read_bytes() for path in sorted(found)}
+def contents(folder: str) -> dict[str, str]:
+    found = sorted(Path(folder).rglob("seg/*.safetensors"))
+    return {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in found}
 
 
 def timed(net: torch.nn.Module, batches: list, folder: str, **options: int) -> float:
@@ -39,12 +40,15 @@ def timed(net: torch.nn.Module, batches: list, folder: str, **options: int) -> f
 def compared(net: torch.nn.Module, rows: int, workers: int) -> tuple[float, bool]:
     """How many times as fast the workers are, and whether they left the same bytes."""
     batches = pictures(rows, BATCH)
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
+    # One folder after the other: what fills memory with files slows what comes after it.
+    with tempfile.TemporaryDirectory() as one:
         alone = timed(net, batches, one)
+        expected = contents(one)
+    with tempfile.TemporaryDirectory() as many:
         started = time.process_time()
         shared = timed(net, batches, many, workers=workers)
         own = time.process_time() - started
-        same = contents(one) == contents(many)
+        same = contents(many) == expected
     print(
         f"  {rows:6} rows: one process {alone:6.1f} s, {workers} workers {shared:6.1f} s "
         f"(of CPU {own:.1f} s in the one that shares out): {alone / shared:.2f}x, "
