@@ -232,6 +232,12 @@ def test_suspects_suggest_and_retrain(page, site):
     page.get_by_role("button", name="retrain").click()
     page.locator(".verdict").wait_for()
     assert "gain over random rows" in page.locator(".verdict").inner_text()
+    # It was about the decisions of then: after another one nothing is asked that was not begun.
+    page.get_by_role("button", name="wrong r").click()
+    page.locator(".chooser button").nth(1).click()
+    page.locator(".verdict").wait_for(state="hidden")
+    page.get_by_role("button", name="retrain").click()
+    page.locator(".verdict").wait_for()
 
 
 def test_clusters_are_drawn_around_and_set_against_each_other(page, site):

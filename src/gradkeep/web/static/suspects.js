@@ -26,13 +26,15 @@ function Queue({ rows, at, onPick, by }) {
     ${one.decision ? html`<span class="badge">${said(one.decision)}</span>` : html`<span class="n p" title=${MEASURES[by][1]}>${number(one.value)}</span>`}</button></li>`)}</ol>`;
 }
 
-function Retrain({ view, session, capture, version }) {
-  const [begun, setBegun] = useState(false);
-  const found = useAnswer(begun ? "api/suspects/retrained" : null, capture, { version });
-  useEffect(() => setBegun(false), [view.relabelled]);
+// What was begun is about the decisions of then: after the next one, or while it is on its way, it is not asked for.
+function Retrain({ view, session, capture, deciding, settled }) {
+  const [at, setAt] = useState(null);
+  const begun = at === deciding.version && !deciding.under;
+  const found = useAnswer(begun ? "api/suspects/retrained" : null, capture, { version: at });
   const begin = async () => {
+    const version = await settled.current;
     await send("api/suspects/retrained", capture);
-    setBegun(true);
+    setAt(version);
   };
   if (isReport) return null;
   const gain = found.data?.gain;
@@ -40,7 +42,7 @@ function Retrain({ view, session, capture, version }) {
   return html`<section class="panel">
     <h3>Without them</h3>
     ${view.recipe
-      ? html`<p>Train without the ${count(view.relabelled)} rows whose labels are wrong, and without as many at random. <button onClick=${begin} disabled=${!view.relabelled || (begun && !found.data && !found.problem)}>retrain</button></p>
+      ? html`<p>Train without the ${count(view.relabelled)} rows whose labels are wrong, and without as many at random. <button onClick=${begin} disabled=${!view.relabelled || deciding.under || (begun && !found.data && !found.problem)}>retrain</button></p>
         ${begun && !found.data ? html`<${Waiting} answer=${found} />` : ""}
         ${gain && html`<p class="verdict"><b class=${gain.value < 0 ? "minus-ink n" : "plus-ink n"}>${gain.value < 0 ? "\u2212" : "+"}${fixed(Math.abs(gain.value))}</b> <span class="n muted">[${fixed(gain.low)}, ${fixed(gain.high)}]</span> <${Def} is="How much larger the queries' margins are after training without these rows than after training without as many random ones, with its 95% interval. Positive: queries are answered better.">gain over random rows</${Def}>; ${gain.sizes}</p><${Whisker} low=${gain.low} high=${gain.high} value=${gain.value} from=${-reach} to=${reach} />`}`
       : html`<p class="muted">To train without these rows and see the difference, say how models are trained:</p><${Command} line=${`gradkeep serve ${session?.location ?? "STORE"} --recipe train.py:recipe`} />`}
@@ -71,6 +73,8 @@ export function Suspects({ place, run, session }) {
   const by = MEASURES[params.by] ? params.by : "loss";
   const show = params.show ?? "all";
   const [version, setVersion] = useState(0);
+  const [deciding, setDeciding] = useState({ version: 0, under: false });
+  const settled = useRef(Promise.resolve(0)); // the number of decisions, once the last one is kept
   const [size, setSize] = useState(40);
   const [choosing, setChoosing] = useState(false);
   const [problem, setProblem] = useState(null);
@@ -85,7 +89,14 @@ export function Suspects({ place, run, session }) {
   const pick = (one) => one && go({ ...place, id: String(one.row.id) }, { replace: true });
   const move = (step) => pick(rows[Math.max(0, Math.min(rows.length - 1, at + step))]);
   const keep = (more) => go({ ...place, id: null, params: { ...params, ...more } });
-  const decide = async (row, action, label = null) => {
+  const decide = (row, action, label = null) => {
+    const number = deciding.version + 1;
+    setDeciding({ version: number, under: true });
+    settled.current = settled.current
+      .then(() => decideNext(row, action, label))
+      .then(() => (setDeciding({ version: number, under: false }), number));
+  };
+  const decideNext = async (row, action, label) => {
     const told = await send("api/decisions", { ...capture, row: row.row.id, action, label });
     setChoosing(false);
     setProblem(told.problem ?? null);
@@ -137,7 +148,7 @@ export function Suspects({ place, run, session }) {
                   ${choosing && html`<div class="chooser" role="group" aria-label="The right label"><span>should be</span>${view.labels.slice(0, 40).map((label) => html`<button class=${label === best ? "best" : ""} onClick=${() => decide(current, "relabel", label)}>${labelled(label, view.classes?.[label])}${label < 10 && label >= 0 && String(label) !== labelled(label, view.classes?.[label]) ? html` <${Key}>${label}</${Key}>` : ""}</button>`)}<button onClick=${() => decide(current, "relabel", best)}>${best === null ? "unknown" : "the suggestion"} <${Key}>Enter</${Key}></button></div>`}
                   ${problem && html`<${Problem} problem=${problem} />`}</div></div>
               <${Suggestions} view=${view} session=${session} capture=${capture} onThere=${() => setVersion((old) => old + 1)} /></section>`}
-            <${Retrain} view=${view} session=${session} capture=${capture} version=${version} /></div></div>`
+            <${Retrain} view=${view} session=${session} capture=${capture} deciding=${deciding} settled=${settled} /></div></div>`
         : html`<${Empty} title=${show === "decided" ? "Nothing is decided yet" : show === "open" ? "Everything is decided" : "No rows"}>Go through the queue with <${Key}>j</${Key}> and <${Key}>k</${Key}>; <${Key}>a</${Key}> says that a label is right, <${Key}>r</${Key}> that it is wrong, <${Key}>u</${Key}> takes it back.</${Empty}>`
       : ""}`;
 }
