@@ -24,13 +24,15 @@ import torch
 import gradkeep.store as gs
 from gradkeep import farm
 from gradkeep._progress import progress as shown
+from gradkeep._surroundings import torch_threads
 from gradkeep.capturing._batches import digests
 from gradkeep.capturing._mode import device_of
 from gradkeep.capturing._row_values import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from gradkeep.capturing._capture import ReplayOrder
     from gradkeep.capturing._replay import PartReplay
@@ -89,16 +91,10 @@ class Crew:
     workers: int | None
     engine: Engine | None
 
-    @contextlib.contextmanager
-    def threads(self) -> Iterator[None]:
+    def threads(self) -> AbstractContextManager[None]:
         """As many threads as each of them has: what this process makes has the bytes of theirs."""
         place = farm.LocalProcesses(self.workers) if self.engine is None else self.engine
-        before = torch.get_num_threads()
-        torch.set_num_threads(place.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return torch_threads(place.threads)
 
     def packed(self) -> bytes:
         """What travels to the workers: the model as it is now, the loader, the task and the choices."""

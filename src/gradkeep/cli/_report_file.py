@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gradkeep import __version__
 from gradkeep._display import head_and_tail
+from gradkeep._surroundings import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,9 +59,8 @@ def place_of(error: BaseException) -> str:
 
 
 def _folders() -> Iterator[Path]:
-    base = os.environ.get("XDG_CACHE_HOME")
     with contextlib.suppress(RuntimeError):  # nobody's home
-        yield (Path(base) if base else Path.home() / ".cache") / "gradkeep" / "reports"
+        yield cache_folder() / "reports"
     yield Path(tempfile.gettempdir()) / "gradkeep-reports"
 
 

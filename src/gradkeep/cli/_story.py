@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
+from gradkeep._surroundings import torch_threads
 from gradkeep.cli import _story_breaks
 from gradkeep.cli._story_checks import (
     budget_curve,
@@ -25,7 +25,7 @@ from gradkeep.datamodels import Training
 from gradkeep.evaluate import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from gradkeep.data import Digits
@@ -37,19 +37,8 @@ WRONG = 0.08
 
 def tell(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) -> None:
     """Tell the whole story in `folder`; a second run goes on where the first one stopped."""
-    with one_thread():
+    with torch_threads(1):
         _tell(folder, seeds, say)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Small matrices gain nothing from more threads, and lose much beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:

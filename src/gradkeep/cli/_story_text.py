@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.cli._story import one_thread
+from gradkeep._surroundings import torch_threads
 from gradkeep.cli._story_checks import write_page
 from gradkeep.data import GPT, Vocabulary
 
@@ -73,7 +73,7 @@ class PlantedDocuments:
 
 def tell_text(folder: Path, *, say: Callable[[str], None] = print) -> None:
     """Tell the story in `folder`; a second run goes on where the first one stopped."""
-    with one_thread():
+    with torch_threads(1):
         _tell(folder, say)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from gradkeep._surroundings import cache_folder
 from gradkeep.errors import QueryError
 from gradkeep.factors import MachineSpeeds
 
@@ -36,7 +37,7 @@ def machine_speeds() -> MachineSpeeds:
 
 @functools.lru_cache(maxsize=8)
 def _known(facts: tuple[str, ...], chosen: str | None) -> MachineSpeeds:
-    path = _folder() / f"machine-{_key(facts)}.json" if chosen is None else Path(chosen)
+    path = cache_folder() / f"machine-{_key(facts)}.json" if chosen is None else Path(chosen)
     if path.exists():
         try:
             return read(path)
@@ -84,11 +85,6 @@ def write(found: MachineSpeeds, path: Path, facts: tuple[str, ...]) -> None:
         part.replace(path)
     except OSError:
         return  # measured again next time: a second, not an error
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "gradkeep"
 
 
 def _key(facts: tuple[str, ...]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,11 +9,12 @@ import numpy as np
 import torch
 
 from gradkeep import _arguments
+from gradkeep._surroundings import torch_threads
 from gradkeep.errors import QueryError
 from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from gradkeep.query._gradients import Gradients
     from gradkeep.store import CaptureKey
@@ -163,7 +163,9 @@ def by_codes(
     begun = wide if wide == len(codes) else begun
     ranked: list[_Ranking] = []
     together = max(1, _HELD // (8 * len(codes)))
-    with _one_thread():
+    with torch_threads(
+        1
+    ):  # tiles that stay in the cache: half a second of work, ten by two threads
         for begin in range(0, len(positions), together):
             some = positions[begin : begin + together]
             asked = AskedCoordinates.of(pair.queries, codes, some, smallest=smallest)
@@ -182,21 +184,6 @@ def by_codes(
             ranked.append(best)
     values, rows = [one.values for one in ranked], [one.rows for one in ranked]
     return torch.cat(values), torch.cat(rows), ranked[-1].engine
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiles that stay in the cache are gone through by one thread.
-
-    Two would wait for each other after every one of thousands of short steps: half a second of work took
-    ten where other processes were running too.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Ranking:

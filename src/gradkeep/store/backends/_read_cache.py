@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from gradkeep._budgets import parse_bytes
+from gradkeep._surroundings import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,11 +132,7 @@ def cache_of_environment() -> ReadCache | None:
     said = os.environ.get(FOLDER, "")
     if said.lower() in ("off", "0", "no", "none"):
         return None
-    if said:
-        folder = Path(said).expanduser()
-    else:
-        base = os.environ.get("XDG_CACHE_HOME")
-        folder = (Path(base) if base else Path.home() / ".cache") / "gradkeep" / "values"
+    folder = Path(said).expanduser() if said else cache_folder() / "values"
     size = os.environ.get(SIZE)
     limit = _DEFAULT_BYTES if not size else parse_bytes(size)
     return ReadCache(folder, limit)
