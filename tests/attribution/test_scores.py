@@ -10,7 +10,8 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.attribution import _accumulator
 from gradkeep.attribution._accumulator import ScoreAccumulator
-from gradkeep.errors import AttributionError, SchemaMismatch
+from gradkeep.errors import AttributionError, SchemaMismatch, StoreError
+from gradkeep.store import ScoresKey
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +230,43 @@ def test_captures_of_different_rows_are_refused(tmp_path):
     with pytest.raises(AttributionError, match="different rows"):
         gk.attribute(made)
     assert gk.attribute(made, checkpoints="late").shape == (5, 5)
+
+
+def names(store):
+    return {key.name for key in store.scores()}
+
+
+def test_deleted_scores_leave_their_name_free(store):
+    others = names(store)
+    gk.attribute(store, method="dot", checkpoints="a", save="gone")
+    store.delete(ScoresKey("gone"))
+    assert names(store) == others
+    gk.attribute(store, method="cos", checkpoints="a", ids=[0], save="gone")
+    assert gk.Scores.load(store, "gone").method == "cos"
+
+
+def test_what_a_killed_delete_left_is_deleted_by_the_name_of_the_scores(store, monkeypatch):
+    others = names(store)
+    gk.attribute(store, method="dot", checkpoints="a", save="halfway")
+    deleted = store.backend.delete
+
+    def killed(keys, *, durability):
+        if any(".train" in key for key in keys):
+            raise KeyboardInterrupt
+        return deleted(keys, durability=durability)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.backend, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete(ScoresKey("halfway"))
+    assert names(store) - others == {"halfway.train"}
+    store.delete(ScoresKey("halfway"))
+    assert names(store) == others
+    with pytest.raises(StoreError, match="no such block"):
+        store.delete(ScoresKey("halfway"))
+
+
+def test_a_name_that_could_not_be_read_back_is_refused(store):
+    with pytest.raises(AttributionError, match="another name"):
+        gk.attribute(store, method="dot", checkpoints="a", save="unread.train")
+    assert "unread.train" not in names(store)

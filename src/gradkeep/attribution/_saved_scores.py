@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 _TOLD = ("method", "queries", "train", "scale", "exact", "approximate", "options", "chosen")
 _LISTED = ("checkpoints", "layers")
-_TRAIN = ".train"
-"""What the name of the training rows' block ends in."""
 
 
 def save_scores(store: Store, name: str, scores: Scores) -> None:
     """Write scores under a name; the queries' block is finished last, and only then they are there."""
+    key = _key(name)
     told: dict[str, Any] = {part: getattr(scores, part) for part in _TOLD}
     told |= {part: json.dumps(getattr(scores, part)) for part in _LISTED}
     if scores.solved is not None:
@@ -36,7 +35,7 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
         num_rows=len(scores.train_ids),
         fingerprints=told,
     )
-    with store.write(ScoresKey(name + _TRAIN), train) as writer:
+    with store.write(key.train, train) as writer:
         columns = {"row": np.arange(len(scores.train_ids)), **_given(scores.train_labels)}
         writer.append(scores.train_ids, columns)
     arrays = [Array("score", shape=(scores.shape[1],), kind="data"), *_label(scores.query_labels)]
@@ -46,7 +45,7 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
     if layers:
         arrays.append(Array("per_layer", shape=(layers, scores.shape[1]), kind="data"))
     schema = Schema(tuple(arrays), num_rows=scores.shape[0], fingerprints=told)
-    with store.write(ScoresKey(name), schema) as writer:
+    with store.write(key, schema) as writer:
         step = max(1, schema.rows_per_segment // 4)
         for start in range(0, scores.shape[0], step):
             rows = slice(start, start + step)
@@ -63,7 +62,7 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
 
 def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, ...]) -> None:
     """Raise if scores of another method or other checkpoints have that name, before any work."""
-    key = ScoresKey(name)
+    key = _key(name)
     if not store.has(key):
         return
     told = store.read(key, live=True).schema.fingerprints
@@ -78,9 +77,21 @@ def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, 
         )
 
 
+def _key(name: str) -> ScoresKey:
+    """That of scores which can be read back by this name."""
+    key = ScoresKey(name)
+    if key.names_rows:
+        raise AttributionError(
+            f"scores cannot be saved as {name!r}",
+            found="a name that ends as those of training rows do",
+            fix="use another name",
+        )
+    return key
+
+
 def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) -> Scores:
     """Read scores back, of all queries or of some."""
-    known = sorted(k.name for k in store.scores() if not k.name.endswith(_TRAIN))
+    known = sorted(k.name for k in store.scores() if not k.names_rows)
     if name not in known:
         raise AttributionError(
             f"no scores {name!r}",
@@ -100,7 +111,7 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
         raise AttributionError(
             f"{name!r} was not saved by Scores.save", fix="read it with store.read(ScoresKey(...))"
         )
-    train = store.read(ScoresKey(name + _TRAIN))
+    train = store.read(ScoresKey(name).train)
     told: Any = block.schema.fingerprints
     queries, kept = _all_queries(block) if ids is None else _some_queries(block, ids)
     provenance: Any = {part: told[part] for part in _TOLD}

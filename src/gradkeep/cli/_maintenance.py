@@ -142,26 +142,30 @@ def delete(
 
     opened = stores.open(store, create=False)
     key = _key(capture)
-    found = [block for block in opened.info().blocks if block.address.folder == key.folder]
+    folders = {key.folder}
+    if isinstance(key, stores.ScoresKey):
+        folders |= {one.folder for one in opened.scores() if key.owns(one)}
+    found = [block for block in opened.info().blocks if block.address.folder in folders]
     if not found:
         raise StoreError(
             f"there is no {capture!r} in this store",
             path=opened.location,
             fix=f"`gradkeep info {opened.location}` shows what there is",
         )
-    block = found[0]
+    # The names of training rows come after the scores of queries.
+    rows, size = found[0].rows, sum(block.bytes for block in found)
     if not yes:
         raise StoreError(
             "nothing was deleted",
             path=f"{opened.location}/{key.folder}",
-            found=f"{block.rows} rows, {format_size(block.bytes)}",
+            found=f"{rows} rows, {format_size(size)}",
             fix="add --yes to delete this for ever",
         )
     opened.delete(key)
     if json:
-        print_json({"deleted": key.folder, "rows": block.rows, "bytes": block.bytes})
+        print_json({"deleted": key.folder, "rows": rows, "bytes": size})
     else:
-        print(f"deleted {key.folder}: {block.rows} rows, {format_size(block.bytes)}")
+        print(f"deleted {key.folder}: {rows} rows, {format_size(size)}")
 
 
 def _key(name: str) -> BlockKey:

@@ -16,8 +16,10 @@ from gradkeep.errors import StoreError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
 
 _SHOWN = 36
-_MOMENTS = re.compile(r"\.moments-[0-9a-f]{16}$")
 """Letters of a long name that are shown in another one."""
+_MOMENTS = re.compile(r"\.moments-[0-9a-f]{16}$")
+_TRAIN = ".train"
+"""What the name of the rows that scores are about ends in."""
 
 BLOCKS = "blocks"
 SCORES = "scores"
@@ -128,6 +130,25 @@ class ScoresKey:
     def folder(self) -> str:
         """Where the scores lie in the store."""
         return f"{SCORES}/{self.name}"
+
+    @property
+    def train(self) -> ScoresKey:
+        """Where the training rows are named that these scores are about.
+
+        >>> key = ScoresKey("digits-kernel")
+        >>> key.train.name, key.owns(key.train), key.train.names_rows
+        ('digits-kernel.train', True, True)
+        """
+        return ScoresKey(f"{self.name}{_TRAIN}")
+
+    @property
+    def names_rows(self) -> bool:
+        """Whether these are no scores, but the names of the rows that some are about."""
+        return self.name.endswith(_TRAIN)
+
+    def owns(self, other: ScoresKey) -> bool:
+        """Whether that names the rows of these scores."""
+        return other.name == f"{self.name}{_TRAIN}"
 
     @property
     def labels(self) -> dict[str, str]:

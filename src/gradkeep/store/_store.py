@@ -248,14 +248,20 @@ class Store:
 
     @_annotations.checked(StoreError)
     def delete(self, key: BlockKey) -> None:
-        """Delete a whole block with all its versions; with a capture go its moments and codes."""
-        folder = key.folder
-        if not self.backend.exists(schema_key(folder)):
-            raise StoreError("there is no such block", path=self.backend.describe(folder))
-        if isinstance(key, CaptureKey):
-            for basis in self.bases():
-                if key.owns(basis):
-                    self.delete(basis)  # first: a capture without is whole, they are nothing alone
+        """Delete a whole block with all its versions, and what is nothing without it.
+
+        With a capture go its moments and codes, with scores the names of their training rows.
+        """
+        # A capture is whole without what it owns; scores cannot be read without theirs, which goes after
+        # them, and by their key also where a killed delete left nothing else.
+        before = [one for one in self.bases() if key.owns(one)] if isinstance(key, CaptureKey) else []
+        after = [one for one in self.scores() if key.owns(one)] if isinstance(key, ScoresKey) else []
+        if not self.has(key) and not after:
+            raise StoreError("there is no such block", path=self.backend.describe(key.folder))
+        for block in (*before, key, *after):
+            self._delete_block(block.folder)
+
+    def _delete_block(self, folder: str) -> None:
         # Records first, manifests next, the schema last: at any moment what is left is an unsealed
         # block.
         # Each part has a name that is deleted even if an earlier, killed delete removed them all:

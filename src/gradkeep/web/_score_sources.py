@@ -54,7 +54,7 @@ def score_sources(served: ServedStore) -> list[ScoreSource]:
     for block in served.info().scores:
         told = block.fingerprints
         name = block.address.name
-        if block.version is None or name.endswith((".train", ".counts")):
+        if block.version is None or ScoresKey(name).names_rows or name.endswith(".counts"):
             continue
         if "digest" in told:
             found.append(
