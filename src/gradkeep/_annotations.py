@@ -40,8 +40,10 @@ _FEW = 1000
 """Of longer sequences only so many are looked at: what reads them looks at the rest."""
 
 
-def checked(error: type[GradkeepError]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def checked(error: type[GradkeepError], **fixes: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator: arguments that the annotations do not allow are refused with `error`.
+
+    `fixes` says by a parameter's name what to do when it is refused.
 
     >>> from gradkeep.errors import QueryError
     >>> @checked(QueryError)
@@ -75,7 +77,8 @@ def checked(error: type[GradkeepError]) -> Callable[[Callable[P, T]], Callable[P
             for name, annotation in named.items():
                 # What stands in the signature itself may be given, such as a limit of infinity.
                 if name in given and not _is_default(given[name], defaults[name]):
-                    _check(name, given[name], annotation, plain.__globals__, error)
+                    home = plain.__globals__
+                    _check(name, given[name], annotation, home, error, fixes.get(name))
             return function(*args, **kwargs)
 
         return call
@@ -98,11 +101,17 @@ def check_fields(record: Any, error: type[GradkeepError]) -> None:
 
 
 def _check(
-    name: str, value: object, annotation: Any, home: dict[str, Any], error: type[GradkeepError]
+    name: str,
+    value: object,
+    annotation: Any,
+    home: dict[str, Any],
+    error: type[GradkeepError],
+    fix: str | None = None,
 ) -> None:
     hint = _resolved(annotation, home) if isinstance(annotation, str) else annotation
     if not _fits(value, hint):
-        raise _arguments.refused(name, value, error=error, expected=" or ".join(_words(hint)))
+        expected = " or ".join(_words(hint))
+        raise _arguments.refused(name, value, error=error, expected=expected, fix=fix)
 
 
 class _Names(dict[str, Any]):

@@ -156,3 +156,8 @@ def test_what_cannot_be_done_is_refused(language):
         gk.attribute_once(model, train, queries, task=task, damping=0.0)
     with pytest.raises(CaptureError, match="only once"):
         gk.attribute_once(model, iter(train), queries, task=task)
+
+
+def test_a_model_in_place_of_a_store_is_told_where_to_go():
+    with pytest.raises(AttributionError, match=r"gk\.attribute_once\(model, train, queries"):
+        gk.attribute(torch.nn.Linear(2, 2), [], [])

@@ -42,7 +42,10 @@ _TILE = 256 << 20
 
 
 @renamed_arguments(plan="compute")
-@checked(AttributionError)
+@checked(
+    AttributionError,
+    store="of a model and loaders, gk.attribute_once(model, train, queries, task=...) asks without a store",
+)
 def attribute(
     store: Store | str | os.PathLike[str],
     *,

@@ -254,8 +254,12 @@ class Store:
         """
         # A capture is whole without what it owns; scores cannot be read without theirs, which goes after
         # them, and by their key also where a killed delete left nothing else.
-        before = [one for one in self.bases() if key.owns(one)] if isinstance(key, CaptureKey) else []
-        after = [one for one in self.scores() if key.owns(one)] if isinstance(key, ScoresKey) else []
+        before = (
+            [one for one in self.bases() if key.owns(one)] if isinstance(key, CaptureKey) else []
+        )
+        after = (
+            [one for one in self.scores() if key.owns(one)] if isinstance(key, ScoresKey) else []
+        )
         if not self.has(key) and not after:
             raise StoreError("there is no such block", path=self.backend.describe(key.folder))
         for block in (*before, key, *after):
