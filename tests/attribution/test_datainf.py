@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradkeep as gk
+from gradkeep.attribution.scorers import _datainf
 from gradkeep.errors import AttributionError
 
 MODELS = {
@@ -37,6 +38,28 @@ def test_scores_are_those_of_the_mean_inverse(make_world, kind, seed, relative):
         wanted = by_inverses(q, n, relative * np.square(n).mean())
         assert np.abs(part - wanted).max() <= 1e-3 * np.abs(wanted).max()
     assert np.allclose(found.numpy(), found.per_layer.sum(0), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=12)
+@given(
+    kind=st.sampled_from(sorted(MODELS)),
+    seed=st.integers(0, 999),
+    by_sums=st.booleans(),
+)
+def test_either_way_to_multiply_all_rows_gives_them(make_world, kind, seed, by_sums):
+    store = make_world(*MODELS[kind], seed=seed, **SMALL).store
+    wanted = gk.attribute(store, method="datainf").numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_datainf, "_sums_cost_less", lambda *_: by_sums)
+        found = gk.attribute(store, method="datainf").numpy()
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_of_many_rows_no_products_of_all_pairs_are_made(make_world, monkeypatch):
+    store = make_world(*MODELS["mlp"], rows=400, queries=2).store
+    wanted = gk.attribute(store, method="datainf").numpy()
+    monkeypatch.delattr(_datainf, "_by_kernel")
+    assert np.array_equal(gk.attribute(store, method="datainf").numpy(), wanted)
 
 
 def test_damping_can_be_absolute_and_must_be_above_zero(make_world):

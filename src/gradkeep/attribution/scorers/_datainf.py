@@ -14,6 +14,7 @@ from gradkeep.attribution.kronecker import DECADES, Damping, has_single_position
 from gradkeep.attribution.kronecker._influence import layer_by_layer
 from gradkeep.attribution.kronecker._row_parts import only_layer, weighted
 from gradkeep.errors import AttributionError
+from gradkeep.factors import Outer
 from gradkeep.query import DEFAULT_BUDGET, Directions
 
 if TYPE_CHECKING:
@@ -100,15 +101,22 @@ def _by_sums(
 
 
 def _sums_cost_less(rows: Gradients, name: str, queries: int) -> bool:
-    """Of few queries and many rows, unless products of rows cost next to nothing."""
-    return not has_single_position(rows, name) and 2 * queries < len(rows)
+    """Whether two products of all rows with every query take fewer operations than all pairs of rows.
+
+    Those of pairs are few where rows have one position: of both sides, R + C, in place of R C.
+    """
+    form, size = rows.forms[name], rows.size
+    pair = size
+    if has_single_position(rows, name) and isinstance(form, Outer):
+        pair = form.d_in + form.d_out + queries
+    return 2 * queries * size < len(rows) * pair
 
 
 DATA_INF = Method(
     "datainf",
     "query gradient x mean over rows of (g g^T + damping)^-1 x training gradient, layer by layer",
     "gradients of both splits",
-    "(Q + N) x N products, or 3 x Q x N for few queries",
+    "(Q + N) x N products, or 3 x Q x N where that is less",
     exact=False,
     reference="Kwon et al., DataInf, 2024",
     prepare=_prepare_data_inf,
