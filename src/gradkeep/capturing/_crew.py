@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gradkeep.farm import Engine, Progress
     from gradkeep.store import CaptureKey
 
-_JOBS_EACH = 4
+_JOBS_EACH = 16
 """Ranges for each worker: enough that none waits long for the last one."""
 _NEAR = 1e-3
 _TOLD = ("rows", "zero", "tiny", "example")
@@ -191,7 +191,7 @@ def segment_ranges(
     A batch that lies in two ranges is run for both.
 
     >>> segment_ranges(3072, 64, batch=128, workers=2)[:2]
-    ((0, 6), (6, 12))
+    ((0, 2), (2, 4))
     """
     segments = -(-rows // per_segment)
     each = max(1, segments // (_JOBS_EACH * workers))

@@ -92,7 +92,10 @@ class LocalProcesses:
             try:
                 rows = spec.open_rows()
                 with LeaseKeeper(spec, rows, end=lambda _: None) as keeper:
-                    Puller(spec, rows, job, stopped=lambda: bool(failed)).run(keeper)
+                    along = Puller(
+                        spec, rows, job, stopped=lambda: bool(failed), longest_wait=_TICK
+                    )
+                    along.run(keeper)  # somebody waits for the end of this one
                 others.times = 2  # nothing is left, also for those that are starting yet
             except KeyboardInterrupt:
                 if not stop.asked:

@@ -80,6 +80,8 @@ class Puller:
     rows: Rows
     job: Job
     stopped: Callable[[], bool] = lambda: False
+    longest_wait: float = _LONGEST_WAIT
+    """Seconds between two looks at rows that others hold."""
     owner: str = ""
     _successes: int = 0
     _failures: int = 0
@@ -108,7 +110,9 @@ class Puller:
             else:
                 # Others hold the rest. If they die, their leases end and the rows are ours.
                 time.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT, max(_FIRST_WAIT, self.spec.lease_seconds / 4))
+                wait = min(
+                    2 * wait, self.longest_wait, max(_FIRST_WAIT, self.spec.lease_seconds / 4)
+                )
 
     def _nothing_left(self) -> bool:
         states = self.rows.states(max_attempts=self.spec.max_attempts)
