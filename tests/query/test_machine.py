@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradkeep.errors import QueryError
 from gradkeep.factors import MachineSpeeds
@@ -17,7 +20,7 @@ def measured(monkeypatch, tmp_path):
     made = []
 
     def calibrate():
-        made.append(MachineSpeeds(flops=1e9 + len(made)))
+        made.append(MachineSpeeds(flops=2e10 + len(made)))
         return made[-1]
 
     monkeypatch.setattr(_machine, "calibrate", calibrate)
@@ -98,3 +101,54 @@ def test_the_measurement_is_finite_and_its_speeds_are_those_of_the_clock(monkeyp
     measurements = 12
     # Besides the first call each runs until its share of time is over: never for long.
     assert clock.ticks <= measurements * (3 * 20 + 4)
+
+
+BUSY = dataclasses.replace(MachineSpeeds(), touch=3e-8, turn=3e-8, flops=2e10)
+"""As seen of two threads on two busy cores."""
+
+
+def kept_file(tmp_path):
+    [kept] = (tmp_path / "gradkeep").iterdir()
+    return kept
+
+
+def test_what_was_measured_beside_other_work_is_not_believed_for_long(
+    measured, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_machine, "calibrate", lambda: BUSY)
+    first = machine_speeds()
+    typical = MachineSpeeds()
+    assert first.touch <= 8 * typical.touch
+    assert first.flops == BUSY.flops  # slow, and yet it may be so
+    monkeypatch.setattr(_machine, "calibrate", lambda: typical)
+    _machine._known.cache_clear()
+    assert machine_speeds() == first  # not a second every time
+    kept = kept_file(tmp_path)
+    os.utime(kept, (kept.stat().st_mtime - 7200,) * 2)
+    _machine._known.cache_clear()
+    assert machine_speeds() == typical
+    os.utime(kept, (kept.stat().st_mtime - 7200,) * 2)
+    monkeypatch.setattr(_machine, "calibrate", lambda: BUSY)
+    _machine._known.cache_clear()
+    assert machine_speeds() == typical  # what can be believed stays
+
+
+@given(st.floats(0.01, 1000))
+def test_a_slow_or_fast_machine_is_believed(times):
+    typical = dataclasses.asdict(MachineSpeeds())
+    rates = ("flops", "batched", "convolution")
+    made = MachineSpeeds(**{n: v / times if n in rates else v * times for n, v in typical.items()})
+    assert _machine.unhindered(made) == made
+
+
+def test_many_cores_multiply_faster_than_they_are_called():
+    typical = MachineSpeeds()
+    made = dataclasses.replace(typical, flops=100 * typical.flops, batched=50 * typical.batched)
+    assert _machine.unhindered(made) == made
+
+
+def test_a_file_that_was_chosen_is_taken_as_it_is(measured, tmp_path, monkeypatch):
+    path = tmp_path / "own.json"
+    _machine.write(BUSY, path, ())
+    monkeypatch.setenv(_machine.VARIABLE, str(path))
+    assert machine_speeds() == BUSY
