@@ -71,8 +71,8 @@ def batches(rows, seed):
     return [{"input_ids": t, "labels": y} for t, y in parts]
 
 
-def capture(store, kind, keep="factors", query_keep=None, **options):
-    model = make_model(kind)
+def capture(store, kind, keep="factors", query_keep=None, dtype=torch.float32, **options):
+    model = make_model(kind).to(dtype)
     for split, rows, way in (("train", 10, keep), ("test", 3, query_keep or keep)):
         gk.capture(
             store,
@@ -104,15 +104,17 @@ def test_tokens_from_factors_add_up_to_the_scores(store, method):
     assert (some.approximate is None) == (method == "dot")
 
 
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 5e-5), (torch.float64, 1e-6)])
 @pytest.mark.parametrize("method", ["dot", "ekfac"])
 @pytest.mark.parametrize("kind", ["tied", "untied", "recurrent", "repeated"])
-def test_tokens_of_a_second_run_add_up_to_the_scores(store, kind, method):
-    model = capture(store, kind)
+def test_tokens_of_a_second_run_add_up_to_the_scores(store, kind, method, dtype, by):
+    model = capture(store, kind, dtype=dtype)
     scores = gk.attribute(store, method=method).numpy()
     found = gk.attribute_tokens(
         store, method=method, train_ids=[9, 2, 3], model=model, loader=batches(10, 10), task=TASK
     )
-    assert near(found.sums, scores[:, [9, 2, 3]])
+    # To divide by small eigenvalues makes float32's rounding larger, by how much depends on the machine.
+    assert near(found.sums, scores[:, [9, 2, 3]], by)
     assert found.replayed
     if kind == "recurrent":
         assert len(found.rest_layers) > 0
