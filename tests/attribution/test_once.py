@@ -12,6 +12,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.data import GPT
 from gradkeep.errors import AttributionError, BudgetError, CaptureError
+from gradkeep.factors import Outer
 
 
 @pytest.fixture
@@ -161,3 +162,47 @@ def test_what_cannot_be_done_is_refused(language):
 def test_a_model_in_place_of_a_store_is_told_where_to_go():
     with pytest.raises(AttributionError, match=r"gk\.attribute_once\(model, train, queries"):
         gk.attribute(torch.nn.Linear(2, 2), [], [])
+
+
+class Pooled(nn.Module):
+    """Linear layers that see several positions a row or one, as the batch has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 5), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x)).flatten(1, -2).sum(1) if x.dim() > 2 else x)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (3, 1)])
+def test_products_by_factors_are_those_of_autograd(lengths):
+    torch.manual_seed(0)
+    model = Pooled().double()
+    queries = [(torch.randn(2, length, 4).double(), torch.tensor([0, 1])) for length in lengths]
+    train = [
+        (torch.randn(rows, length, 4).double(), torch.arange(rows) % 3)
+        for rows, length in ((5, 1), (4, 2), (1, 1))
+    ]
+    found = gk.attribute_once(model, train, queries, task=gk.Classification(), method="dot")
+    wanted = dense_gradients(model, queries) @ dense_gradients(model, train).T
+    assert np.allclose(found.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def dense_gradients(model, batches):
+    rows = []
+    for x, y in batches:
+        for one, label in zip(x, y, strict=True):
+            loss = nn.functional.cross_entropy(model(one[None]), label[None])
+            parts = torch.autograd.grad(loss, list(model.parameters()))
+            rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows)
+
+
+def test_a_linear_model_is_not_restored(monkeypatch):
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    rows = [(torch.randn(7, 6), torch.arange(7) % 3)]
+    wanted = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
+    monkeypatch.setattr(Outer, "restore", None)
+    found = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
+    assert np.array_equal(found.numpy(), wanted.numpy())

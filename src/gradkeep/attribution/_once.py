@@ -31,7 +31,7 @@ from gradkeep.capturing import (
     to_device,
 )
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.factors import RESTORED, Dense, DenseRows
+from gradkeep.factors import RESTORED, Dense, DenseRows, OuterRows
 from gradkeep.store import Memory
 from gradkeep.store import open as open_store
 
@@ -74,7 +74,8 @@ def attribute_once(
     `kfac` and `dot` hold nothing of the training rows: the queries' gradients are restored, and for
     `kfac` solved with the Fisher matrix of the training rows; then all training rows pass by them.
     Exact products, nothing is projected or rounded. Cost: one pass over the training rows, for `kfac`
-    two, and Q x P numbers in memory. Every other method of `gk.methods()`, with its options, is asked
+    two, and Q x P numbers in memory; for `dot` less of linear layers with one position a row, whose
+    factors are multiplied. Every other method of `gk.methods()`, with its options, is asked
     of captures that are made in memory and forgotten: the scores are those of `gk.attribute`. Either
     way `memory_budget`, 4 GiB by default, bounds what is held.
 
@@ -107,7 +108,7 @@ def attribute_once(
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
         limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
-        directions, query_ids = _restored(tracer, asked, device, limit)
+        directions, factors, query_ids = _held(tracer, asked, device, limit, dense=method == "kfac")
         if method == "kfac":
             found = measure_moments(tracer, (batch for _, batch in rows), device)
             for unit in tracer.units:
@@ -115,7 +116,7 @@ def attribute_once(
                     tuple(fisher_basis(one, unit.name) for one in found.moments.pop(unit))
                 )
                 directions[unit] = fisher.solved(directions[unit], added)
-        passing = _Passing(directions)
+        passing = _Passing(directions, factors)
         ids = []
         total = rows.num_rows
         for own, batch in rows:
@@ -202,9 +203,12 @@ class _BoundedMemory(Memory):
 
 @dataclass(slots=True, eq=False)
 class _Passing:
-    """Multiplies the gradients of training rows with directions while the backward pass goes on."""
+    """Multiplies the gradients of training rows with the queries while the backward pass goes on."""
 
     directions: Mapping[LayerUnit, Tensor]
+    """`[Q, P]` of each layer"""
+    factors: Mapping[LayerUnit, OuterRows]
+    """Of those with one position a query, which have no directions."""
     done: list[Tensor] = field(default_factory=list)
     """`[Q, B]` of each batch"""
     _sum: Tensor | None = None
@@ -212,14 +216,18 @@ class _Passing:
     @property
     def units(self) -> Collection[LayerUnit]:
         """All layers."""
-        return list(self.directions)
+        return [*self.directions, *self.factors]
 
     def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
         """Nothing is left of the gradients but their products."""
         del measured
         rows = piece.rows.widened()
-        moved = self.directions[unit].to(rows.example)
-        found = piece.form.along(rows, moved, scratch=RESTORED).float()
+        if unit in self.factors:
+            own = self.factors[unit]
+            found = piece.form.dot(own, rows, compute="factored", scratch=RESTORED).float()
+        else:
+            moved = self.directions[unit].to(rows.example)
+            found = piece.form.along(rows, moved, scratch=RESTORED).float()
         self._sum = found if self._sum is None else self._sum.add_(found)
         nothing = rows.example.new_empty(len(rows), 0)
         return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(nothing))
@@ -232,15 +240,25 @@ class _Passing:
         self._sum = None
 
 
-def _restored(
-    tracer: Tracer, asked: Any, device: torch.device, limit: int
-) -> tuple[dict[LayerUnit, Tensor], np.ndarray[Any, np.dtype[np.int64]]]:
-    """The queries' gradients `[Q, P]` layer by layer, and their ids."""
-    size = sum(4 * unit.size for unit in tracer.units)
-    parts: dict[LayerUnit, list[Tensor]] = {unit: [] for unit in tracer.units}
-    ids = []
+def _held(
+    tracer: Tracer, asked: Any, device: torch.device, limit: int, *, dense: bool
+) -> tuple[
+    dict[LayerUnit, Tensor], dict[LayerUnit, OuterRows], np.ndarray[Any, np.dtype[np.int64]]
+]:
+    """The queries' gradients `[Q, P]` layer by layer, or both factors where that is less; their ids."""
+    restored: dict[LayerUnit, list[Tensor]] = {}
+    factors: dict[LayerUnit, list[OuterRows]] = {}
+    ids: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     for own, batch in asked:
+        traced = tracer.run(to_device(batch, device))
+        if not ids:
+            for unit in tracer.units:
+                single = not dense and _has_one_position(traced.pieces[unit])
+                (factors if single else restored)[unit] = []
         ids.append(own)
+        size = sum(4 * unit.size for unit in restored) + sum(
+            traced.pieces[unit].rows.nbytes // len(own) for unit in factors
+        )
         count = sum(map(len, ids))
         if 2 * count * size > limit:
             raise BudgetError(
@@ -250,9 +268,25 @@ def _restored(
                 fix="ask about fewer queries or layers at a time; or gk.capture(..., keep='4KiB') and "
                 "gk.attribute, which take any number",
             )
-        traced = tracer.run(to_device(batch, device))
         with torch.no_grad():
-            for unit in tracer.units:
+            for unit, parts in restored.items():
                 piece = traced.pieces[unit]
-                parts[unit].append(piece.form.restore(piece.rows.widened()).float())
-    return {unit: torch.cat(found) for unit, found in parts.items()}, np.concatenate(ids)
+                parts.append(piece.form.restore(piece.rows.widened()).float())
+        for unit, rows in factors.items():
+            rows.append(_outer_rows(traced.pieces[unit]).widened())
+    return (
+        {unit: torch.cat(found) for unit, found in restored.items()},
+        {unit: OuterRows.stacked(found) for unit, found in factors.items()},
+        np.concatenate(ids),
+    )
+
+
+def _outer_rows(piece: LayerGradients) -> OuterRows:
+    assert isinstance(piece.rows, OuterRows)  # what a layer's form is does not change
+    return piece.rows
+
+
+def _has_one_position(piece: LayerGradients) -> bool:
+    """Whether products of both sides take far fewer operations than those of gradients."""
+    rows = piece.rows
+    return piece.form.kind == "outer" and isinstance(rows, OuterRows) and rows.spans.uniform == 1

@@ -80,6 +80,15 @@ class OuterRows:
         """The same rows with 32 bits a number at least."""
         return OuterRows(widened(self.x), widened(self.g), self.offsets)
 
+    @classmethod
+    def stacked(cls, parts: Sequence[OuterRows]) -> OuterRows:
+        """All rows of some parts, one after the other."""
+        x, g = torch.cat([one.x for one in parts]), torch.cat([one.g for one in parts])
+        if all(one.offsets is None for one in parts):
+            return cls(x, g)
+        lengths = torch.cat([torch.tensor(one.spans.bounds).diff() for one in parts])
+        return cls(x, g, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
     def at_positions(self, used: Tensor) -> OuterRows:
         """Only the positions `[S]` that are used, of rows that have several."""
         assert self.offsets is not None

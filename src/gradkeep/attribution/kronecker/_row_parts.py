@@ -115,21 +115,13 @@ def _as_one(form: AnyForm, parts: list[RowPart]) -> RowPart:
     )
 
 
-def _joined_outer(parts: list[OuterRows]) -> OuterRows:
-    x, g = torch.cat([one.x for one in parts]), torch.cat([one.g for one in parts])
-    if parts[0].offsets is None:
-        return OuterRows(x, g)
-    lengths = torch.cat([one.offsets.diff() for one in parts if one.offsets is not None])
-    return OuterRows(x, g, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
-
-
 def _joined_conv(parts: list[ConvolutionRows]) -> ConvolutionRows:
     wide, narrow = ([getattr(one, side) for one in parts] for side in ("wide", "narrow"))
     return ConvolutionRows(torch.cat(wide), torch.cat(narrow))
 
 
 _JOINED: dict[str, Callable[[list[Any]], GradientRows]] = {
-    "outer": _joined_outer,
+    "outer": OuterRows.stacked,
     "conv": _joined_conv,
 }
 
