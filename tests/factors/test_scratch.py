@@ -97,3 +97,15 @@ def test_temporaries_stay_inside_the_scratch(name, scratch):
         # integers each.
         beside = 2 * found.nbytes + (0 if name in ("outer", "conv") else 64 * 12 * 260)
         assert watch.peak <= 1.1 * scratch + beside, (compute, watch.peak, scratch, beside)
+
+
+@pytest.mark.parametrize("scratch", [8 << 20, 16 << 20])
+def test_large_tiles_of_images_stay_inside_it_too(scratch):
+    torch.manual_seed(0)
+    rows = CASES["conv"][1](4000)  # 37 MB of gradients
+    directions = torch.randn(3, CONV.restored_size)
+    with Watch() as watch:
+        found = CONV.along(rows, directions, scratch=scratch, compute="restored")
+    assert watch.peak <= 1.1 * scratch + 2 * found.nbytes
+    parts = [CONV.restore(rows.take(at, at + 100)) for at in range(0, 4000, 100)]
+    assert torch.allclose(found, directions @ torch.cat(parts).T, rtol=1e-4, atol=1e-4)

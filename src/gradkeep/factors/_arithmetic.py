@@ -27,10 +27,13 @@ half out, but a product of few rows is slow."""
 def tiles(count: int, values: int, itemsize: int, scratch: int) -> Iterator[tuple[int, int]]:
     """Rows `(start, stop)` of so many values each that fit into `scratch` bytes, at least one.
 
-    >>> list(tiles(5, 10, 4, 80))
-    [(0, 2), (2, 4), (4, 5)]
+    Tiles of one size: products of a few rows that are left over take long for what they are.
+
+    >>> list(tiles(5, 10, 4, 80)), list(tiles(9, 10, 4, 320))
+    ([(0, 2), (2, 4), (4, 5)], [(0, 5), (5, 9)])
     """
-    step = max(1, scratch // max(1, values * itemsize))
+    most = max(1, scratch // max(1, values * itemsize))
+    step = -(-count // max(1, -(-count // most))) or 1
     for start in range(0, count, step):
         yield start, min(start + step, count)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
+from gradkeep.factors._arithmetic import CACHED, RESTORED, squared_lengths, tiles
 from gradkeep.factors._cost import VALUE
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
 from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
@@ -35,6 +35,8 @@ _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TOUCHED, _LAID_OUT, _RESTORED = 40, 300, 120
 """Operations of a product that take as long as passing over a value, laying out one of a patch by
 position, and writing and reading one of a gradient."""
+_ROOMY = 4 * CACHED
+"""Bytes of gradients beside which those in the cache are few."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,6 +375,18 @@ class Convolution(Form[ConvolutionRows]):
         """Values of the temporaries of a row while it is restored: its patches, and it padded."""
         del rows
         return self.patch_values + self.padded_values
+
+    def restored_tiles(
+        self, rows: ConvolutionRows, scratch: int
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """The same with larger tiles where there is room: patches are laid out in the cache."""
+        item = rows.wide.element_size()
+        room = min(scratch, RESTORED) - 2 * CACHED
+        if 2 * self.temporaries(rows) * item > CACHED or room < _ROOMY:
+            yield from Form.restored_tiles(self, rows, scratch)
+            return
+        for start, stop in tiles(len(rows), self.restored_size, item, room):
+            yield start, stop, self.restore(rows.take(start, stop))
 
     def _sums(self, rows: ConvolutionRows) -> Tensor:
         """The gradients of the bias."""
