@@ -46,6 +46,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _mapped(batch, move)
 
 
+def copied(batch: Any) -> Any:
+    """The batch in memory of its own; a tensor that stands in it twice does so in the copy."""
+    made: dict[int, Any] = {}
+
+    def copy(leaf: Any) -> Any:
+        if id(leaf) not in made:
+            if isinstance(leaf, torch.Tensor):
+                made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            else:
+                made[id(leaf)] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        return made[id(leaf)]
+
+    return _mapped(batch, copy, listed=lambda items: type(items)(items))
+
+
 def rows_of(batch: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop` of the batch; what has not one row per sample is kept whole."""
     count = batch_size(batch)

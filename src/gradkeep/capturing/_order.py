@@ -130,12 +130,12 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
             numbers = np.linspace(0, len(told) - 1, min(len(told), most))
             compared = {int(number): told[int(number)] for number in numbers.round()}
     try:
-        delivered = iter(loader)
+        delivered = filled_batches(loader)
     except TypeError as error:
         raise CaptureError(
             "the loader gives no batches", found=type(loader).__name__, expected=str(error)
         ) from None
-    begin = list(itertools.islice((b for b in delivered if batch_size(b)), _LOOKED_AT))
+    begin = list(itertools.islice(delivered, _LOOKED_AT))
     steady = type(loader) in (list, tuple)  # it cannot change between passes
     return LoaderOrder(
         loader=loader,

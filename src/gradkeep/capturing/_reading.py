@@ -17,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._batches import batch_size, copied
 from gradkeep.errors import CaptureError
 
 
@@ -25,7 +25,8 @@ def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -
     """The batches of one pass that have a sample.
 
     With `places`, what the sampler said of all samples when it was asked before, a pass raises at the
-    first batch of which it says something else. Cost: comparing whole numbers.
+    first batch of which it says something else. Cost: comparing whole numbers, and a copy of every
+    batch of a loader that may fill the same memory again.
     """
     if isinstance(loader, DataLoader) and _is_sliced(loader):
         iter(loader)  # it draws a random number
@@ -34,7 +35,18 @@ def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -
         delivered = _watched(loader, places)
     else:
         delivered = iter(loader)
-    return (batch for batch in delivered if batch_size(batch))
+    return _filled(loader, delivered)
+
+
+def _filled(loader: Iterable[Any], delivered: Iterable[Any]) -> Iterator[Any]:
+    """Those with a sample, which stay as they are when the next one comes.
+
+    Loaders that map or pin memory fill the same tensors again, and so may a collate function.
+    """
+    torch_own = type(loader) is DataLoader and collates_by_row(loader)
+    own = torch_own or type(loader) in (list, tuple)
+    filled = (batch for batch in delivered if batch_size(batch))
+    return filled if own else map(copied, filled)
 
 
 def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, Iterator[Any]]:
@@ -57,7 +69,7 @@ def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, I
             first, last, at = _among([len(batch) for batch in said], start, stop)
             own = copy.copy(made)  # as `_watched` does
             own.__dict__["batch_sampler"] = said[first:last]
-            return at, (batch for batch in own if batch_size(batch))
+            return at, _filled(loader, own)
     return 0, filled_batches(loader)
 
 

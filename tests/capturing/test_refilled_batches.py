@@ -1,0 +1,163 @@
+"""Loaders that fill the same memory for every batch: each row is that of its own batch all the same."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gradkeep as gk
+from gradkeep.capturing._batches import copied
+from gradkeep.capturing._reading import batches_within
+from gradkeep.data import GPT
+
+
+class Fresh:
+    """A loader whose batches have tensors of their own."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __iter__(self):
+        for part in self.parts:
+            yield {name: self.filled(name, value) for name, value in part.items()}
+
+    def filled(self, name, value):
+        return value.clone()
+
+
+class Refilled(Fresh):
+    """The same in memory that it uses again, as loaders do that map or pin it."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.held = {}
+
+    def filled(self, name, value):
+        most = max(part[name].numel() for part in self.parts)
+        held = self.held.setdefault(name, torch.empty(most, dtype=value.dtype))
+        return held[: value.numel()].view(value.shape).copy_(value)
+
+
+class Pictures(gk.Classification):
+    """Batches that are mappings."""
+
+    def measure(self, model, batch):
+        return super().measure(model, (batch["x"], batch["y"]))
+
+
+def pictures(rows):
+    return {"x": torch.randn(rows, 2, 6, 6), "y": torch.randint(3, (rows,))}
+
+
+def words(rows):
+    tokens = torch.randint(11, (rows, 7))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+WORLDS = {
+    "images": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, 3)
+        ),
+        Pictures(),
+        pictures,
+    ),
+    "text": (
+        lambda: GPT(vocabulary=11, length=7, dim=8, heads=2, layers=1, tied=False).eval(),
+        gk.LanguageModelling(),
+        words,
+    ),
+}
+
+
+def arrays(store):
+    (key,) = store.captures()
+    block, found = store.read(key), {}
+    for batch in block.stream(list(block.names)):
+        for name in block.names:
+            values = batch[name]
+            found.setdefault(name, []).append(np.asarray(getattr(values, "values", values)))
+    return {name: np.concatenate([one.ravel() for one in parts]) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("keep", ["exact", "dense", "factors", "losses", "1KiB"])
+@pytest.mark.parametrize("sizes", [(3,) * 7, (1,) * 40, (8, 8, 5), (2,)], ids=len)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_row_is_that_of_its_own_batch(tmp_path, world, sizes, keep):
+    torch.manual_seed(0)
+    build, task, make = WORLDS[world]
+    model, parts = build(), [make(size) for size in sizes]
+    found = []
+    for kind in (Fresh, Refilled):
+        store = gk.open(tmp_path / kind.__name__)
+        gk.capture(store, model, kind(parts), task=task, split="train", keep=keep, progress=False)
+        found.append(arrays(store))
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        assert np.array_equal(values, found[1][name]), name
+
+
+def test_ids_that_come_with_the_batch_are_its_own_too(tmp_path):
+    torch.manual_seed(0)
+    build, task, make = WORLDS["images"]
+    parts = [make(3) | {"id": torch.arange(3) + 10 * number} for number in range(4)]
+    found = []
+    for kind in (Fresh, Refilled):
+        torch.manual_seed(0)
+        store = gk.open(tmp_path / kind.__name__)
+        options = {"task": task, "split": "train", "ids": "id", "progress": False}
+        gk.capture(store, build(), kind(parts), **options)
+        (key,) = store.captures()
+        assert store.read(key).ids.tolist() == [
+            10 * part + row for part in range(4) for row in range(3)
+        ]
+        found.append(arrays(store))
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_collate_function_may_fill_the_same_tensors(tmp_path):
+    torch.manual_seed(0)
+    build, task, make = WORLDS["images"]
+    model, whole = build(), make(20)
+    rows = [{name: value[row] for name, value in whole.items()} for row in range(20)]
+    held = {"x": torch.empty(4, 2, 6, 6), "y": torch.empty(4, dtype=torch.int64)}
+
+    def collate(samples):
+        for row, sample in enumerate(samples):
+            for name, value in sample.items():
+                held[name][row] = value
+        return {name: value[: len(samples)] for name, value in held.items()}
+
+    found = []
+    for name, options in (("own", {}), ("same", {"collate_fn": collate})):
+        store, loader = gk.open(tmp_path / name), DataLoader(rows, batch_size=4, **options)
+        gk.capture(store, model, loader, task=task, split="train", progress=False)
+        found.append(arrays(store))
+    for name, values in found[0].items():
+        assert np.array_equal(values, found[1][name]), name
+
+
+def test_parts_of_a_pass_are_copies_too():
+    parts = [pictures(2) for _ in range(5)]
+    at, some = batches_within(Refilled(parts), 4, 8)
+    assert at == 0
+    for wanted, batch in zip(parts, list(some), strict=True):
+        assert torch.equal(wanted["x"], batch["x"])
+
+
+def test_a_copy_has_the_same_nesting_and_memory_of_its_own():
+    tokens = torch.arange(6).view(2, 3)
+    weights = torch.ones(2, requires_grad=True)
+    batch = {"a": [tokens, np.zeros(2)], "b": (tokens, weights, ["x", "y"]), "c": None}
+    made = copied(batch)
+    assert made["a"][0] is made["b"][0]
+    assert made["a"][0] is not tokens
+    assert made["b"][1].requires_grad
+    assert made["b"][1].is_leaf
+    tokens.zero_()
+    batch["a"][1][:] = 1
+    assert made["a"][0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert made["a"][1].tolist() == [0, 0]
+    assert made["b"][2] == ["x", "y"]
+    assert made["c"] is None
