@@ -206,3 +206,23 @@ def test_a_linear_model_is_not_restored(monkeypatch):
     monkeypatch.setattr(Outer, "restore", None)
     found = gk.attribute_once(model, rows, rows, task=gk.Classification(), method="dot")
     assert np.array_equal(found.numpy(), wanted.numpy())
+
+
+def test_a_loader_may_fill_the_same_tensors_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    parts = [(torch.randn(2, 4), torch.tensor([0, 1])) for _ in range(3)]
+
+    class Refilled:
+        def __iter__(self):
+            x, y = torch.empty(2, 4), torch.empty(2, dtype=torch.int64)
+            for own, labels in parts:
+                x.copy_(own), y.copy_(labels)
+                yield x, y
+
+        def __len__(self):
+            return len(parts)
+
+    options = {"task": gk.Classification(), "method": "dot"}
+    wanted = gk.attribute_once(model, parts, parts, **options).numpy()
+    assert np.allclose(gk.attribute_once(model, parts, Refilled(), **options).numpy(), wanted)

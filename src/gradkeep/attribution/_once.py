@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.capturing import LayerUnit, Measured, Mode, Tracer
+    from gradkeep.factors import GradientRows
     from gradkeep.query import LayerChoice
     from gradkeep.store import Durability
 
@@ -273,7 +274,7 @@ def _held(
                 piece = traced.pieces[unit]
                 parts.append(piece.form.restore(piece.rows.widened()).float())
         for unit, rows in factors.items():
-            rows.append(_outer_rows(traced.pieces[unit]).widened())
+            rows.append(_copied(traced.pieces[unit].rows))
     return (
         {unit: torch.cat(found) for unit, found in restored.items()},
         {unit: OuterRows.stacked(found) for unit, found in factors.items()},
@@ -281,9 +282,11 @@ def _held(
     )
 
 
-def _outer_rows(piece: LayerGradients) -> OuterRows:
-    assert isinstance(piece.rows, OuterRows)  # what a layer's form is does not change
-    return piece.rows
+def _copied(rows: GradientRows) -> OuterRows:
+    """Factors that stay as they are when the loader fills its tensors anew."""
+    assert isinstance(rows, OuterRows)  # what a layer's form is does not change
+    wide = rows.widened()
+    return OuterRows(wide.x.clone(), wide.g.clone(), wide.offsets)
 
 
 def _has_one_position(piece: LayerGradients) -> bool:
