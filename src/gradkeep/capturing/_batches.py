@@ -36,12 +36,17 @@ def batch_size(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device; numpy arrays become tensors."""
+    """A copy of the batch with its tensors on the device; numpy arrays become tensors.
+
+    A model may write into what it is given, and a loader fill it anew: neither may change the other's.
+    """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
             leaf = torch.from_numpy(leaf)
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
 
     return _mapped(batch, move)
 

@@ -1,10 +1,13 @@
-"""Loaders that fill the same memory for every batch: each row is that of its own batch all the same."""
+"""Memory that others write into: loaders that fill it for every batch, models that change their inputs.
+
+Each row is that of its own batch all the same, and nobody's data changes.
+"""
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
 from gradkeep.capturing._batches import copied
@@ -161,3 +164,82 @@ def test_a_copy_has_the_same_nesting_and_memory_of_its_own():
     assert made["a"][1].tolist() == [0, 0]
     assert made["b"][2] == ["x", "y"]
     assert made["c"] is None
+
+
+class Writing(nn.Module):
+    """Normalises its input in place, as some do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.outer(torch.relu(self.inner(x.sub_(0.5).mul_(2.0))))
+
+
+class Read(torch.utils.data.Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, at):
+        return self.x[at], self.y[at]
+
+
+LOADERS = {
+    "list": lambda x, y: list(zip(x.split(3), y.split(3), strict=True)),
+    "tuple": lambda x, y: tuple(zip(x.split(3), y.split(3), strict=True)),
+    "arrays": lambda x, y: [
+        (one.numpy(), two.numpy()) for one, two in zip(x.split(3), y.split(3), strict=True)
+    ],
+    "tensors": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=3),
+    "own": lambda x, y: DataLoader(Read(x, y), batch_size=3),
+    "batched": lambda x, y: DataLoader(Read(x.view(4, 3, 4), y.view(4, 3)), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("keep", ["exact", "dense", "losses", "1KiB"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_model_that_writes_into_its_input_changes_no_data_and_no_row(tmp_path, loader, keep):
+    torch.manual_seed(0)
+    model, x, y = Writing(), torch.randn(12, 4), torch.randint(3, (12,))
+    before = x.clone()
+    with torch.no_grad():
+        wanted = nn.functional.cross_entropy(model(x.clone()), y, reduction="none")
+    store, data = gk.open(tmp_path), LOADERS[loader](x, y)
+    options = {"task": gk.Classification(), "split": "train", "keep": keep, "progress": False}
+    for _ in range(2):  # and when it is run again, which makes some rows once more
+        gk.capture(store, model, data, **options)
+        assert torch.equal(x, before)
+    (key,) = store.captures()
+    assert np.allclose(store.read(key).column("loss"), wanted, atol=1e-6)
+    if keep == "exact":
+        found = gk.gradients(store, split="train")
+        products = gk.query.dot(found, found).values
+        assert torch.allclose(products, by_autograd(model, x, y), rtol=1e-4, atol=1e-5)
+
+
+def by_autograd(model, x, y):
+    rows = []
+    for one, label in zip(x, y, strict=True):
+        loss = nn.functional.cross_entropy(model(one.clone()[None]), label[None])
+        parts = torch.autograd.grad(loss, list(model.parameters()))
+        rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows) @ torch.stack(rows).T
+
+
+@pytest.mark.parametrize("method", ["dot", "kfac", "kernel"])
+def test_so_it_is_when_nothing_is_kept(method):
+    torch.manual_seed(0)
+    model, x, y = Writing(), torch.randn(12, 4), torch.randint(3, (12,))
+    before, options = x.clone(), {"task": gk.Classification(), "method": method}
+    found = []
+    for name in ("own", "list"):
+        data = LOADERS[name](x, y)
+        found.append(gk.attribute_once(model, data, data, **options).numpy())
+        assert torch.equal(x, before)
+    assert np.array_equal(found[0], found[1])
+    if method == "dot":
+        assert np.allclose(found[0], by_autograd(model, x, y), rtol=1e-4, atol=1e-5)
