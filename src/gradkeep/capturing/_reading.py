@@ -177,9 +177,14 @@ def _is_sliced(loader: Any) -> bool:
 
 
 def _slices(loader: Any, first: int = 0, last: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """The loader's batches without making each of their samples, which can cost more than a model."""
+    """The loader's batches without making each of their samples, which can cost more than a model.
+
+    They are copies, as the loader's are.
+    """
     data, made = loader.dataset, loader.batch_sampler
     stop = len(data) - len(data) % made.batch_size if made.drop_last else len(data)
     for start in range(first, stop if last is None else min(stop, last), made.batch_size):
         end = min(start + made.batch_size, stop)
-        yield [part[start:end].contiguous() for part in data.tensors]
+        yield [
+            part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors
+        ]
