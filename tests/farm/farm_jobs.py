@@ -18,6 +18,20 @@ def trivial(numbers):
     return [{"value": value(n), "number": np.int64(n)} for n in numbers]
 
 
+LONG = 60
+
+
+def with_data(data, numbers):
+    """A job that brings a data set with it."""
+    assert len(data)
+    return trivial(numbers)
+
+
+def never_reads(connection):
+    """A process that starts and goes no further."""
+    time.sleep(LONG)
+
+
 class Slow:
     def __init__(self, seconds):
         self.seconds = seconds

@@ -1,5 +1,6 @@
 """Local workers: every row once, failures recorded, hung jobs ended, stops obeyed."""
 
+import functools
 import multiprocessing
 import os
 import random
@@ -70,6 +71,18 @@ def test_when_all_is_done_nobody_waits_for_workers_that_start(rows_of):
 
     store, job = rows_of(3), farm_jobs.trivial
     assert farm.run(store, "models", job, workers=8, here=job).complete
+    assert not multiprocessing.active_children()
+    check_complete(store, 3)
+
+
+def test_nor_for_those_that_have_not_read_what_they_are_to_do(rows_of, monkeypatch):
+    import farm_jobs
+
+    monkeypatch.setattr("gradkeep.farm._local.work_in_process", farm_jobs.never_reads)
+    store, job = rows_of(3), functools.partial(farm_jobs.with_data, np.zeros(1 << 20))
+    started = time.monotonic()
+    assert farm.run(store, "models", job, workers=3, here=job).complete
+    assert time.monotonic() - started < farm_jobs.LONG / 2
     assert not multiprocessing.active_children()
     check_complete(store, 3)
 

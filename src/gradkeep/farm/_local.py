@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import pickle
 import signal
 import threading
 import time
@@ -42,6 +44,8 @@ class _Worker:
     process: SpawnProcess
     connection: Connection
     number: int
+    sending: threading.Thread
+    """What gives it its spec, which it takes when it has started."""
     heard: float = field(default_factory=time.monotonic)
     ready: bool = False
     leases: tuple[Lease, ...] = ()
@@ -111,6 +115,7 @@ class LocalProcesses:
 class _Supervisor:
     def __init__(self, spec: JobSpec, report: Callable[[], None]) -> None:
         self._spec, self._report = spec, report
+        self._packed = pickle.dumps(spec)
         self._rows: Rows = spec.open_rows()
         self._before = len(self._rows.done())
         self._context = multiprocessing.get_context("spawn")
@@ -154,11 +159,19 @@ class _Supervisor:
 
     def _start(self, number: int) -> _Worker:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=work_in_process, args=(self._spec, theirs))
+        # With the spec among its arguments, which may hold a data set, nobody could end a process that
+        # starts before it has imported torch.
+        process = self._context.Process(target=work_in_process, args=(theirs,))
         with environment(self._spec.threads, number):
             process.start()
         theirs.close()
-        return _Worker(process, ours, number)
+        sending = threading.Thread(target=self._send, args=(ours,), name="spec", daemon=True)
+        sending.start()
+        return _Worker(process, ours, number, sending)
+
+    def _send(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which is seen elsewhere
+            connection.send_bytes(self._packed)
 
     def _listen(self, worker: _Worker) -> None:
         try:
@@ -180,6 +193,7 @@ class _Supervisor:
         process = worker.process
         process.join()
         code = process.exitcode
+        worker.sending.join()
         worker.connection.close()
         process.close()
         if code == BROKEN and worker.broken is not None:
@@ -216,16 +230,18 @@ class _Supervisor:
 
     def _ask_to_stop(self) -> None:
         for worker in self._workers:
-            try:
+            if worker.sending.is_alive():  # it holds nothing yet, and two may not send at a time
+                worker.process.kill()
+                continue
+            with contextlib.suppress(OSError):  # it has ended already
                 worker.connection.send("stop")
-            except OSError:
-                continue  # it has ended already
 
     def _kill_all(self) -> None:
         for worker in self._workers:
             worker.process.kill()
             self._listen(worker)
             worker.process.join()
+            worker.sending.join()
             for lease in worker.leases:
                 self._rows.release(lease)
             worker.connection.close()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -329,8 +330,8 @@ class WorkerMessage:
     text: str = ""
 
 
-def work_in_process(spec: JobSpec, connection: Connection) -> None:
-    """The whole life of a worker process; anything to read from the connection means: stop."""
+def work_in_process(connection: Connection) -> None:
+    """The whole life of a worker process: its spec is read from the connection, then anything means: stop."""
     asked = threading.Event()
     # An interrupt from the terminal reaches the whole group; only the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -341,6 +342,10 @@ def work_in_process(spec: JobSpec, connection: Connection) -> None:
             connection.send(message)
 
     try:
+        try:
+            spec: JobSpec = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return  # the parent is gone before anything began
         work(
             spec,
             # The end of the connection can be "read" as well: the parent is gone.
