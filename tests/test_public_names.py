@@ -58,7 +58,7 @@ NAMES = {
         AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
         ListedLayer Measured Mode PlannedLayer PreparedCapture Regression ReplayedTokens SampleAxis Task
-        Weights batch_size by_sample capture completions fingerprint_weights in_mode layer_rules layers
+        Weights batch_size buffers_kept by_sample capture completions fingerprint_weights in_mode is_steady layer_rules layers
         load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         replay_tokens rows_at_once rows_of to_device unregister_layer_rule
     PlaceCosts PlayedCapture ScalePlan WorkerCosts

@@ -21,8 +21,10 @@ from gradkeep.capturing import (
     LayerGradients,
     Task,
     batch_size,
+    buffers_kept,
     capture,
     in_mode,
+    is_steady,
     measure_moments,
     prepare_capture,
     ready,
@@ -103,7 +105,13 @@ def attribute_once(
         )
     rows, asked = (task_batches(one, model, task, mode) for one in (train, queries))
     added = Damping(_DAMPING if damping is None else damping)
-    with ready(model), in_mode(model, mode), shown("attribute once", "rows") as report:
+    with (
+        ready(model),
+        in_mode(model, mode),
+        buffers_kept(model),
+        shown("attribute once", "rows") as report,
+    ):
+        is_steady(model, task, rows.first, mode)
         device = next(model.parameters()).device
         first = rows_of(rows.first, 0, min(_TRIED, batch_size(rows.first)))
         settings = CaptureSettings(layers, of="loss")

@@ -20,6 +20,7 @@ from gradkeep.capturing._report import (
     layers,
 )
 from gradkeep.capturing._scale import PlaceCosts, PlayedCapture, ScalePlan, WorkerCosts
+from gradkeep.capturing._steadiness import buffers_kept, is_steady
 from gradkeep.capturing._token_replay import ReplayedTokens, replay_tokens
 from gradkeep.capturing._tracer import Traced, Tracer
 from gradkeep.capturing._weights import Weights, fingerprint_weights, load_weights, put_weights
@@ -73,11 +74,13 @@ __all__ = [
     "Weights",
     "WorkerCosts",
     "batch_size",
+    "buffers_kept",
     "by_sample",
     "capture",
     "completions",
     "fingerprint_weights",
     "in_mode",
+    "is_steady",
     "layer_rules",
     "layers",
     "load_weights",

@@ -28,7 +28,7 @@ from gradkeep.capturing._footprint import (
     rows_within,
     segment_bytes,
 )
-from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
+from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
 from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
@@ -40,6 +40,7 @@ from gradkeep.capturing._row_making import (
     layers_of,
 )
 from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
+from gradkeep.capturing._steadiness import buffers_kept, is_steady
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
 from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
@@ -107,6 +108,7 @@ class Replay:
             ready(self.model) as told,
             in_mode(self.model, self.mode),
             _no_gradients_left(self.model),
+            buffers_kept(self.model),
         ):
             if self.recompute is not None:
                 check_recomputable(self.model)
@@ -119,9 +121,10 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
+            steady = is_steady(self.model, self.task, without_columns(first), self.mode)
             maker, at_once, made = self._tried(key, weights, earlier)
             schema = self._schema(maker, made, weights, earlier)
-            proof = None if draws_at_random(self.model) else maker
+            proof = maker if steady else None
             if earlier is not None and earlier.sealed:
                 earlier.schema.require_same(schema, path=earlier.path)
                 self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
@@ -175,6 +178,7 @@ class Replay:
         stack.enter_context(ready(self.model))
         stack.enter_context(in_mode(self.model, self.mode))
         stack.enter_context(_no_gradients_left(self.model))
+        stack.enter_context(buffers_kept(self.model))
         weights = fingerprint_weights(self.model)
         earlier = earlier_run(self.store, key)
         if earlier is None:
