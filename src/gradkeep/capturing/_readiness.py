@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils import checkpoint as checkpointing
@@ -29,12 +32,12 @@ def ready(model: nn.Module) -> Iterator[list[str]]:
 
     Compiled parts run as they are written: their layers could not be watched else. Parts under
     `torch.utils.checkpoint` run without re-entering autograd, with the same numbers. Weights are at
-    hand in full precision.
+    hand in full precision. Another thread that wants the same model waits: what watches a layer would
+    see the passes of both.
     """
     with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing was compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_without_reentering())
+        stack.enter_context(_lock_of(model))
+        stack.enter_context(_openly())
         yield stack.enter_context(weights_at_hand(model))
 
 
@@ -48,11 +51,43 @@ class _Openly:
         )
 
 
+@dataclass(slots=True)
+class _Opened:
+    """What is switched in torch itself, for how many threads: the last one puts it back."""
+
+    users: int = 0
+    switched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    eager: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_opened = _Opened()
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_making_locks = threading.Lock()
+
+
+def _lock_of(model: nn.Module) -> threading.RLock:
+    with _making_locks:
+        return _locks.setdefault(model, threading.RLock())
+
+
 @contextlib.contextmanager
-def _without_reentering() -> Iterator[None]:
-    hidden = checkpointing.CheckpointFunction
-    checkpointing.CheckpointFunction = _Openly  # type: ignore[assignment, misc]
+def _openly() -> Iterator[None]:
+    """Compiled code runs as it is written, and checkpoints without re-entering, while any thread wants it."""
+    with _opened.lock:
+        if not _opened.users:
+            hidden = checkpointing.CheckpointFunction
+            checkpointing.CheckpointFunction = _Openly  # type: ignore[assignment, misc]
+            _opened.switched.callback(setattr, checkpointing, "CheckpointFunction", hidden)
+        if "torch._dynamo" in sys.modules and not _opened.eager:  # else nothing was compiled
+            _opened.switched.enter_context(torch.compiler.set_stance("force_eager"))
+            _opened.eager = True
+        _opened.users += 1
     try:
         yield
     finally:
-        checkpointing.CheckpointFunction = hidden  # type: ignore[misc]
+        with _opened.lock:
+            _opened.users -= 1
+            if not _opened.users:
+                _opened.switched.close()
+                _opened.eager = False
