@@ -119,3 +119,34 @@ def test_an_error_in_the_loop_leaves_nothing_that_looks_finished(store):
         step(make(), store, "a", fails=True)
     with pytest.raises(gk.GradkeepError):
         gk.gradients(store, split="train")
+
+
+def test_gradients_of_gradients_are_refused(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(6, 4)
+
+    def step():
+        inputs = x.clone().requires_grad_()
+        loss = model(inputs).square().sum()
+        (slopes,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + slopes.square().sum()).backward()
+
+    with (
+        pytest.raises(CaptureError, match="gradient of gradients"),
+        gk.recording(tmp_path, model, checkpoints="now", reduction="sum") as rec,
+        rec.batch(range(6)),
+    ):
+        step()
+
+
+def test_two_rows_for_one_id_are_told_once(tmp_path):
+    model, x = nn.Linear(4, 2), torch.randn(6, 4)
+
+    def recorded():
+        with gk.recording(tmp_path, model, checkpoints="now", reduction="sum") as rec:
+            for start in (0, 3):
+                with rec.batch(range(start, start + 3)):
+                    model(torch.cat([x[start : start + 3]] * 2)).square().sum().backward()
+
+    with pytest.warns(gk.CaptureWarning, match="need an id each") as told:
+        recorded()
+    assert len(told) == 1

@@ -35,6 +35,8 @@ class LayerCall:
     """The first input as it came, which tells whether two layers share one."""
     stashed: StashedTensor | None = None
     """The input, where a memory budget may drop it meanwhile."""
+    differentiated: bool = False
+    """Whether a backward pass came by that can itself be differentiated."""
 
     @property
     def input(self) -> torch.Tensor:
@@ -216,6 +218,7 @@ def _ends(wanted: set[Any]) -> set[Any]:
 def _into(call: LayerCall, index: int) -> Any:
     def keep(gradient: torch.Tensor) -> None:
         before = call.suffixes[index]
+        call.differentiated |= gradient.requires_grad
         # A second backward pass through the same graph adds up, as gradients do.
         call.suffixes[index] = gradient if before is None else before + gradient
 

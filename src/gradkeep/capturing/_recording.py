@@ -16,6 +16,7 @@ from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
 from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
 from gradkeep.capturing._row_values import arrays_for, norms, plain
 from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
@@ -87,6 +88,13 @@ class GradientRecording:
         for call in calls:
             if all(suffix is None for suffix in call.suffixes):
                 continue
+            if call.differentiated:
+                raise CaptureError(
+                    "a gradient of gradients was taken inside of batch()",
+                    found="a backward pass with create_graph=True, as for gradient penalties",
+                    expected="one backward pass of losses, which reaches every layer once",
+                    fix="record the batches without it; or replay the checkpoint with gk.capture",
+                )
             call.suffixes = [None if s is None else s.detach() * scale for s in call.suffixes]
             by_module.setdefault(call.module, []).append(call)
         if not by_module:
@@ -95,6 +103,8 @@ class GradientRecording:
                 fix="put the forward pass and loss.backward() inside of `with rec.batch(ids):`",
             )
         pieces = {unit: _piece(unit, by_module, len(ids)) for unit in self._units}
+        if self._writer is None:
+            _tell_flat(self._units, by_module, len(ids))
         if self._kept is None:
             wanted: dict[LayerUnit, Storage | None] = {}
             self._kept = choose_storage(
@@ -213,6 +223,25 @@ def recording(
         rec.abandon()
         raise
     rec.finish()
+
+
+def _tell_flat(
+    units: Sequence[LayerUnit], calls: Mapping[nn.Module, list[LayerCall]], rows: int
+) -> None:
+    """Say how several rows for one id are read: nothing in a step tells tokens from copies."""
+    for unit in units:
+        for call in (call for module in unit.modules for call in calls.get(module, ())):
+            shape = call.input.shape
+            if rows > 1 and len(shape) == 2 and shape[0] > rows and shape[0] % rows == 0:
+                each = shape[0] // rows
+                warnings.warn(
+                    f"layer {unit.name} is called with {shape[0]} rows for {rows} ids: rows 0 to "
+                    f"{each - 1} are kept as the first sample's, as the tokens of a sequence lie; copies "
+                    "of all samples one after the other need an id each",
+                    CaptureWarning,
+                    stacklevel=5,
+                )
+                return
 
 
 def _piece(
