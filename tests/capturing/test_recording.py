@@ -150,3 +150,49 @@ def test_two_rows_for_one_id_are_told_once(tmp_path):
     with pytest.warns(gk.CaptureWarning, match="need an id each") as told:
         recorded()
     assert len(told) == 1
+
+
+class Steps(nn.Module):
+    """Time comes first, as it does for torch's recurrent layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def recorded_steps(folder, model, batches, **options):
+    store, at = gk.open(folder), 0
+    with gk.recording(store, model, checkpoints="now", reduction="sum", **options) as rec:
+        for x in batches:
+            with rec.batch(range(at, at + x.shape[1])):
+                model(x).square().sum().backward()
+            at += x.shape[1]
+    found = gk.gradients(store, split="train").restore(range(at))
+    samples = [x[:, at] for x in batches for at in range(x.shape[1])]
+    wanted = [
+        torch.autograd.grad(model(sample).square().sum(), model.inner.weight)[0]
+        for sample in samples
+    ]
+    return torch.allclose(found["inner.weight"], torch.stack(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_before_samples_are_seen_by_their_sizes(tmp_path):
+    torch.manual_seed(0)
+    model = Steps()
+    assert recorded_steps(tmp_path / "a", model, [torch.randn(5, 4, 3), torch.randn(2, 3, 3)])
+    # A batch with as many steps as samples is read as the one before.
+    assert recorded_steps(tmp_path / "b", model, [torch.randn(5, 4, 3), torch.randn(4, 4, 3)])
+
+
+def test_as_many_steps_as_samples_are_told_or_said(tmp_path):
+    torch.manual_seed(0)
+    model, square = Steps(), [torch.randn(4, 4, 3)]
+    assert recorded_steps(tmp_path / "a", model, square, batch_first=False)
+    assert not recorded_steps(tmp_path / "b", model, square, batch_first=True)
+    with pytest.warns(gk.CaptureWarning, match="batch_first=False"):
+        recorded_steps(tmp_path / "c", model, square)
+    with pytest.raises(CaptureError, match="batch_first"):
+        recorded_steps(tmp_path / "d", model, square, batch_first="yes")

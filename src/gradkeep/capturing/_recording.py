@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing.rules._gradients import SampleAxis
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.factors import Storage
     from gradkeep.query import LayerChoice
@@ -54,10 +54,12 @@ class GradientRecording:
         *,
         reduction: Reduction,
         encoding: Encoding,
+        batch_first: bool | None,
     ) -> None:
         self.key = key
         self._store, self._model, self._units = store, model, list(units)
         self._reduction, self._encoding = reduction, encoding
+        self._batch_first = batch_first
         self._kept: list[LayerKeeping] | None = None
         self._writer: Writer | None = None
         self._names: tuple[str, ...] = ()
@@ -102,7 +104,13 @@ class GradientRecording:
                 "no backward pass ran through the chosen layers inside of batch()",
                 fix="put the forward pass and loss.backward() inside of `with rec.batch(ids):`",
             )
-        pieces = {unit: _piece(unit, by_module, len(ids)) for unit in self._units}
+        axes = self._axes(by_module, len(ids))
+        pieces = {
+            unit: unit_gradients(
+                dataclasses.replace(unit, axis=axis), _calls_of(unit, by_module), rows=len(ids)
+            )
+            for unit, axis in axes.items()
+        }
         if self._writer is None:
             _tell_flat(self._units, by_module, len(ids))
         if self._kept is None:
@@ -129,6 +137,37 @@ class GradientRecording:
             )
         self._writer.append(ids, values | arrays)
         self.rows += len(ids)
+
+    def _axes(
+        self, calls: Mapping[nn.Module, list[LayerCall]], rows: int
+    ) -> dict[LayerUnit, SampleAxis]:
+        """Along which dimension each layer's samples lie.
+
+        Sequences of as many steps as there are samples leave it open: then it is what other layers or earlier
+        batches showed, or what was said.
+        """
+        found = {unit: _possible_axes(unit, calls, rows) for unit in self._units}
+        open_ones = [
+            unit
+            for unit, axes in found.items()
+            if axes[:2] == ["first", "second"] and _is_sequence(_calls_of(unit, calls)[0].input)
+        ]
+        if self._batch_first is None:
+            certain = {axes[0] for unit, axes in found.items() if unit not in open_ones}
+            if len(certain) == 1 and not certain <= {"flat"}:
+                self._batch_first = certain == {"first"}
+        if open_ones and self._batch_first is None:
+            warnings.warn(
+                f"layer {open_ones[0].name} is called with as many steps as samples, {rows}: the first "
+                "dimension is taken for the samples; pass batch_first=True to say so, or batch_first=False "
+                "if it is the second",
+                CaptureWarning,
+                stacklevel=5,
+            )
+            self._batch_first = True
+        for unit in open_ones:
+            found[unit] = ["first" if self._batch_first else "second"]
+        return {unit: axes[0] for unit, axes in found.items()}
 
     def _schema(self, values: Mapping[str, Any]) -> Schema:
         assert self._kept is not None
@@ -171,12 +210,15 @@ def recording(
     layers: LayerChoice = None,
     encoding: Encoding = "plain",
     reduction: Reduction = "mean",
+    batch_first: bool | None = None,
     uncovered: Literal["error", "skip"] = "error",
 ) -> Iterator[GradientRecording]:
     """Keep the per-sample gradients of a training loop as it runs, at the weights of each step.
 
     Only layers with a factor rule can be recorded (linear, convolution, embedding, normalisation);
-    others are an error, or left out with `uncovered="skip"`. Sealed when the block ends well.
+    others are an error, or left out with `uncovered="skip"`. Whether sequences are `[B, T, ...]` or
+    `[T, B, ...]` is seen by their sizes; `batch_first` says it where T may be B. Sealed when the block ends
+    well.
     Cost: keeping references during the step, then writing.
 
     >>> import gradkeep as gk, tempfile
@@ -216,7 +258,14 @@ def recording(
     units = [unit for unit in units if unit.rule not in DENSE_RULES]
     with in_mode(model, "train" if model.training else "eval"):
         pass  # only the checks: a loop switches modes itself
-    rec = GradientRecording(opened, key, model, units, reduction=reduction, encoding=encoding)
+    if batch_first is not None and not isinstance(batch_first, bool):
+        raise CaptureError(f"no batch_first {batch_first!r}", expected="True, False or None")
+    rec = GradientRecording(
+        *(opened, key, model, units),
+        reduction=reduction,
+        encoding=encoding,
+        batch_first=batch_first,
+    )
     try:
         yield rec
     except BaseException:
@@ -244,21 +293,31 @@ def _tell_flat(
                 return
 
 
-def _piece(
-    unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]], rows: int
-) -> LayerGradients:
+def _calls_of(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
     own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
     if not own:
         raise CaptureError(
             f"layer {unit.name} got no gradient in this batch",
             fix="leave it out with layers='!...'",
         )
+    return own
+
+
+def _possible_axes(
+    unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]], rows: int
+) -> list[SampleAxis]:
+    own = _calls_of(unit, calls)
     shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
-    for axis in SAMPLE_AXES:
-        if all(possible(shape, rows, axis) for shape in shapes):
-            return unit_gradients(dataclasses.replace(unit, axis=axis), own, rows=rows)
-    raise CaptureError(
-        f"layer {unit.name} was not called with one row per sample",
-        found=f"input {tuple(own[0].input.shape)} for {rows} ids",
-        fix="give as many ids as there are samples in the batch",
-    )
+    found = [axis for axis in SAMPLE_AXES if all(possible(shape, rows, axis) for shape in shapes)]
+    if not found:
+        raise CaptureError(
+            f"layer {unit.name} was not called with one row per sample",
+            found=f"input {tuple(own[0].input.shape)} for {rows} ids",
+            fix="give as many ids as there are samples in the batch",
+        )
+    return found
+
+
+def _is_sequence(values: torch.Tensor) -> bool:
+    """Steps of samples, `[B, T, D]` or tokens `[B, T]`; images have their channels there."""
+    return values.dim() == (3 if values.dtype.is_floating_point else 2)
