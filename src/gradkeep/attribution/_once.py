@@ -111,11 +111,11 @@ def attribute_once(
         buffers_kept(model),
         shown("attribute once", "rows") as report,
     ):
-        is_steady(model, task, rows.first, mode)
         device = next(model.parameters()).device
         first = rows_of(rows.first, 0, min(_TRIED, batch_size(rows.first)))
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
+        is_steady(model, task, rows.first, mode)
         limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
         directions, factors, query_ids = _held(tracer, asked, device, limit, dense=method == "kfac")
         if method == "kfac":

@@ -121,8 +121,7 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            steady = is_steady(self.model, self.task, without_columns(first), self.mode)
-            maker, at_once, made = self._tried(key, weights, earlier)
+            maker, at_once, made, steady = self._tried(key, weights, earlier)
             schema = self._schema(maker, made, weights, earlier)
             proof = maker if steady else None
             if earlier is not None and earlier.sealed:
@@ -187,28 +186,31 @@ class Replay:
                 path=self.store.backend.describe(key.folder),
                 fix="run the whole capture again",
             )
-        maker, at_once, made = self._tried(key, weights, earlier)
+        maker, at_once, made, _ = self._tried(key, weights, earlier)
         proof.check(RowProof.of(self.batches.first, made.values))
         schema = self._schema(maker, made, weights, earlier)
         return PartReplay(self, key, schema, maker, at_once, stack)
 
     def _tried(
         self, key: CaptureKey, weights: str, earlier: EarlierRun | None
-    ) -> tuple[RowMaker, int, MadeRows]:
-        """What makes rows of batches, of how many samples at once, and a few rows made by it."""
+    ) -> tuple[RowMaker, int, MadeRows, bool]:
+        """What makes rows of batches, of how many samples at once, and a few rows made by it.
+
+        And whether rows come out the same when they are made again.
+        """
         first = self.batches.first
-        maker, at_once = self._maker(without_columns(first), earlier, key, weights)
+        maker, at_once, steady = self._maker(without_columns(first), earlier, key, weights)
         maker = keeping_columns(maker, first)
         made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
-        return maker, at_once, made
+        return maker, at_once, made, steady
 
     def _maker(
         self, first: Any, earlier: EarlierRun | None, key: CaptureKey, weights: str
-    ) -> tuple[RowMaker, int]:
-        """What makes rows of batches, and how many samples at once."""
+    ) -> tuple[RowMaker, int, bool]:
+        """What makes rows of batches, how many samples at once, and whether the model is steady."""
         if self.settings.keep == LOSSES:
-            at_once = batch_size(first)
-            return LossMaker(self.model, self.task, self.watched, self.device), at_once
+            at_once, steady = batch_size(first), self._is_steady(first)
+            return LossMaker(self.model, self.task, self.watched, self.device), at_once, steady
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
         tried = _FEW_TRIED if small or self.budget is not None else _TRIED
         rows = min(batch_size(first), tried)
@@ -224,6 +226,7 @@ class Replay:
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
+        steady = self._is_steady(first)  # before a basis is found with many rows
         moments = None
         if not small and self.recompute is None:  # a plan wants every step to be the same
             moments = FirstMoments.wanted(prepared, self.budget)
@@ -236,13 +239,17 @@ class Replay:
             if compressed is not None:
                 maker, at_once = compressed, batch_size(first)
         if self.budget is None:
-            return maker, at_once
+            return maker, at_once, steady
         if isinstance(maker, CoordinateMaker):
             size, beside = maker.basis.size, maker.basis.nbytes
             footprint = coordinate_footprint(prepared, size, batch, rows)
-            return maker, min(at_once, rows_within(self.budget, footprint, beside=beside))
+            within = rows_within(self.budget, footprint, beside=beside)
+            return maker, min(at_once, within), steady
         footprint = row_footprint(prepared, batch, rows)
-        return maker, min(at_once, rows_within(self.budget, footprint))
+        return maker, min(at_once, rows_within(self.budget, footprint)), steady
+
+    def _is_steady(self, first: Any) -> bool:
+        return is_steady(self.model, self.task, first, self.mode)
 
     def _compressed(
         self, prepared: PreparedCapture, key: CaptureKey, weights: str, batch: Any
