@@ -104,7 +104,7 @@ def test_tokens_from_factors_add_up_to_the_scores(store, method):
     assert (some.approximate is None) == (method == "dot")
 
 
-@pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 5e-5), (torch.float64, 1e-6)])
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 1e-5), (torch.float64, 1e-6)])
 @pytest.mark.parametrize("method", ["dot", "ekfac"])
 @pytest.mark.parametrize("kind", ["tied", "untied", "recurrent", "repeated"])
 def test_tokens_of_a_second_run_add_up_to_the_scores(store, kind, method, dtype, by):
@@ -113,7 +113,6 @@ def test_tokens_of_a_second_run_add_up_to_the_scores(store, kind, method, dtype,
     found = gk.attribute_tokens(
         store, method=method, train_ids=[9, 2, 3], model=model, loader=batches(10, 10), task=TASK
     )
-    # To divide by small eigenvalues makes float32's rounding larger, by how much depends on the machine.
     assert near(found.sums, scores[:, [9, 2, 3]], by)
     assert found.replayed
     if kind == "recurrent":

@@ -89,7 +89,8 @@ def fisher_solver(
     rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
     budget = at.question.memory_budget
     found = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
-    return lambda layer, dense: found.layers[layer].solved(dense, damping)
+    # In double precision: to divide by small eigenvalues makes rounding large.
+    return lambda layer, dense: found.layers[layer].solved(dense.double(), damping).to(dense.dtype)
 
 
 def _of_coordinates(at: CheckpointView, options: KfacOptions) -> Scorer:
