@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.capturing import LayerUnit, Measured, Mode, Tracer
-    from gradkeep.factors import GradientRows
     from gradkeep.query import LayerChoice
     from gradkeep.store import Durability
 
@@ -282,19 +281,14 @@ def _held(
                 piece = traced.pieces[unit]
                 parts.append(piece.form.restore(piece.rows.widened()).float())
         for unit, rows in factors.items():
-            rows.append(_copied(traced.pieces[unit].rows))
+            some = traced.pieces[unit].rows
+            assert isinstance(some, OuterRows)  # what a layer's form is does not change
+            rows.append(some.widened())
     return (
         {unit: torch.cat(found) for unit, found in restored.items()},
         {unit: OuterRows.stacked(found) for unit, found in factors.items()},
         np.concatenate(ids),
     )
-
-
-def _copied(rows: GradientRows) -> OuterRows:
-    """Factors that stay as they are when the loader fills its tensors anew."""
-    assert isinstance(rows, OuterRows)  # what a layer's form is does not change
-    wide = rows.widened()
-    return OuterRows(wide.x.clone(), wide.g.clone(), wide.offsets)
 
 
 def _has_one_position(piece: LayerGradients) -> bool:

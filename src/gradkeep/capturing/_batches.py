@@ -44,26 +44,24 @@ def to_device(batch: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
             leaf = torch.from_numpy(leaf)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+        return _own(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
     return _mapped(batch, move)
 
 
 def copied(batch: Any) -> Any:
-    """The batch in memory of its own; a tensor that stands in it twice does so in the copy."""
-    made: dict[int, Any] = {}
+    """The batch in memory of its own."""
 
     def copy(leaf: Any) -> Any:
-        if id(leaf) not in made:
-            if isinstance(leaf, torch.Tensor):
-                made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            else:
-                made[id(leaf)] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-        return made[id(leaf)]
+        if isinstance(leaf, torch.Tensor):
+            return _own(leaf, leaf.device)
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
-    return _mapped(batch, copy, listed=lambda items: type(items)(items))
+    return _mapped(batch, copy)
+
+
+def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def rows_of(batch: Any, start: int, stop: int) -> Any:
