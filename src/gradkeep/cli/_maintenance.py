@@ -142,9 +142,7 @@ def delete(
 
     opened = stores.open(store, create=False)
     key = _key(capture)
-    folders = {key.folder}
-    if isinstance(key, stores.ScoresKey):
-        folders |= {one.folder for one in opened.scores() if key.owns(one)}
+    folders = [one.folder for one in (key, *opened.owned(key))]
     found = [block for block in opened.info().blocks if block.address.folder in folders]
     if not found:
         raise StoreError(
@@ -152,7 +150,7 @@ def delete(
             path=opened.location,
             fix=f"`gradkeep info {opened.location}` shows what there is",
         )
-    # The names of training rows come after the scores of queries.
+    found.sort(key=lambda block: folders.index(block.address.folder))
     rows, size = found[0].rows, sum(block.bytes for block in found)
     if not yes:
         raise StoreError(

@@ -252,18 +252,20 @@ class Store:
 
         With a capture go its moments and codes, with scores the names of their training rows.
         """
+        owned = self.owned(key)
+        if not self.has(key) and not owned:
+            raise StoreError("there is no such block", path=self.backend.describe(key.folder))
         # A capture is whole without what it owns; scores cannot be read without theirs, which goes after
         # them, and by their key also where a killed delete left nothing else.
-        before = (
-            [one for one in self.bases() if key.owns(one)] if isinstance(key, CaptureKey) else []
-        )
-        after = (
-            [one for one in self.scores() if key.owns(one)] if isinstance(key, ScoresKey) else []
-        )
-        if not self.has(key) and not after:
-            raise StoreError("there is no such block", path=self.backend.describe(key.folder))
-        for block in (*before, key, *after):
+        for block in (key, *owned) if isinstance(key, ScoresKey) else (*owned, key):
             self._delete_block(block.folder)
+
+    @_annotations.checked(StoreError)
+    def owned(self, key: BlockKey) -> list[BlockKey]:
+        """What is nothing without a block, and goes with it."""
+        if isinstance(key, CaptureKey):
+            return [basis for basis in self.bases() if key.owns(basis)]
+        return [one for one in self.scores() if key.owns(one)] if isinstance(key, ScoresKey) else []
 
     def _delete_block(self, folder: str) -> None:
         # Records first, manifests next, the schema last: at any moment what is left is an unsealed
