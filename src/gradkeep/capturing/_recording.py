@@ -112,7 +112,7 @@ class GradientRecording:
             for unit, axis in axes.items()
         }
         if self._writer is None:
-            _tell_flat(self._units, by_module, len(ids))
+            _tell_flat(axes, by_module, len(ids))
         if self._kept is None:
             wanted: dict[LayerUnit, Storage | None] = {}
             self._kept = choose_storage(
@@ -275,22 +275,19 @@ def recording(
 
 
 def _tell_flat(
-    units: Sequence[LayerUnit], calls: Mapping[nn.Module, list[LayerCall]], rows: int
+    axes: Mapping[LayerUnit, SampleAxis], calls: Mapping[nn.Module, list[LayerCall]], rows: int
 ) -> None:
     """Say how several rows for one id are read: nothing in a step tells tokens from copies."""
-    for unit in units:
-        for call in (call for module in unit.modules for call in calls.get(module, ())):
-            shape = call.input.shape
-            if rows > 1 and len(shape) == 2 and shape[0] > rows and shape[0] % rows == 0:
-                each = shape[0] // rows
-                warnings.warn(
-                    f"layer {unit.name} is called with {shape[0]} rows for {rows} ids: rows 0 to "
-                    f"{each - 1} are kept as the first sample's, as the tokens of a sequence lie; copies "
-                    "of all samples one after the other need an id each",
-                    CaptureWarning,
-                    stacklevel=5,
-                )
-                return
+    flat = [unit for unit, axis in axes.items() if axis == "flat"]
+    if flat and rows > 1:
+        count = len(_calls_of(flat[0], calls)[0].input)
+        warnings.warn(
+            f"layer {flat[0].name} is called with {count} rows for {rows} ids: rows 0 to "
+            f"{count // rows - 1} are kept as the first sample's, as the tokens of a sequence lie; copies "
+            "of all samples one after the other need an id each",
+            CaptureWarning,
+            stacklevel=5,
+        )
 
 
 def _calls_of(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
