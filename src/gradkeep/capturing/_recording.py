@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
 from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._recording_checks import LossProbe, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
 from gradkeep.capturing._row_values import arrays_for, norms, plain
@@ -25,6 +27,7 @@ from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.errors import CaptureError
 from gradkeep.factors import form_to_fields
 from gradkeep.query import select_layers
+from gradkeep.remat import budget_is_active
 
 if TYPE_CHECKING:
     import os
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
+_SUMMED_STEPS, _PROBED_STEPS, _EVERY = 8, 4, 16
+"""First steps whose sums are compared, first steps that are probed, and how often later steps are."""
+_MOST_PATTERNS = 64
+"""Patterns of shapes that are checked when they first occur; a bound for lengths that never repeat."""
 
 
 class GradientRecording:
@@ -63,6 +70,9 @@ class GradientRecording:
         self._kept: list[LayerKeeping] | None = None
         self._writer: Writer | None = None
         self._names: tuple[str, ...] = ()
+        self._step = 0
+        self._patterns: set[int] = set()
+        self._told_unproved = False
         self.rows = 0
 
     @contextlib.contextmanager
@@ -77,14 +87,92 @@ class GradientRecording:
         """
         own = checked_ids(ids)
         modules = [module for unit in self._units for module in unit.modules]
-        with watching(modules, by_hooks=True) as calls:
+        with watching(modules, by_hooks=True) as calls, self._checking(calls, len(own)) as sums:
             yield
         scale = divisor if divisor is not None else len(own) if self._reduction == "mean" else 1
         with torch.no_grad():
-            self._take(own, calls, float(scale), dict(keep or {}))
+            self._take(own, calls, float(scale), dict(keep or {}), sums)
+        self._step += 1
+
+    @contextlib.contextmanager
+    def _checking(self, calls: list[LayerCall], rows: int) -> Iterator[WeightGradients]:
+        """Check the step that runs inside of the block, if its turn has come or its shapes are new."""
+        step, new = self._step, False
+
+        def probed() -> bool:
+            nonlocal new
+            new = new or self._is_new(calls, rows)
+            return new or step < _PROBED_STEPS or step % _EVERY == 0
+
+        def summed() -> bool:
+            return step < _SUMMED_STEPS or probed()
+
+        sums = WeightGradients(self._units, wanted=summed)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sums.collecting())
+            # Probes run the model and the loss again, which a budget's plan does not expect.
+            if rows > 1 and not budget_is_active():
+                sample = (step * 7) % rows
+                probe = SampleProbe(
+                    self._model,
+                    calls,
+                    rows=rows,
+                    sample=sample,
+                    axes=functools.partial(self._axes_by_module, rows=rows),
+                    wanted=probed,
+                    batch_first=self._batch_first,
+                )
+                stack.enter_context(probe.watching())
+                if step < _PROBED_STEPS or step % _EVERY == 0:
+                    loss = LossProbe(
+                        calls,
+                        [module for unit in self._units for module in unit.modules],
+                        rows=rows,
+                        sample=sample,
+                        axes=functools.partial(self._axes_by_module, rows=rows),
+                        unproved=self._warn_unproved,
+                    )
+                    stack.enter_context(loss.watching())
+            yield sums
+
+    def _is_new(self, calls: Sequence[LayerCall], rows: int) -> bool:
+        """Whether no earlier step called the layers with these shapes; notes them."""
+        pattern = hash((rows, *((id(call.module), call.shapes) for call in calls)))
+        if pattern in self._patterns or len(self._patterns) >= _MOST_PATTERNS:
+            return False
+        self._patterns.add(pattern)
+        return True
+
+    def _axes_by_module(
+        self, calls: Sequence[LayerCall], *, rows: int
+    ) -> dict[nn.Module, SampleAxis]:
+        """How samples lie in the calls of each module, where their shapes tell."""
+        by_module: dict[nn.Module, list[LayerCall]] = {}
+        for call in calls:
+            by_module.setdefault(call.module, []).append(call)
+        units = [unit for unit in self._units if any(m in by_module for m in unit.modules)]
+        try:
+            axes = self._axes(by_module, rows, units)
+        except CaptureError:
+            return {}  # raised again when the rows are taken
+        return {module: axis for unit, axis in axes.items() for module in unit.modules}
+
+    def _warn_unproved(self, reason: str) -> None:
+        if not self._told_unproved:
+            self._told_unproved = True
+            warnings.warn(
+                f"it cannot be checked that the loss is a sum over samples: {reason}",
+                CaptureWarning,
+                stacklevel=2,
+            )
 
     def _take(
-        self, ids: np.ndarray[Any, Any], calls: list[LayerCall], scale: float, keep: dict[str, Any]
+        self,
+        ids: np.ndarray[Any, Any],
+        calls: list[LayerCall],
+        scale: float,
+        keep: dict[str, Any],
+        sums: WeightGradients,
     ) -> None:
         by_module: dict[nn.Module, list[LayerCall]] = {}
         for call in calls:
@@ -104,13 +192,15 @@ class GradientRecording:
                 "no backward pass ran through the chosen layers inside of batch()",
                 fix="put the forward pass and loss.backward() inside of `with rec.batch(ids):`",
             )
-        axes = self._axes(by_module, len(ids))
+        axes = self._axes(by_module, len(ids), self._units)
         pieces = {
             unit: unit_gradients(
                 dataclasses.replace(unit, axis=axis), _calls_of(unit, by_module), rows=len(ids)
             )
             for unit, axis in axes.items()
         }
+        if sums.complete:
+            sums.check(pieces, rows=len(ids), scale=scale)
         if self._writer is None:
             _tell_flat(axes, by_module, len(ids))
         if self._kept is None:
@@ -139,14 +229,17 @@ class GradientRecording:
         self.rows += len(ids)
 
     def _axes(
-        self, calls: Mapping[nn.Module, list[LayerCall]], rows: int
+        self,
+        calls: Mapping[nn.Module, list[LayerCall]],
+        rows: int,
+        units: Sequence[LayerUnit],
     ) -> dict[LayerUnit, SampleAxis]:
         """Along which dimension each layer's samples lie.
 
         Sequences of as many steps as there are samples leave it open: then it is what other layers or earlier
         batches showed, or what was said.
         """
-        found = {unit: _possible_axes(unit, calls, rows) for unit in self._units}
+        found = {unit: _possible_axes(unit, calls, rows) for unit in units}
         open_ones = [
             unit
             for unit, axes in found.items()

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         Explanation,
         MemoryBudget,
         StashedTensor,
+        budget_is_active,
         memory_budget,
         stash,
     )
@@ -78,6 +79,7 @@ __all__ = [
     "StepKind",
     "Storage",
     "Timeline",
+    "budget_is_active",
     "chain",
     "checked",
     "chen",
@@ -103,7 +105,7 @@ __all__ = [
 # Recording and training need torch, simulating does not: the commands answer without loading it.
 _PLANNED = (
     *("BudgetPoint", "BudgetReport", "DroppedActivation", "Explanation", "MemoryBudget"),
-    *("StashedTensor", "memory_budget", "stash"),
+    *("StashedTensor", "budget_is_active", "memory_budget", "stash"),
 )
 __getattr__ = lazy_names(
     "gradkeep.remat",

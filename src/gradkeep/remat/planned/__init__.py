@@ -7,7 +7,7 @@ from gradkeep.remat.planned._report import (
     DroppedActivation,
     Explanation,
 )
-from gradkeep.remat.planned._session import StashedTensor, stash
+from gradkeep.remat.planned._session import StashedTensor, budget_is_active, stash
 
 __all__ = [
     "BudgetPoint",
@@ -16,6 +16,7 @@ __all__ = [
     "Explanation",
     "MemoryBudget",
     "StashedTensor",
+    "budget_is_active",
     "memory_budget",
     "stash",
 ]

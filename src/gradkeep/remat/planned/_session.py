@@ -298,6 +298,11 @@ def stash(tensor: Tensor) -> StashedTensor:
     return StashedTensor(handle if session is None else session._pack(tensor))
 
 
+def budget_is_active() -> bool:
+    """Tell whether a step inside a memory budget runs in this thread."""
+    return session_here() is not None
+
+
 def session_here() -> BudgetSession | None:
     """The session of this thread."""
     found: BudgetSession | None = getattr(_active, "session", None)

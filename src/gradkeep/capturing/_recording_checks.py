@@ -1,0 +1,327 @@
+"""Checks of a recorded training step, against what autograd computed in the same step.
+
+Three properties make recorded rows the samples' own gradients:
+
+- Their sum is the gradient that `backward()` adds to each weight (`WeightGradients`).
+- A layer's rows of one sample depend on that sample alone (`SampleProbe`): the outermost module
+  runs once more with one sample replaced, and no other sample's rows may change.
+- The loss is a sum over samples (`LossProbe`): the gradient at one sample's outputs has no
+  derivative with respect to another sample's outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from gradkeep.capturing._batches import copied, leaves, with_leaves
+from gradkeep.capturing._first_batch import _fits
+from gradkeep.capturing._steadiness import buffers_kept
+from gradkeep.capturing.rules._gradients import by_sample
+from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.autograd.graph import GradientEdge
+
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._units import LayerUnit
+
+_ROUNDING = 1e-3
+"""Share of a layer's largest input by which another sample may change: routing changes the sizes of
+products, and products of other sizes round differently."""
+_CROSS_DERIVATIVE = 1e-4
+"""Share of a sample's own second derivative that another sample's may reach by rounding."""
+_LAST_CALLS = 4
+"""Calls nearest to the loss whose outputs are tested for a loss that mixes samples."""
+
+
+class WeightGradients:
+    """Collects what the backward passes of one step add to each weight."""
+
+    def __init__(self, units: Sequence[LayerUnit], *, wanted: Callable[[], bool]) -> None:
+        self._weights = [weight for unit in units for weight in unit.weights]
+        self._wanted = wanted
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        self.complete = False
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect until the block ends."""
+        with contextlib.ExitStack() as stack:
+            for weight in self._weights:
+                handle = weight.register_hook(self._adder(weight))  # type: ignore[no-untyped-call]
+                stack.callback(handle.remove)
+            yield
+
+    def _adder(self, weight: nn.Parameter) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            if not self._wanted():
+                return
+            self.complete = True
+            gradient = gradient.detach()
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            before = self._totals.get(weight)
+            # A copy: autograd hands the same memory on to .grad, which the loop may change.
+            self._totals[weight] = gradient.clone() if before is None else before + gradient
+
+        return add
+
+    def check(self, pieces: Mapping[LayerUnit, LayerGradients], *, rows: int, scale: float) -> None:
+        """Compare the sum of each layer's recorded rows with the gradient of its weights."""
+        for unit, piece in pieces.items():
+            parts = [
+                self._totals.get(weight, torch.zeros_like(weight)).reshape(-1)
+                for weight in unit.weights
+            ]
+            weights = torch.full((1, rows), 1 / scale, dtype=parts[0].dtype, device=parts[0].device)
+            total = piece.form.weighted_sum(piece.rows, weights)[0]
+            if not _fits(total, torch.cat(parts)):
+                raise CaptureError(
+                    f"layer {unit.name}: the recorded rows do not add up to the gradient that "
+                    "backward() computed",
+                    found=f"a {unit.type} whose weight is also used elsewhere (tied by hand), whose "
+                    "forward is changed, or whose gradients a hook changes",
+                    expected="rows whose sum is the gradient of the weight",
+                    fix=f"leave it out with layers='!{unit.name}', or replay the checkpoint with "
+                    "gk.capture",
+                )
+
+
+class SampleProbe:
+    """Runs outermost modules again with one sample replaced, and compares what the layers read."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: list[LayerCall],
+        *,
+        rows: int,
+        sample: int,
+        axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]],
+        wanted: Callable[[], bool],
+        batch_first: bool | None,
+    ) -> None:
+        self._model, self._calls, self._rows, self._sample = model, calls, rows, sample
+        self._axes, self._wanted, self._batch_first = axes, wanted, batch_first
+        self._depth, self._start = 0, 0
+        self._inputs: Any = None
+        self._random: Tensor | None = None
+        self._replaying = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Probe every outermost call of the model's modules until the block ends."""
+        with contextlib.ExitStack() as stack:
+            for module in self._model.modules():
+                before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                after = module.register_forward_hook(self._leave, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._replaying:
+            return
+        if self._depth == 0:
+            self._start = len(self._calls)
+            self._inputs = copied((args, kwargs))
+            self._random = torch.get_rng_state()
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._replaying:
+            return
+        self._depth -= 1
+        if self._depth == 0 and len(self._calls) > self._start and self._wanted():
+            self._replaying = True
+            try:
+                self._replay(module)
+            finally:
+                self._replaying = False
+
+    def _replay(self, module: nn.Module) -> None:
+        changed = _with_sample_replaced(
+            self._inputs, self._rows, self._sample, batch_first=self._batch_first
+        )
+        if changed is None:
+            return
+        original: dict[nn.Module, list[LayerCall]] = {}
+        for call in self._calls[self._start :]:
+            original.setdefault(call.module, []).append(call)
+        axes = self._axes(self._calls[self._start :])
+        turns = dict.fromkeys(original, 0)
+
+        def compare(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            turn, turns[layer] = turns[layer], turns[layer] + 1
+            read = next((leaf for leaf in leaves((args, kwargs)) if _is_tensor(leaf)), None)
+            if layer in axes and turn < len(original[layer]) and read is not None:
+                self._compare(layer, original[layer][turn].input, read, axes[layer])
+
+        args, kwargs = changed
+        devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(sorted(devices - {None})))
+            stack.enter_context(buffers_kept(self._model))
+            for layer in original:
+                stack.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
+            assert self._random is not None
+            torch.set_rng_state(self._random)
+            module(*args, **kwargs)
+
+    def _compare(self, layer: nn.Module, one: Tensor, other: Tensor, axis: SampleAxis) -> None:
+        if one.shape != other.shape:
+            return
+        one, other = (by_sample(t.detach(), self._rows, axis).flatten(1) for t in (one, other))
+        if one.shape[1] == 0:
+            return
+        scale = one.abs().amax().double() if one.dtype.is_floating_point else 0.0
+        change = (other.double() - one.double()).abs().amax(1)
+        change[self._sample] = 0
+        if bool((change > _ROUNDING * scale).any()):
+            name = next((n for n, m in self._model.named_modules() if m is layer), "")
+            raise CaptureError(
+                f"layer {name}: replacing one sample of the batch changes the rows that are recorded "
+                "for another sample",
+                found="a model that mixes samples, reorders them (sorting by length), or joins several "
+                "views of a sample",
+                expected="rows that depend on the sample whose id they get",
+                fix="replay the checkpoint with gk.capture, which reads rows from single samples",
+            )
+
+
+class LossProbe(TorchFunctionMode):
+    """Tests before each `loss.backward()` whether the loss is a sum over samples."""
+
+    def __init__(
+        self,
+        calls: list[LayerCall],
+        modules: Sequence[nn.Module],
+        *,
+        rows: int,
+        sample: int,
+        axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]],
+        unproved: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._calls, self._modules, self._rows, self._sample = calls, modules, rows, sample
+        self._axes, self._unproved = axes, unproved
+        self._outputs: list[tuple[nn.Module, GradientEdge]] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the outputs of the layers until the block ends."""
+        with contextlib.ExitStack() as stack:
+            for module in dict.fromkeys(self._modules):
+                stack.callback(module.register_forward_hook(self._note).remove)
+            stack.enter_context(self)
+            yield
+
+    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-_LAST_CALLS:]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.backward and self._outputs:
+            before = [(call, list(call.suffixes), call.differentiated) for call in self._calls]
+            try:
+                self._probe(args[0])
+            finally:
+                for call, suffixes, differentiated in before:
+                    call.suffixes, call.differentiated = suffixes, differentiated
+        return func(*args, **(kwargs or {}))
+
+    def _probe(self, loss: Tensor) -> None:
+        axes = self._axes(self._calls)
+        outputs = [(module, edge) for module, edge in self._outputs if module in axes]
+        if loss.numel() != 1 or not loss.requires_grad or not outputs:
+            return
+        edges = [edge for _, edge in outputs]
+        try:
+            own, others = self._second_derivatives(loss, edges, [axes[m] for m, _ in outputs])
+        except RuntimeError as error:
+            self._unproved(str(error).splitlines()[0])
+            return
+        if others > _CROSS_DERIVATIVE * own:
+            raise CaptureError(
+                "the loss mixes samples: the gradient of one sample depends on the outputs of others",
+                found="a loss over the whole batch, such as a contrastive loss or one with batch "
+                "statistics",
+                expected="a mean or a sum of one loss per sample",
+                fix="record a loss per sample; for a loss over the batch no sample has a gradient of "
+                "its own",
+            )
+
+    def _second_derivatives(
+        self, loss: Tensor, edges: list[GradientEdge], axes: list[SampleAxis]
+    ) -> tuple[float, float]:
+        """Largest second derivative at the probed sample's outputs, and at all others'."""
+        first = torch.autograd.grad(
+            loss, edges, create_graph=True, retain_graph=True, allow_unused=True
+        )
+        generator = torch.Generator().manual_seed(self._sample)
+        direction = loss.new_zeros(())
+        for gradient, axis in zip(first, axes, strict=True):
+            if gradient is not None and gradient.requires_grad:
+                row = by_sample(gradient, self._rows, axis)[self._sample]
+                weights = torch.rand(row.shape, generator=generator).to(row)
+                direction = direction + (row * (weights + 0.5)).sum()
+        if not direction.requires_grad:
+            return 0.0, 0.0  # linear in the outputs, hence a sum over samples
+        second = torch.autograd.grad(direction, edges, retain_graph=True, allow_unused=True)
+        own = others = 0.0
+        for derivative, axis in zip(second, axes, strict=True):
+            if derivative is not None and derivative.numel():
+                size = by_sample(derivative.detach(), self._rows, axis).flatten(1).abs().amax(1)
+                own = max(own, float(size[self._sample]))
+                size[self._sample] = 0
+                others = max(others, float(size.max()))
+        return own, others
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _with_sample_replaced(
+    inputs: Any, rows: int, sample: int, *, batch_first: bool | None
+) -> Any | None:
+    """Inputs in which one sample has another's content; None if no other sample differs."""
+    args, kwargs = inputs
+    if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+        return None  # its rows are not samples
+    tensors = [leaf for leaf in leaves(inputs) if _is_tensor(leaf)]
+    dims = (0, 1) if batch_first is None else (0,) if batch_first else (1,)
+    dim = next((d for d in dims if any(t.dim() > d and t.shape[d] == rows for t in tensors)), None)
+    if dim is None:
+        return None
+    counted = [t for t in tensors if t.dim() > dim and t.shape[dim] == rows]
+    others = (*range(sample + 1, rows), *range(sample))
+    differs = (
+        other
+        for other in others
+        if any(not torch.equal(t.select(dim, sample), t.select(dim, other)) for t in counted)
+    )
+    other = next(differs, None)
+    if other is None:
+        return None
+    index = torch.arange(rows)
+    index[sample] = other
+
+    def replace(leaf: Any) -> Any:
+        if _is_tensor(leaf) and leaf.dim() > dim and leaf.shape[dim] == rows:
+            return leaf.index_select(dim, index.to(leaf.device))
+        return leaf
+
+    return with_leaves(inputs, replace)
