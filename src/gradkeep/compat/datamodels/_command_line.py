@@ -117,9 +117,10 @@ def _dotted(fields: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def tolerate_other_flags() -> None:
     """If the script uses fastargs, let its configuration skip flags that are not its own."""
-    if importlib.util.find_spec("fastargs") is None:
+    try:
+        config = importlib.import_module("fastargs").get_current_config()
+    except ImportError:  # missing, or installed without what it needs
         return
-    config = importlib.import_module("fastargs").get_current_config()
 
     def collect_argparse_args(parser: argparse.ArgumentParser, disable_help: bool = False) -> Any:
         words = [word for word in sys.argv[1:] if not (disable_help and word == "--help")]
@@ -135,9 +136,10 @@ def tolerate_other_flags() -> None:
 
 def collect_for_script() -> None:
     """Collect again, now that the script's own sections are known."""
-    if importlib.util.find_spec("fastargs") is None:
+    try:
+        config = importlib.import_module("fastargs").get_current_config()
+    except ImportError:  # missing, or installed without what it needs
         return
-    config = importlib.import_module("fastargs").get_current_config()
     parser = argparse.ArgumentParser(add_help=False)
     config.augment_argparse(parser)
     config.collect_argparse_args(parser)
