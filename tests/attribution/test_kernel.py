@@ -183,7 +183,9 @@ def test_of_squared_errors_the_weight_is_one(tmp_path):
     residual = (net(data["train"][0]).squeeze(1) - data["train"][1]).detach()
     lam = x.square().sum(1).mean()
     wanted = g @ torch.linalg.inv(x.T @ x + lam * torch.eye(4)) @ x.T * -residual
-    assert close(gk.attribute(store).numpy(), wanted.numpy())
+    assert close(gk.attribute(store, target="output").numpy(), wanted.numpy())
+    asked = (net(data["test"][0]).squeeze(1) - data["test"][1]).detach()
+    assert close(gk.attribute(store).numpy(), (-asked[:, None] * wanted).numpy())
     with pytest.raises(AttributionError, match="q is about margins"):
         gk.attribute(store, q=np.full(9, 0.5))
 

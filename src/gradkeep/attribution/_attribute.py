@@ -221,7 +221,7 @@ def _as_scores(
         train=question.train,
         checkpoints=tuple(str(place) for place in question.checkpoints),
         layers=_layers(train, question),
-        scale=chosen.summary,
+        scale=_scale(chosen, told),
         exact=chosen.exact and made.approximate is None,
         approximate=made.approximate,
         options=_written(told),
@@ -233,6 +233,13 @@ def _as_scores(
         plan=made.plan,
         store=question.store,
     )
+
+
+def _scale(chosen: Method, told: Any) -> str:
+    """What a score is, in words; scores of outputs say so."""
+    if getattr(told, "target", "loss") == "output":
+        return f"{chosen.summary}; about the query's output, not its loss"
+    return chosen.summary
 
 
 def kept_as(chosen: Method, question: AttributionQuestion) -> str | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gradkeep.store import Block
 
 KernelWeight = Literal["q", "q(1-q)", "none"]
+ScoreTarget = Literal["loss", "output"]
+"""What a score is about: the query's loss (positive lowers it) or its output (positive raises it)."""
 WEIGHTS: tuple[KernelWeight, ...] = ("q", "q(1-q)", "none")
 LEAST = 1e-12
 """Weights are no smaller: a row that the model is sure of still has a place in the kernel."""
@@ -34,10 +36,20 @@ class LossSlopes:
     """`[N]`: -d loss / d output, the mean over checkpoints; 1 where losses are all there is"""
     weight: Tensor
     """`[N]`: the weight of the row in the curvature"""
+    query_pull: Tensor
+    """`[Q]`: what turns a score of the query's output into one of its loss"""
+
+    def about_queries(self, scores: Tensor, start: int, stop: int) -> Tensor:
+        """Scores `[..., stop - start, N]` of outputs as scores of the target."""
+        return scores * self.query_pull[start:stop, None]
 
 
 def loss_slopes(
-    question: AttributionQuestion, weight: KernelWeight, *, q: Any = None
+    question: AttributionQuestion,
+    weight: KernelWeight,
+    *,
+    q: Any = None,
+    target: ScoreTarget = "loss",
 ) -> LossSlopes:
     """The pulls and weights of the training rows, from what was kept of them.
 
@@ -45,18 +57,32 @@ def loss_slopes(
     for. Of other losses of one output, such as squared errors, the weight is 1 (Gauss-Newton).
     Where only losses were kept, their gradients make the kernel, and both are 1. `q [N]` may be
     given, for example the mean over models that did not see the row.
+
+    A score says what a row does to the query's output. Multiplied by -d loss / d output of the
+    query, the mean over checkpoints, it says what the row does to the query's loss. Margins are
+    left as they are: raising one always lowers its loss. `target="output"` leaves every output so.
     """
     if weight not in WEIGHTS:
         raise AttributionError(f"weight {weight!r}", expected=" or ".join(map(repr, WEIGHTS)))
     places = question.at()
     rows = len(places[0].train_block)
+    as_is = torch.ones(len(question.positions))
     if not all(at.has_outputs() for at in places):
         _refuse(q)
-        return LossSlopes("loss", torch.ones(rows), torch.ones(rows))
+        if target == "output":
+            raise AttributionError(
+                "scores of outputs need captured outputs: these captures keep losses only",
+                expected="a task with one output per sample, such as gk.Classification()",
+                fix="leave target out",
+            )
+        return LossSlopes("loss", torch.ones(rows), torch.ones(rows), as_is)
     if not all(_is_margin(at.train_block) for at in places):
         _refuse(q)
         mean = _mean([-column(at.train_block, "slope", method="kernel") for at in places])
-        return LossSlopes("output", mean, torch.ones(rows))
+        if target == "loss":
+            pulls = [-column(at.query_block, "slope", method="kernel") for at in places]
+            as_is = _mean(pulls)[torch.from_numpy(question.positions)]
+        return LossSlopes("output", mean, torch.ones(rows), as_is)
     # Probabilities are averaged, not their logarithms.
     pooled = (
         _mean([-column(at.train_block, "slope", method="kernel") for at in places])
@@ -70,7 +96,7 @@ def loss_slopes(
             expected=f"[{rows}]",
         )
     by = {"q": pooled, "q(1-q)": pooled * (1 - pooled), "none": torch.ones(rows)}[weight]
-    return LossSlopes("output", pooled, by.clamp(min=LEAST))
+    return LossSlopes("output", pooled, by.clamp(min=LEAST), as_is)
 
 
 def _is_margin(block: Block) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep.attribution._kernel_weights import KernelWeight, LossSlopes, loss_slopes
+from gradkeep.attribution._kernel_weights import KernelWeight, LossSlopes, ScoreTarget, loss_slopes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution._sketch_agreement import sketch_agreement
@@ -44,6 +45,8 @@ class KernelOptions:
     """Use projections to so many numbers, which is not exact; None or 0: no projection."""
     seed: int = 0
     """Of the projection."""
+    target: ScoreTarget = "loss"
+    """Score the query's loss (positive lowers it), or on request its output (positive raises it)."""
 
 
 def _pool_kernel(question: AttributionQuestion, options: KernelOptions) -> LossSlopes:
@@ -59,7 +62,7 @@ def _pool_kernel(question: AttributionQuestion, options: KernelOptions) -> LossS
         raise AttributionError(
             "projections have some numbers", found=f"dim={options.dim}", fix="leave dim out"
         )
-    return loss_slopes(question, options.weight, q=options.q)
+    return loss_slopes(question, options.weight, q=options.q, target=options.target)
 
 
 def _prepare_kernel(at: CheckpointView, options: KernelOptions) -> Scorer:
@@ -79,9 +82,14 @@ def _exact(at: CheckpointView, options: KernelOptions, found: LossSlopes) -> Sco
         report=question.report,
     )
     wish = None if options.solver == "auto" else options.solver
-    return solved_scores(
+    solved = solved_scores(
         at, kernel, found.pull, of=found.of, tolerance=options.tolerance, wish=wish
     )
+
+    def score(start: int, stop: int) -> Tensor:
+        return found.about_queries(solved.score(start, stop), start, stop)
+
+    return dataclasses.replace(solved, score=score)
 
 
 def _projected(at: CheckpointView, options: KernelOptions, found: LossSlopes) -> Scorer:
@@ -92,7 +100,7 @@ def _projected(at: CheckpointView, options: KernelOptions, found: LossSlopes) ->
     solve = by_features(x, weight=found.weight, pull=found.pull, damping=damping)
 
     def score(start: int, stop: int) -> Tensor:
-        return solve(g[start:stop])
+        return found.about_queries(solve(g[start:stop]), start, stop)
 
     agreement = sketch_agreement(at, found, x, g, damping)
     return Scorer(

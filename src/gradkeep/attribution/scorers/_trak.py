@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gradkeep.attribution._kernel_weights import LossSlopes, loss_slopes
+from gradkeep.attribution._kernel_weights import LossSlopes, ScoreTarget, loss_slopes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution._solve import by_features, mean_square, relative_damping
@@ -31,10 +31,12 @@ class TrakOptions:
     rows than numbers, `[N, N]`; 0: none; "auto": chosen by subset outcomes."""
     projection: ProjectionKind = "auto"
     seed: int = 0
+    target: ScoreTarget = "loss"
+    """Score the query's loss (positive lowers it), or on request its output (positive raises it)."""
 
 
 def _pool_trak(question: AttributionQuestion, options: TrakOptions) -> LossSlopes:
-    return loss_slopes(question, "none")
+    return loss_slopes(question, "none", target=options.target)
 
 
 def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
@@ -57,7 +59,7 @@ def _prepare_trak(at: CheckpointView, options: TrakOptions) -> Scorer:
     solve = by_features(x, weight=one, pull=found.pull, damping=ridge)
 
     def score(start: int, stop: int) -> Tensor:
-        return solve(g[start:stop])
+        return found.about_queries(solve(g[start:stop]), start, stop)
 
     return Scorer(score, approximate=f"gradients projected to {dim} numbers")
 
