@@ -229,6 +229,11 @@ def _as_scores(
         train_labels=_labels(train, None),
         confidence=made.confidence,
         per_layer=made.values if question.per_layer else None,
+        captures={
+            key.folder: block.manifest.identity
+            for key, block in question.opened.items()
+            if chosen.about_queries or key.split == question.train
+        },
         solved=made.solved,
         plan=made.plan,
         store=question.store,

@@ -64,6 +64,7 @@ def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean")
         chosen_on=tuple(dict.fromkeys(one for part in scores for one in part.chosen_on)),
         confidence=None,
         per_layer=None,
+        captures={folder: one for part in scores for folder, one in part.captures.items()},
         plan=None,
     )
 

@@ -13,6 +13,8 @@ from gradkeep.errors import AttributionError, MissingRows, NotSealed
 from gradkeep.store import Array, Schema, ScoresKey
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gradkeep.attribution._scores import Scores
     from gradkeep.store import Block, Store
 
@@ -29,6 +31,8 @@ def save_scores(store: Store, name: str, scores: Scores) -> None:
         told["solved"] = scores.solved
     if scores.chosen_on:
         told["chosen_on"] = " ".join(scores.chosen_on)
+    if scores.captures:
+        told["captures"] = json.dumps(dict(scores.captures), sort_keys=True)
     told["digest"] = _digest(scores)
     train = Schema(
         (Array("row", "int64"), *_label(scores.train_labels)),
@@ -67,6 +71,7 @@ def check_free(store: Store, name: str, *, method: str, checkpoints: tuple[str, 
         return
     told = store.read(key, live=True).schema.fingerprints
     asked = {"method": method, "checkpoints": json.dumps(checkpoints)}
+    _require_current(store, name, told)
     other = [f"{part}: {told.get(part)!r}" for part in asked if told.get(part) != asked[part]]
     if other:
         raise AttributionError(
@@ -111,6 +116,7 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
         raise AttributionError(
             f"{name!r} was not saved by Scores.save", fix="read it with store.read(ScoresKey(...))"
         )
+    _require_current(store, name, block.schema.fingerprints)
     train = store.read(ScoresKey(name).train)
     told: Any = block.schema.fingerprints
     queries, kept = _all_queries(block) if ids is None else _some_queries(block, ids)
@@ -127,8 +133,24 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
         train_labels=train.column("label") if "label" in train.names else None,
         confidence=kept.get("confidence"),
         per_layer=kept.get("per_layer"),
+        captures=json.loads(str(told.get("captures") or "{}")),
         store=store,
     )
+
+
+def _require_current(store: Store, name: str, fingerprints: Mapping[str, Any]) -> None:
+    """Raise if a capture holds other rows than when these scores were computed."""
+    changed = store.changed_captures(fingerprints)
+    if changed:
+        raise AttributionError(
+            f"the scores {name!r} were computed from other rows than the store holds now",
+            path=store.location,
+            found=f"{', '.join(changed[:3])} captured again since",
+            expected="scores of the captures that are there",
+            fix=f"delete them and compute them again: gradkeep delete {store.location} "
+            f"scores/{name} --yes, then gradkeep attribute {store.location} --method "
+            f"{fingerprints.get('method')} --save {name}",
+        )
 
 
 def _all_queries(block: Block) -> tuple[Any, dict[str, Any]]:

@@ -14,6 +14,8 @@ from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gradkeep.query import QueryPlan
     from gradkeep.store import Store
 
@@ -79,6 +81,8 @@ class Scores:
     """`[Q]` from 0 to 1: how much the scores would agree with those of as many other checkpoints"""
     per_layer: Floats | None = None
     """`[L, Q, N]`, where it was asked for"""
+    captures: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The folder of every capture that they were computed from, with its identity."""
     plan: QueryPlan | None = field(default=None, repr=False)
     """How gradients were multiplied."""
     store: Store | None = field(default=None, repr=False)
@@ -161,9 +165,16 @@ class Scores:
     @classmethod
     @checked(AttributionError)
     def load(cls, store: Store, name: str, *, ids: Any = None) -> Scores:
-        """The scores saved under that name; what does not fit in memory is mapped from disk.
+        """Read scores saved under a name; what does not fit in memory is mapped from disk.
 
-        `ids` picks queries: only their rows are read.
+        Args:
+            store: The store that they were saved in.
+            name: The name that they were saved under.
+            ids: Queries to read; all by default.
+
+        Raises:
+            AttributionError: There are no such scores, or a capture that they were computed from
+                holds other rows by now.
         """
         return load_scores(store, name, cls, ids)
 

@@ -12,6 +12,8 @@ from gradkeep.errors import EvaluationError, MissingExtra
 from gradkeep.evaluate._bootstrap import check_bounds, draw_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -104,6 +106,8 @@ class Evaluation:
     provenance: str = ""
     """How the subject was made."""
     curve: Curve | None = None
+    captures: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The folder of every capture that the subject was computed from, with its identity."""
 
     @property
     def share(self) -> float | None:
@@ -235,6 +239,7 @@ def evaluated(
     resamples: int = 1000,
     sizes: SampleSizes | None = None,
     provenance: str = "",
+    captures: Mapping[str, str] | None = None,
 ) -> Evaluation:
     """The mean of one figure per query `[T]`, with an interval over queries."""
     check_bounds(level, resamples)
@@ -260,6 +265,7 @@ def evaluated(
         np.arange(len(items)) if item_ids is None else item_ids,
         level=level,
         provenance=provenance,
+        captures=captures or {},
     )
 
 

@@ -70,6 +70,7 @@ def lds(
         spread_by_subsets=found.by_subsets,
         spread_by_queries=found.by_queries,
         provenance=provenance_of(scores),
+        captures=scores.captures,
     )
 
 

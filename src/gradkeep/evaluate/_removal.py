@@ -175,6 +175,7 @@ def leave_one_out(
         ceiling=ceiling_of(drops),
         spread_by_queries=found.by_queries,
         provenance=provenance_of(scores),
+        captures=scores.captures,
     )
 
 
@@ -223,6 +224,7 @@ class QueriesAndSeeds:
             item_ids,
             level=self.level,
             provenance=provenance_of(scores),
+            captures=scores.captures,
             curve=curve,
         )
 

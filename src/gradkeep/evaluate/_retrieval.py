@@ -63,6 +63,7 @@ def leakage(
         resamples=resamples,
         sizes=SampleSizes(queries=len(planted), rows=len(scores.train_ids)),
         provenance=provenance_of(scores),
+        captures=scores.captures,
     )
 
 
@@ -102,6 +103,7 @@ def class_retrieval(
         resamples=resamples,
         sizes=SampleSizes(queries=len(asked), rows=len(known)),
         provenance=f"chance {chance.mean():.3f}; {provenance_of(scores)}",
+        captures=scores.captures,
     )
 
 

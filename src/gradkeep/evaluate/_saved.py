@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +26,17 @@ _SIZES = ("queries", "subsets", "seeds", "rows")
 _BETWEEN = "\n"
 
 
+class OutdatedEvaluationError(EvaluationError):
+    """An evaluation of rows that the store does not hold any more."""
+
+
 def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
     """Write an evaluation under a name; the same again is free, another one is refused."""
     told: dict[str, Any] = {part: getattr(found, part) for part in (*_TEXTS, *_NUMBERS)}
     told |= {part: getattr(found.sizes, part) for part in _SIZES}
     told |= {"low": found.interval[0], "high": found.interval[1]}
+    if found.captures:
+        told["captures"] = json.dumps(dict(found.captures), sort_keys=True)
     values: dict[str, AnyArray] = {
         "draws": np.asarray(found.draws, np.float64),
         "items": np.asarray(found.items, np.float64),
@@ -78,6 +86,15 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
             f"the evaluation {name!r} was not written to the end", path=error.path, fix="save again"
         ) from error
     told: Mapping[str, Any] = block.schema.fingerprints
+    changed = store.changed_captures(told)
+    if changed:
+        raise OutdatedEvaluationError(
+            f"the evaluation {name!r} is of other rows than the store holds now",
+            path=store.location,
+            found=f"{', '.join(changed[:3])} captured again since",
+            fix=f"delete it and evaluate again: gradkeep delete {store.location} "
+            f"evaluations/{name} --yes, then gradkeep evaluate",
+        )
     values = {part: np.asarray(block.column(part))[0] for part in block.names}
     curve = None
     if "curve" in values:
@@ -95,11 +112,21 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
         items=values["items"],
         item_ids=values["item_ids"],
         curve=curve,
+        captures=json.loads(str(told.get("captures") or "{}")),
     )
 
 
 @checked(EvaluationError)
 def evaluations(store: Store | str | os.PathLike[str]) -> dict[str, Evaluation]:
-    """All evaluations saved in a store, by name."""
+    """Read all evaluations saved in a store, by name.
+
+    An evaluation of captures that were made again since is left out with a warning.
+    """
     opened = open_store(store, create=False)
-    return {key.name: load_evaluation(opened, key.name) for key in opened.evaluations()}
+    found: dict[str, Evaluation] = {}
+    for key in opened.evaluations():
+        try:
+            found[key.name] = load_evaluation(opened, key.name)
+        except OutdatedEvaluationError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from gradkeep import _annotations
-from gradkeep.errors import Conflict, FormatTooNew, NotAStore, SchemaMismatch, StoreError
+from gradkeep.errors import (
+    Conflict,
+    FormatTooNew,
+    NotAStore,
+    NotSealed,
+    SchemaMismatch,
+    StoreError,
+)
 from gradkeep.store import _document
 from gradkeep.store._decisions import append_decision, read_decisions
 from gradkeep.store._fields import read_document
@@ -61,7 +69,7 @@ from gradkeep.store.rows._row_files import check_size, set_size
 from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from gradkeep.store._decisions import Decision
     from gradkeep.store._keys import BlockKey
@@ -238,6 +246,30 @@ class Store:
     def has(self, key: BlockKey) -> bool:
         """Whether there is such a capture or scores, sealed or not."""
         return self.backend.exists(schema_key(key.folder))
+
+    def changed_captures(self, fingerprints: Mapping[str, Any]) -> list[str]:
+        """List the captures that hold other rows than when something was computed from them.
+
+        Captures that are gone are not listed: nothing can be confused with their rows.
+
+        Args:
+            fingerprints: Those of saved scores or evaluations; "captures" maps the folder of each
+                capture to its `Manifest.identity`, as JSON.
+
+        Returns:
+            Folders of captures whose newest version has another identity or is not sealed.
+        """
+        identities: dict[str, str] = json.loads(str(fingerprints.get("captures") or "{}"))
+        known = {key.folder: key for key in self.captures()} if identities else {}
+        changed = []
+        for folder in identities.keys() & known.keys():
+            try:
+                identity = self.read(known[folder]).manifest.identity
+            except NotSealed:
+                identity = ""
+            if identity != identities[folder]:
+                changed.append(folder)
+        return sorted(changed)
 
     @_annotations.checked(StoreError)
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:

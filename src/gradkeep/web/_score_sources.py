@@ -36,6 +36,8 @@ class ScoreSource:
     layered: bool = False
     queries: str | None = None
     """The split of the queries, where only that can be asked."""
+    outdated: bool = False
+    """Whether captures that the scores were computed from hold other rows by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def score_sources(served: ServedStore) -> list[ScoreSource]:
                     bool(told.get("exact")),
                     _has(block, "per_layer"),
                     str(told.get("queries")),
+                    outdated=bool(served.store.changed_captures(told)),
                 )
             )
         elif _has(block, "weights"):
@@ -111,7 +114,7 @@ def default_source(served: ServedStore, asked: Asked) -> str:
     from gradkeep.attribution import default_method
 
     for one in score_sources(served):
-        if one.kind == "saved" and one.queries == asked.queries:
+        if one.kind == "saved" and one.queries == asked.queries and not one.outdated:
             return one.id
     try:
         method = default_method(served.store, run=asked.run, train=asked.train, name=asked.name)

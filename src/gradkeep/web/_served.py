@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep.errors import MissingRows
-from gradkeep.store import CaptureKey, Store
+from gradkeep.store import CaptureKey, Store, standing
 from gradkeep.store import open as open_store
 from gradkeep.web._desk import Desk
 
@@ -106,10 +106,29 @@ class ServedStore:
             known += self.store.decisions(split, start=len(known))
             return list(known)
 
-    def sealed(self, run: str, name: str) -> tuple[tuple[str, str, int], ...]:
-        """The finished captures of a run: checkpoint, split and version. Names an answer's age."""
+    def standing_decisions(self, table: RowTable) -> dict[int, Decision]:
+        """The standing decisions about a capture's rows.
+
+        A decision about another label than the row has now, as after a capture with corrected
+        labels, no longer counts.
+        """
+        decided = standing(self.decisions(table.key.split))
+        labels = table.columns.get("label")
+        places = table.positions(np.fromiter(decided, np.int64, len(decided)))
+        return {
+            row: one
+            for (row, one), at in zip(decided.items(), places.tolist(), strict=True)
+            if labels is None or one.before is None or (at >= 0 and labels[at] == one.before)
+        }
+
+    def sealed(self, run: str, name: str) -> tuple[tuple[str, str, str], ...]:
+        """The finished captures of a run: checkpoint, split and what tells versions apart."""
         return tuple(
-            (str(one.address.checkpoint), str(one.address.split), int(one.version))
+            (
+                str(one.address.checkpoint),
+                str(one.address.split),
+                f"{one.version} {one.schema_hash} {one.modified}",
+            )
             for one in self.info().captures
             if one.address.run == run and one.address.name == name and one.version is not None
         )

@@ -98,7 +98,7 @@ def list_suspects(
     """Some rows of the queue, the worst first; what `gk.suspects` finds."""
     table = served.table(run, split, name)
     found = _ranked(served, run=run, split=split, name=name, by=by)
-    said = standing(served.decisions(split))
+    said = served.standing_decisions(table)
     places = np.arange(len(found))
     if show != "all" and said:
         decided = np.isin(found.ids, np.fromiter(said, np.int64, len(said)))
@@ -257,13 +257,13 @@ class RetrainedView:
 def retrain(served: ServedStore, *, run: str, split: str, name: str, begin: bool) -> RetrainedView:
     """Train without the rows whose labels were said to be wrong, and without as many at random."""
     recipe = _recipe(served)
-    said = standing(served.decisions(split))
+    table = served.table(run, split, name)
+    said = served.standing_decisions(table)
     wrong = sorted(row for row, one in said.items() if one.action == "relabel")
     if not wrong:
         raise EvaluationError(
             "no label was said to be wrong yet", fix="press r on rows whose labels are wrong"
         )
-    table = served.table(run, split, name)
     places = table.positions(np.array(wrong))
     if recipe.num_rows != len(table.ids):
         raise EvaluationError(

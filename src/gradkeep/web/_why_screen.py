@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep.errors import GradkeepError, MissingRows
-from gradkeep.store import standing
 from gradkeep.web._answers import ProblemView, problem_of
 from gradkeep.web._desk import StillWorking
 from gradkeep.web._evaluation_screen import EvaluationView, lds_of
@@ -200,7 +199,7 @@ def _answered(
     helped_rows = [(i, v) for i, v in _pairs(helped) if v > 0]
     hurt_rows = [(i, v) for i, v in _pairs(hurt) if v < 0]
     shown = row_views(served, train, [row for row, _ in (*helped_rows, *hurt_rows)])
-    said = standing(served.decisions(asked.train))
+    said = served.standing_decisions(train)
     made = [
         ScoredRow(
             view,

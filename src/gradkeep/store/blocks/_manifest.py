@@ -68,6 +68,12 @@ class Manifest:
     """The digest of the manifest's own bytes, once they are known."""
 
     @property
+    def identity(self) -> str:
+        """A digest of the rows: equal for captures of the same bytes, whenever they were written."""
+        parts = [self.schema_hash, *(segment.xxh3 for segment in self.segments)]
+        return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+    @property
     def next_segment(self) -> int:
         """The first number that was never used: a later segment is work in progress, not waste."""
         return len(self.written)
