@@ -58,7 +58,7 @@ NAMES = {
         AdamState CapturePlan CaptureSettings CaptureWarning Captured Classification GradientRecording
         KeptLayer LanguageModelling LayerCall LayerGradients LayerRule LayerTable LayerUnit
         ListedLayer Measured Mode PlannedLayer PreparedCapture Regression ReplayedTokens SampleAxis Task
-        Weights batch_size buffers_kept by_sample capture completions fingerprint_weights in_mode is_steady layer_rules layers
+        Weights batch_size buffers_kept by_sample capture completions digests fingerprint_weights in_mode is_steady layer_rules layers
         load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         replay_tokens rows_at_once rows_of to_device unregister_layer_rule
     PlaceCosts PlayedCapture ScalePlan WorkerCosts
@@ -101,7 +101,7 @@ NAMES = {
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget
         MemoryEvent OnlineReport Op Optimum Policy Program ProgramStep Recorder Schedule
-        SimulationResult StashedTensor StepKind Storage Timeline chain checked chen
+        SimulationResult StashedTensor StepKind Storage Timeline budget_is_active chain checked chen
         collapse_aliases eliminate_constants heuristic heuristics keep_all keeping memory_budget
         merge_tuples optimal read_log record register revolve simplify simulate stash
         unlimited_peak

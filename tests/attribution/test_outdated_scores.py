@@ -53,7 +53,7 @@ def test_scores_of_a_capture_that_was_made_again_are_refused(world, split):
 
 
 def test_scores_of_the_same_rows_captured_again_are_read(world):
-    store, data, capture = world
+    store, _, capture = world
     gk.attribute(store, save="mine")
     recapture(store, capture, "train", None)
     assert gk.Scores.load(store, "mine").shape == (4, 9)

@@ -145,6 +145,8 @@ def make_question(
                     fix="capture the same rows in the same order at every checkpoint, or pass "
                     "checkpoints=",
                 )
+            if block is not other:
+                _check_examples(other, block, split)
     count = len(first[queries])
     positions = np.arange(count)
     if ids is not None:
@@ -166,6 +168,30 @@ def make_question(
         per_layer=per_layer,
         opened=opened,
     )
+
+
+def _check_examples(one: Block, other: Block, split: str) -> None:
+    """Raise if two captures of a split hold the same samples, or labels, under other ids.
+
+    Samples that only one of them holds are no evidence: padding changes a sample's digest.
+    """
+    for name in ("example", "label"):
+        if name not in one.names or name not in other.names:
+            continue
+        if name == "label" and "sampled" in str(one.schema.fingerprints.get("task")):
+            continue  # drawn from each checkpoint's own probabilities
+        before, now = one.column(name), other.column(name)
+        differ = before != now
+        if name == "example":
+            differ &= np.isin(before, now)
+        if differ.any():
+            raise AttributionError(
+                f"{split} was captured with other samples under the same ids",
+                found=f"another {'sample' if name == 'example' else 'label'} for row "
+                f"{int(one.ids[differ][0])} in {one.path} and in {other.path}",
+                fix="capture the same rows in the same order at every checkpoint, or pass "
+                "checkpoints=",
+            )
 
 
 @checked(AttributionError)

@@ -1,7 +1,7 @@
 """Capturing per-sample gradients: layer rules, tasks, replay, the recorder for running loops."""
 
 from gradkeep.capturing._adam import AdamState, read_adam
-from gradkeep.capturing._batches import batch_size, rows_of, to_device
+from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import LayerCall
 from gradkeep.capturing._capture import capture, task_batches
 from gradkeep.capturing._first_batch import CaptureSettings, PreparedCapture, prepare_capture
@@ -78,6 +78,7 @@ __all__ = [
     "by_sample",
     "capture",
     "completions",
+    "digests",
     "fingerprint_weights",
     "in_mode",
     "is_steady",

@@ -11,6 +11,7 @@ from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._bootstrap import check_bounds, digest_of, rank_correlations
 from gradkeep.evaluate._evaluation import Evaluation, SampleSizes, interval_of
 from gradkeep.evaluate._recipe import labels_digest
+from gradkeep.evaluate._row_order import captured_examples, check_order
 
 if TYPE_CHECKING:
     from gradkeep.attribution import Scores
@@ -92,7 +93,16 @@ def fitting_queries(scores: Scores, truth: GroundTruth) -> AnyArray:
             found="labels that are not those of the captured rows, or in another order",
             fix="train a ground truth with the rows as they were captured, under another name",
         )
-    return places_among(scores.query_ids, truth.num_queries)
+    places = places_among(scores.query_ids, truth.num_queries)
+    train = captured_examples(scores, scores.train, scores.train_ids)
+    if train is not None:
+        check_order(truth.rows, train, what="training rows")
+    asked = captured_examples(scores, scores.queries, scores.query_ids)
+    if asked is not None:
+        by_place = np.zeros(truth.num_queries, np.uint64)
+        by_place[places] = asked
+        check_order(truth.asked, by_place, what="queries")
+    return places
 
 
 def places_among(ids: AnyArray, count: int) -> AnyArray:

@@ -13,6 +13,8 @@ from gradkeep._annotations import check_fields
 from gradkeep.attribution import FALLING, HALVES
 from gradkeep.datamodels import Output, Study, Training, losses, margins
 from gradkeep.errors import EvaluationError, GradkeepError
+from gradkeep.evaluate._row_order import sample_rows
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
     import os
@@ -122,6 +124,7 @@ class Recipe:
         labels = self.labels()
         if labels is not None:
             facts["labels"] = labels_digest(labels)
+        facts |= self._row_fingerprints(open_store(store), name)
         if isinstance(self.training, Training):
             made = self.training.begin(0)
             facts["parameters"] = sum(one.numel() for one in made.parameters())
@@ -137,6 +140,13 @@ class Recipe:
             facts=facts,
             **options,
         )
+
+    def _row_fingerprints(self, store: Store, name: str) -> dict[str, str]:
+        """Fingerprints of rows and queries; none for a study that was begun without them."""
+        if name in store.row_sets() and "rows" not in store.rows(name).schema.fingerprints:
+            return {}
+        found = {"rows": sample_rows(self.train), "asked": sample_rows(self.queries)}
+        return {part: text for part, text in found.items() if text is not None}
 
 
 def labels_digest(labels: Any) -> str:

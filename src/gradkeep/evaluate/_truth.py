@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -68,6 +68,10 @@ class GroundTruth:
     """How the models were trained."""
     labels: str | None = None
     """The digest of the training labels."""
+    rows: str | None = field(default=None, repr=False)
+    """Fingerprints of evenly spaced training rows, in order."""
+    asked: str | None = field(default=None, repr=False)
+    """Fingerprints of evenly spaced queries, in order."""
     parameters: int | None = None
     """How many the model has."""
     recipe: str | None = None
@@ -302,6 +306,8 @@ def load_truth(
         sign * outputs.reshape(len(whole_subsets), seeds, -1),
         training=str(told.get("training", "")),
         labels=None if told.get("labels") is None else str(told["labels"]),
+        rows=None if told.get("rows") is None else str(told["rows"]),
+        asked=None if told.get("asked") is None else str(told["asked"]),
         parameters=None if parameters is None else int(parameters),
         recipe=None if told.get("recipe") is None else str(told["recipe"]),
         seconds=seconds,
