@@ -15,7 +15,7 @@ from gradkeep.query import open_capture
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.store import Store
+    from gradkeep.store import Schema, Store
 
 _SEQUENCES = "gradkeep.LanguageModelling"
 
@@ -70,6 +70,12 @@ def method_named(name: str) -> Method:
     )
 
 
+def holds_sequences(schema: Schema) -> bool:
+    """Tell whether the rows of a capture are sequences of tokens with a loss each."""
+    tokens = any(array.name == "token_loss" for array in schema.arrays)
+    return tokens or str(schema.fingerprints.get("task")).startswith(_SEQUENCES)
+
+
 @checked(AttributionError)
 def default_method(store: Store, *, run: str | Sequence[str], train: str, name: str) -> str:
     """The method that won for what was captured: `ekfac` for sequences, else `kernel`."""
@@ -78,9 +84,7 @@ def default_method(store: Store, *, run: str | Sequence[str], train: str, name: 
         if key.run in runs and (key.split, key.capture) == (train, name):
             schema = open_capture(store, key).schema
             forms = [form_from_fields(layer.form) for layer in schema.layers if layer.form]
-            tokens = any(array.name == "token_loss" for array in schema.arrays)
-            sequences = tokens or str(schema.fingerprints.get("task")).startswith(_SEQUENCES)
-            if sequences or (forms and all(form.whitened for form in forms)):
+            if holds_sequences(schema) or (forms and all(form.whitened for form in forms)):
                 return "ekfac"
             return "kernel"
     return "kernel"

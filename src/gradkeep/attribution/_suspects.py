@@ -1,4 +1,4 @@
-"""Training rows whose labels are most likely wrong."""
+"""Training rows whose labels are most likely wrong, and documents that fit worst."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradkeep import _annotations
 from gradkeep._arguments import whole_numbers
 from gradkeep.attribution._label_noise import checked_labels, checked_probabilities, label_noise
 from gradkeep.attribution._question import checkpoints_asked, make_question
+from gradkeep.attribution._registry import holds_sequences
 from gradkeep.attribution._row_features import column
 from gradkeep.errors import AttributionError
 from gradkeep.store import open as open_store
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 SuspicionMeasure = Literal["loss", "self", "noise"]
+_MEASURES = {
+    "loss": "mean loss",
+    "self": "squared length of its gradient",
+    "noise": "probability that the label is wrong",
+}
+_DOCUMENT_MEASURES = {
+    "loss": "mean loss per token, less that of all documents at the same positions",
+    "self": "squared length of the gradient of its mean loss per token",
+    "noise": "probability that the label is wrong",
+}
+_LEAST_AT_POSITION = 8
+"""Documents that must reach a position for its mean; later positions take that of the last one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +58,10 @@ class Suspects:
     checkpoints: tuple[str, ...]
     noise: LabelNoise | None = None
     """How many labels are wrong, and which; None without probabilities, or of too few rows."""
+    measure: str = ""
+    """What the values are, in words."""
+    documents: bool = False
+    """Whether rows are documents of a language model, which have no labels to suspect."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -86,6 +103,10 @@ def suspects(
     every other one has to beat. `self`: the squared length of a row's own gradient, summed over
     the checkpoints. Both are read, not computed. `noise`: the probability that the label is wrong,
     from the probabilities of all classes, which captures with `keep="losses"` have.
+
+    Documents of a language model have no labels, and their summed loss grows with their length. They
+    are ranked by their mean loss per token, less the mean of all documents at the same positions
+    (`loss`), or by the squared gradient of their mean loss per token (`self`).
 
     Without a store: `probabilities [N, C]` and `labels [N]` from anywhere, best out of fold, by models
     that had not seen the row. With probabilities, `.noise` says how many labels are wrong,
@@ -129,6 +150,7 @@ def suspects(
     every = question.at()
     blocks = [one.train_block for one in every]
     noise = _noise_in(blocks)
+    documents = any(holds_sequences(block.schema) for block in blocks)
     if by == "noise":
         if noise is None:
             raise AttributionError(
@@ -138,7 +160,8 @@ def suspects(
             )
         values = noise.wrong
     else:
-        total = sum(np.asarray(_measure(one, by or "loss"), np.float64) for one in every)
+        measure = _document_measure if documents else _measure
+        total = sum(np.asarray(measure(one, by or "loss"), np.float64) for one in every)
         values = np.asarray(total) / (1 if by == "self" else len(every))
     kept = blocks[0].column("label") if "label" in blocks[0].names else None
     said = [b.column("predicted") for b in blocks if "predicted" in b.names]
@@ -150,6 +173,7 @@ def suspects(
         by=by or "loss",
         checkpoints=tuple(str(place) for place in at),
         noise=noise,
+        documents=documents,
     )
 
 
@@ -192,6 +216,7 @@ def _ordered(
     by: SuspicionMeasure,
     checkpoints: tuple[str, ...],
     noise: LabelNoise | None,
+    documents: bool = False,
 ) -> Suspects:
     order = np.argsort(-values, kind="stable")
     return Suspects(
@@ -202,6 +227,8 @@ def _ordered(
         by=by,
         checkpoints=checkpoints,
         noise=None if noise is None else noise.take(order),
+        measure=_DOCUMENT_MEASURES[by] if documents else _MEASURES[by],
+        documents=documents,
     )
 
 
@@ -217,6 +244,32 @@ def _measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
     if by == "self":
         return np.asarray(at.train().norms().double().square())
     return column(at.train_block, "loss", method="suspects").numpy()
+
+
+def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
+    """What documents `[N]` are ranked by; neither measure grows with their length."""
+    block = at.train_block
+    if "token_loss" not in block.names:
+        raise AttributionError(
+            "documents are ranked by their loss per token, which this capture does not keep",
+            path=block.path,
+            found="summed losses, which grow with a document's length",
+            fix='capture the split with keep="losses" under another name=, and pass that name=',
+        )
+    rows = block.column("token_loss")
+    lengths = np.array([len(row) for row in rows])
+    if by == "self":
+        squares: AnyArray = at.train().norms().double().square().numpy()
+        return np.asarray(squares / np.maximum(lengths, 1) ** 2.0)
+    losses = np.concatenate([np.asarray(row, np.float64) for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    positions = np.arange(len(losses)) - np.repeat(starts, lengths)
+    counts = np.bincount(positions)
+    means = np.bincount(positions, losses) / np.maximum(counts, 1)
+    last = max(0, int((counts >= _LEAST_AT_POSITION).sum()) - 1)
+    excess = losses - means[np.minimum(positions, last)]
+    summed = np.bincount(np.repeat(np.arange(len(rows)), lengths), excess, len(rows))
+    return np.asarray(summed / np.maximum(lengths, 1))
 
 
 def _most_often(said: AnyArray) -> AnyArray:

@@ -272,16 +272,16 @@ def suspects(
     ]
     noise = _noise_facts(found, precision)
     if json:
-        facts = {"by": by, "checkpoints": found.checkpoints, "suspects": rows}
+        facts = {
+            "by": by,
+            "measure": found.measure,
+            "checkpoints": found.checkpoints,
+            "suspects": rows,
+        }
         print_json(facts if noise is None else {**facts, "noise": noise})
         return
-    measures = {
-        "loss": "mean loss",
-        "self": "squared length of its gradient",
-        "noise": "probability that the label is wrong",
-    }
-    measure = measures[found.by]
-    print(f"{len(found)} rows of {train} by {measure} at {', '.join(found.checkpoints)}")
+    what = "documents" if found.documents else "rows"
+    print(f"{len(found)} {what} of {train} by {found.measure} at {', '.join(found.checkpoints)}")
     for row in rows:
         told = "" if row["label"] is None else f"  label {row['label']}"
         told += "" if row["predicted"] is None else f", the model says {row['predicted']}"

@@ -69,6 +69,10 @@ class SuspectsView:
 
     split: str
     by: str
+    measure: str
+    """What the values are, in words."""
+    documents: bool
+    """Whether rows are documents of a language model, which have no labels."""
     checkpoints: tuple[str, ...]
     total: int
     matching: int
@@ -113,6 +117,8 @@ def list_suspects(
     return SuspectsView(
         split=split,
         by=found.by,
+        measure=found.measure,
+        documents=found.documents,
         checkpoints=found.checkpoints,
         total=len(found),
         matching=len(places),

@@ -124,8 +124,9 @@ export function Suspects({ place, run, session }) {
   useKeys(keys);
   if (!run) return html`<h1>Suspect labels</h1><${Empty} title="There is no such run" command="gradkeep capture CONFIG">Capture the training rows; <code>keep: losses</code> is enough.</${Empty}>`;
   const decided = view ? view.accepted + view.relabelled : 0;
-  return html`<header class="split-head"><h1>Suspect labels</h1>
-      <div class="tools row"><label>by <select aria-label="Measure" value=${by} title=${MEASURES[by][1]} disabled=${isReport} onChange=${(event) => keep({ by: event.target.value })}>${Object.entries(MEASURES).map(([key, [label]]) => html`<option value=${key} selected=${key === by}>${label}</option>`)}</select></label>
+  const about = view?.documents ? [view.by === "self" ? "gradient length per token" : "excess loss per token", view.measure] : MEASURES[by];
+  return html`<header class="split-head"><h1>${view?.documents ? "Unusual documents" : "Suspect labels"}</h1>
+      <div class="tools row"><label>by <select aria-label="Measure" value=${by} title=${about[1]} disabled=${isReport} onChange=${(event) => keep({ by: event.target.value })}>${Object.entries(MEASURES).map(([key, [label]]) => html`<option value=${key} selected=${key === by}>${label}</option>`)}</select></label>
         ${!isReport && html`<span class="chips" role="group" aria-label="Which rows">${["all", "open", "decided"].map((one) => html`<button class=${show === one ? "on" : ""} onClick=${() => keep({ show: one === "all" ? "" : one })}>${one}</button>`)}</span>`}
         ${!isReport && html`<span class="export">export <a href=${address("api/decisions/export", { split, form: "csv" })} download>CSV</a> <a href=${address("api/decisions/export", { split, form: "json" })} download>JSON</a></span>`}</div></header>
     ${view && html`<p class="facts"><span><b class="n">${count(decided)}</b> decided of <span class="n">${count(view.total)}</span></span><span><b class="n">${count(view.accepted)}</b> right</span><span><b class="n">${count(view.relabelled)}</b> wrong</span>
@@ -140,7 +141,7 @@ export function Suspects({ place, run, session }) {
                 <div><h2><span class="muted">${split}</span> ${current.row.id} <span class="muted small">rank ${count(current.rank)}</span></h2>
                   <p class="big">label <b>${labelled(current.row.label, current.row.label_name)}</b></p>
                   <p class="facts">${current.row.predicted !== null && html`<span><${Def} is="What this model says most often; it was trained on the row, so this is no evidence by itself.">model says</${Def}> <b>${labelled(current.row.predicted, current.row.predicted_name)}</b></span>`}
-                    <span><${Def} is=${MEASURES[by][1]}>${MEASURES[by][0]}</${Def}> <b class="n">${number(current.value)}</b></span>
+                    <span><${Def} is=${about[1]}>${about[0]}</${Def}> <b class="n">${number(current.value)}</b></span>
                     ${current.wrong !== null && html`<span><${Def} is=${MEASURES.noise[1]}>P(wrong)</${Def}> <b class="n">${percent(current.wrong)}</b></span>`}
                     ${current.suggestion && html`<span><${Def} is="What models say that were not trained on this row.">suggestion</${Def}> <b>${labelled(current.suggestion.label, current.suggestion.name)}</b> <span class="n muted">${percent(current.suggestion.probability)}</span></span>`}</p>
                   ${current.decision && html`<p><span class="badge">${current.decision.action === "accept" ? "label is right" : current.decision.label === null ? "label is wrong" : `label is wrong, should be ${labelled(current.decision.label, view.classes?.[current.decision.label])}`}</span></p>`}
