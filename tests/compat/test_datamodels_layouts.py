@@ -7,7 +7,7 @@ import torch
 import gradkeep as gk
 from gradkeep.compat import datamodels
 from gradkeep.datamodels.study import Spec, initialize
-from gradkeep.errors import SchemaMismatch, StudyError
+from gradkeep.errors import EvidenceWarning, SchemaMismatch, StudyError
 
 SPEC = Spec.from_fields(
     {
@@ -152,3 +152,18 @@ def test_rows_that_are_not_completed_are_left_out_of_the_regression(folder, tmp_
         datamodels.collect_completed(folder, outputs="margin")
     with pytest.raises(StudyError, match="not enough models"):
         datamodels.compute_datamodels(data, num_train=3, num_val=1)
+
+
+def test_few_models_are_fitted_with_l1_as_in_the_original():
+    rng = np.random.default_rng(0)
+    masks = rng.random((100, 1200)) < 0.5
+    weights = np.zeros(1200)
+    weights[[3, 500, 1100]] = 1.0, -2.0, 1.5
+    targets = (masks @ weights + 0.01 * rng.standard_normal(100)).astype(np.float32)[:, None]
+    data = datamodels.RegressionData(gk.datamodels.Masks.of(masks), targets, np.arange(100))
+    with pytest.warns(EvidenceWarning):
+        found = datamodels.compute_datamodels(data, num_train=80, num_val=20)
+    unseen = rng.random((200, 1200)) < 0.5
+    predicted = unseen @ found.weights[:, 0]
+    assert np.corrcoef(predicted, unseen @ weights)[0, 1] > 0.95
+    assert np.count_nonzero(found.weights) < 100

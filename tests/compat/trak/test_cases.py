@@ -625,3 +625,14 @@ def test_small_functions_do_what_they_did():
     assert SketchProjector(66, 16).project(torch.ones(2, 66), 0).shape == (2, 16)
     with pytest.raises(ValueError, match="normal or rademacher"):
         BasicProjector(66, 16, 0, "sparse")
+
+
+def test_the_default_ridge_is_told_once_per_process(tmp_path, caplog):
+    from gradkeep.compat.trak import traker
+
+    traker._note_default_ridge.cache_clear()
+    model = torch.nn.Linear(3, 2)
+    for name, given in (("a", 1.0), ("b", None), ("c", None)):
+        TRAKer(model, "image_classification", 4, tmp_path / name, device="cpu", lambda_reg=given)
+    told = [record for record in caplog.records if "lambda_reg" in record.message]
+    assert len(told) == 1

@@ -105,7 +105,9 @@ def compute_datamodels(
     out: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Datamodels:
-    """Datamodels of the first `num_train + num_val` models, the latter choosing each penalty.
+    """Fit sparse (L1) datamodels to the first `num_train + num_val` models.
+
+    The last `num_val` of them choose the penalty of each target.
 
     `lambdas` penalties go from the least without weights down to nearly `least` times it. With
     `out`, a new folder, writes `datamodels.pt`: `weight [n, t]` and `bias [t]` in mask units (so
@@ -142,6 +144,7 @@ def compute_datamodels(
     found = fit(
         masks,
         targets,
+        penalty="l1",  # as the original, however few models there are
         lambdas=[least ** (step / lambdas) for step in range(lambdas)],
         held_out=np.arange(num_train, total),
         progress=progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from pathlib import Path
@@ -48,6 +49,16 @@ if TYPE_CHECKING:
     from gradkeep.compat.trak.score_computers import AbstractScoreComputer
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@functools.cache
+def _note_default_ridge(logger: logging.Logger) -> None:
+    """Say once per process that scores differ from the released package's by default."""
+    logger.warning(
+        "lambda_reg is not given: gradkeep adds a ridge of 1 x the mean diagonal, where the released "
+        "package adds none, so that the rankings of the two differ. Pass lambda_reg=0.0 for its "
+        "scores; 'Coming from TRAK' in the documentation says what the ridge gains."
+    )
 
 
 class TRAKer:
@@ -101,6 +112,8 @@ class TRAKer:
         logging.basicConfig()
         self.logger = logging.getLogger("TRAK")
         self.logger.setLevel(logging_level)
+        if lambda_reg is None:
+            _note_default_ridge(self.logger)
         self.model = model
         self.task = task_named(task)
         self.train_set_size = int(train_set_size)
