@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
-_SUMMED_STEPS, _PROBED_STEPS, _EVERY = 8, 4, 16
+_SUMMED_STEPS, _PROBED_STEPS, _EVERY = 8, 4, 64
 """First steps whose sums are compared, first steps that are probed, and how often later steps are."""
 _MOST_PATTERNS = 64
 """Patterns of shapes that are checked when they first occur; a bound for lengths that never repeat."""
@@ -98,11 +98,13 @@ class GradientRecording:
     def _checking(self, calls: list[LayerCall], rows: int) -> Iterator[WeightGradients]:
         """Check the step that runs inside of the block, if its turn has come or its shapes are new."""
         step, new = self._step, False
+        # A step of every power of two, too: early steps are cheap to lose, late ones are many.
+        scheduled = step < _PROBED_STEPS or step % _EVERY == 0 or step.bit_count() == 1
 
         def probed() -> bool:
             nonlocal new
             new = new or self._is_new(calls, rows)
-            return new or step < _PROBED_STEPS or step % _EVERY == 0
+            return scheduled or new
 
         def summed() -> bool:
             return step < _SUMMED_STEPS or probed()
@@ -122,8 +124,10 @@ class GradientRecording:
                     wanted=probed,
                     batch_first=self._batch_first,
                 )
-                stack.enter_context(probe.watching())
-                if step < _PROBED_STEPS or step % _EVERY == 0:
+                # A loop may call parts of the model by themselves; hooks on all of them take time.
+                modules = self._model.modules() if scheduled else [self._model]
+                stack.enter_context(probe.watching(modules))
+                if scheduled:
                     loss = LossProbe(
                         calls,
                         [module for unit in self._units for module in unit.modules],

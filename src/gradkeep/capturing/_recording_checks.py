@@ -26,7 +26,7 @@ from gradkeep.capturing.rules._gradients import by_sample
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.autograd.graph import GradientEdge
@@ -115,13 +115,16 @@ class SampleProbe:
         self._depth, self._start = 0, 0
         self._inputs: Any = None
         self._random: Tensor | None = None
+        self._device_random: list[Tensor] = []
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        self._devices = sorted(device.index for device in devices)
         self._replaying = False
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Probe every outermost call of the model's modules until the block ends."""
+    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Probe every outermost call of these modules until the block ends."""
         with contextlib.ExitStack() as stack:
-            for module in self._model.modules():
+            for module in modules:
                 before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 after = module.register_forward_hook(self._leave, with_kwargs=True)
                 stack.callback(before.remove)
@@ -135,6 +138,7 @@ class SampleProbe:
             self._start = len(self._calls)
             self._inputs = copied((args, kwargs))
             self._random = torch.get_rng_state()
+            self._device_random = [torch.cuda.get_rng_state(index) for index in self._devices]
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -167,15 +171,16 @@ class SampleProbe:
                 self._compare(layer, original[layer][turn].input, read, axes[layer])
 
         args, kwargs = changed
-        devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng(sorted(devices - {None})))
+            stack.enter_context(torch.random.fork_rng(self._devices))
             stack.enter_context(buffers_kept(self._model))
             for layer in original:
                 stack.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
             assert self._random is not None
             torch.set_rng_state(self._random)
+            for index, state in zip(self._devices, self._device_random, strict=True):
+                torch.cuda.set_rng_state(state, index)
             module(*args, **kwargs)
 
     def _compare(self, layer: nn.Module, one: Tensor, other: Tensor, axis: SampleAxis) -> None:
