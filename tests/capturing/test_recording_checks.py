@@ -146,6 +146,29 @@ def test_rows_in_another_order_inside_of_the_model_are_refused(tmp_path):
         record(tmp_path, model, step, steps=3)
 
 
+class RealTokens(nn.Module):
+    """Leaves padding out before its layer, so that samples have different numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x, lengths):
+        real = torch.arange(x.shape[1])[None] < lengths[:, None]
+        out = x.new_zeros(*x.shape[:2], 2)
+        out[real] = torch.tanh(self.inner(x[real]))
+        return out
+
+
+def test_rows_of_real_tokens_only_are_refused(tmp_path):
+    torch.manual_seed(0)
+    model, x, lengths = RealTokens(), torch.randn(6, 4, 3), torch.tensor([1, 3, 2, 2, 3, 1])
+    with pytest.raises(CaptureError, match="another sample"):
+        record(
+            tmp_path, model, lambda a, b: model(x, lengths).square().sum((1, 2)).mean().backward()
+        )
+
+
 class TwoViews(nn.Module):
     def __init__(self):
         super().__init__()
