@@ -407,7 +407,8 @@ def _possible_axes(
         raise CaptureError(
             f"layer {unit.name} was not called with one row per sample",
             found=f"input {tuple(own[0].input.shape)} for {rows} ids",
-            fix="give as many ids as there are samples in the batch",
+            fix="give as many ids as there are samples in the batch; leave out a layer that all samples "
+            f"share, such as position embeddings, with layers='!{unit.name}'",
         )
     return found
 
