@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradkeep._surroundings import enclosing_store
 from gradkeep.cli._edges import (
     LARGEST,
     LONGEST,
@@ -237,7 +239,8 @@ def _run(
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels import study
 
-    sys.path.insert(0, "")  # as `python -m` does: modules of this folder
+    if enclosing_store(os.getcwd()) is None:
+        sys.path.insert(0, "")  # as `python -m` does: modules of this folder
     opened = stores.open(store, create=False)
     if retry:
         study.models_of(opened, name).retry()
