@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._surroundings import enclosing_store
 from gradkeep.cli._edges import (
     LARGEST,
     LONGEST,
@@ -18,6 +16,7 @@ from gradkeep.cli._edges import (
     input_folder,
     output_folder,
 )
+from gradkeep.cli._imports import importing_from
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.cli._workers import (
     AddressOption,
@@ -239,13 +238,12 @@ def _run(
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels import study
 
-    if enclosing_store(os.getcwd()) is None:
-        sys.path.insert(0, "")  # as `python -m` does: modules of this folder
     opened = stores.open(store, create=False)
     if retry:
         study.models_of(opened, name).retry()
     passed = [main, *(arguments or [])]
-    with progress("training", "models") as told:
+    # The current directory is searched for modules, as `python -m` does.
+    with importing_from(""), progress("training", "models") as told:
 
         def tell(seen: Progress) -> None:
             told(seen.done, seen.total)

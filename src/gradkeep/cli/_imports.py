@@ -80,7 +80,8 @@ def importing_from(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        with contextlib.suppress(ValueError):  # the code that was run may have removed it
+            sys.path.remove(folder)
 
 
 def script_ended(
