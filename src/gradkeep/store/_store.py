@@ -354,10 +354,11 @@ class Store:
     def _put_record(self, folder: str, name: str, record: Run | Checkpoint) -> None:
         key, fields = f"{folder}/{name}", dataclasses.asdict(record)
         data = _document.to_bytes(fields)
+        _document.check_size(data, f"the record of {record.name!r}")
         try:
             self.backend.put_if_absent(key, [data], durability=self.durability)
         except Conflict:
-            stored = read_document(self.backend, key).values
+            stored = read_document(self.backend, key, most=_document.LARGE_DOCUMENT).values
             lines = [
                 f"\n    {name}: stored {stored.get(name)!r}, given {fields[name]!r}"
                 for name in fields
@@ -462,6 +463,7 @@ def read_identity(backend: Backend) -> str:
             expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
+    fields.only(("format", "version", "uuid"))
     identity = fields.text("uuid")
     if not identity.isascii() or not identity.isprintable():
         raise fields.wrong("uuid: not one that gradkeep gives")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gradkeep import _annotations, _arguments
 from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._decisions import decision_key, decision_of
+from gradkeep.store._document import LARGE_DOCUMENT, LARGEST_DOCUMENT, SMALL_DOCUMENT
 from gradkeep.store._fields import read_document
 from gradkeep.store._gc import YOUNG_SECONDS
 from gradkeep.store._heads import check_head
@@ -49,8 +50,9 @@ from gradkeep.store.catalog._samples import (
     is_tied,
     samples_available,
 )
-from gradkeep.store.rows._leases import ROWS_PER_FOLDER
+from gradkeep.store.rows._leases import LEASE_FIELDS, ROWS_PER_FOLDER
 from gradkeep.store.rows._row_files import SIZES, size_key
+from gradkeep.store.rows._rows import FAILURE_FIELDS
 
 if TYPE_CHECKING:
     import os
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Schema
 
 
+_MOST_BYTES = {"schema": LARGE_DOCUMENT, "run": LARGE_DOCUMENT, "manifest": LARGEST_DOCUMENT}
 _OF_ROWS = ("segment", "packed", "row")
 """The kinds of files that hold rows, and so nearly all bytes."""
 
@@ -276,7 +279,7 @@ class _Check:
 
     def _document(self, key: str, file: KnownFile) -> None:
         backend = self._backend
-        fields = read_document(backend, key)
+        fields = read_document(backend, key, most=_MOST_BYTES.get(file.kind, SMALL_DOCUMENT))
         self._digests[key] = str(fields.digest)
         if file.kind == "identity":
             read_identity(backend)
@@ -292,9 +295,11 @@ class _Check:
         elif file.kind == "head":
             check_head(backend, key)
         elif file.kind == "size":
+            fields.only(("num_rows",))
             if fields.whole("num_rows") != file.number:
                 raise fields.wrong("another number of rows than the name says")
         elif file.kind == "failure":
+            fields.only(FAILURE_FIELDS)
             fields.text("error")
             if fields.whole("row") != file.number:
                 raise fields.wrong("a failure of another row than the name says")
@@ -303,6 +308,7 @@ class _Check:
             if decision_key(decision.split, decision.number) != key:
                 raise fields.wrong("another decision than the name says")
         elif file.kind == "lease":
+            fields.only(LEASE_FIELDS)
             fields.text("owner"), fields.text("token"), fields.number("expires")
 
     def _manifest(self, key: str, file: KnownFile) -> None:

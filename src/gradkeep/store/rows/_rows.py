@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
+FAILURE_FIELDS = ("row", "owner", "error")
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
 """Characters of an error's text that are kept: half of them from its beginning, half from its end."""
