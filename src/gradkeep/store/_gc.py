@@ -30,6 +30,7 @@ from gradkeep.store.catalog._samples import is_samples
 from gradkeep.store.catalog._scan import block_addresses, entries_below
 from gradkeep.store.rows._leases import LEASES
 from gradkeep.store.rows._row_files import LOOSE
+from gradkeep.store.rows._row_records import row_records
 from gradkeep.store.rows._rows import FAILED
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def gc(
             heads += _files_below(backend, f"{HEADS}/{left}")
             rest += files
         else:
+            packed = store.rows(name).packed_rows
+            records = row_records(backend, f"{ROWS}/{name}", LOOSE, packed) if packed else ()
+            heads += [_WasteFile(key, 0) for key in records]
             rest += _row_waste(store, name)
     rest += _without_schema(backend)
     if not dry_run:

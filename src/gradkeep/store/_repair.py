@@ -9,12 +9,13 @@ from gradkeep.errors import GradkeepError
 from gradkeep.store import _document
 from gradkeep.store._heads import head_keys
 from gradkeep.store._keys import HEADS
-from gradkeep.store._layout import known_file, record_folder
+from gradkeep.store._layout import known_file, record_folder, row_part
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION
 from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.catalog._samples import find_samples
 from gradkeep.store.catalog._scan import keys_below
 from gradkeep.store.rows._row_files import drop_packed_file, set_size
+from gradkeep.store.rows._row_records import row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,6 +86,10 @@ def _follow_up(backend: Backend, key: str, file: KnownFile, *, missing: bool) ->
         number = max(0, file.number)
         heads = [x for x, told in head_keys(backend, recorded).items() if told == number]
         forgotten = backend.delete(heads, durability="full")
+    part = row_part(file)
+    if part is not None:
+        records = row_records(backend, file.folder, part, [file.number])
+        forgotten = backend.delete(records, durability="full")
     if forgotten and file.kind != "size":
         yield f"forgot that {key} was published"
     if file.kind == "manifest":

@@ -35,6 +35,7 @@ from gradkeep.store._layout import (
     looks_like_ours,
     may_be_folder_name,
     recorded_file,
+    row_part,
 )
 from gradkeep.store._records import read_checkpoint, read_run
 from gradkeep.store._repair import repair_damage
@@ -51,7 +52,7 @@ from gradkeep.store.catalog._samples import (
     samples_available,
 )
 from gradkeep.store.rows._leases import LEASE_FIELDS, ROWS_PER_FOLDER
-from gradkeep.store.rows._row_files import SIZES, size_key
+from gradkeep.store.rows._row_files import SIZES, RowFiles, size_key
 from gradkeep.store.rows._rows import FAILURE_FIELDS
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def verify(
     check = _Check(backend, sample, seed)
     check.files(progress)
     check.recorded()
+    check.recorded_rows()
     check.chains()
     check.missing_schemas()
     check.sizes()
@@ -195,6 +197,7 @@ class _Check:
         self._manifests: dict[str, Manifest] = {}
         self._schemas: dict[str, Schema | None] = {}
         self._most_rows: dict[str, int] = {}
+        self._packed: dict[str, frozenset[int]] = {}
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         try:
@@ -256,6 +259,9 @@ class _Check:
             self._foreign(key, entry)
         elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
             self._note(key, "it lies in another folder than its number says")
+        elif file.kind == "row record":
+            if entry.size:
+                self._note(key, "a record of a row is empty: its name says all")
         elif key in self.left_out:
             return
         elif file.kind in _OF_ROWS:
@@ -348,6 +354,7 @@ class _Check:
         segment = Segment(self._backend, key)
         try:
             self.bytes += segment.size
+            self._digests[key] = segment.digest
             found = segment.check_everything()
             for error in found:
                 self._note(key, error.what, error.tensor)
@@ -423,6 +430,49 @@ class _Check:
                     self._note(target, "missing: it was published and recorded under heads/")
                 elif digest is not None:
                     self._note(target, "it is not the one that was recorded under heads/")
+
+    def recorded_rows(self) -> None:
+        """Whether every row and every failed attempt that was recorded is there."""
+        told = {item.path for item in self.damage}
+        digests: dict[tuple[str, int], set[str]] = {}
+        for key, file in self._known.items():
+            part = row_part(file)
+            if part is not None:
+                place = (key.rpartition("/")[0], file.number)
+                digests.setdefault(place, set()).add(self._digests.get(key, ""))
+        lost: dict[tuple[str, int], list[str]] = {}
+        for key, file in self._known.items():
+            there = digests.get((file.folder, file.number), set())
+            if file.kind == "row record" and key not in told and "" not in there:
+                # Of a failed attempt there may be several; a row that was lost and made again
+                # is one of those recorded.
+                lost.setdefault((file.folder, file.number), []).append(key)
+        for (folder, row), records in lost.items():
+            self._note_lost(folder, row, records, digests.get((folder, row), set()))
+
+    def _note_lost(self, folder: str, row: int, records: list[str], there: set[str]) -> None:
+        """Note what was recorded of a row and is gone, unless it was packed or removed meanwhile."""
+        unmet = [key for key in records if key[-32:] not in there]
+        rows, _, part = folder.rpartition("/")[0].rpartition("/")
+        if not unmet or not any(map(self._is_there, unmet)):
+            return
+        if part == "failed":
+            for key in unmet:
+                self._note(key, f"missing: a failed attempt of row {row} that was recorded")
+            return
+        key = f"{folder}/{row}.safetensors"
+        if there and len(unmet) == len(records):
+            self._note(key, "it is not the one that was recorded under heads/")
+        elif not there and not self._is_there(key) and row not in self._packed_rows(rows):
+            self._note(key, "missing: it was put and recorded under heads/")
+
+    def _packed_rows(self, folder: str) -> frozenset[int]:
+        if folder not in self._packed:
+            try:
+                self._packed[folder] = RowFiles(self._backend, folder, verify=False).packed_rows
+            except Exception:  # told of the manifest or schema itself
+                self._packed[folder] = frozenset()
+        return self._packed[folder]
 
     def chains(self) -> None:
         """Whether each version names the one before it."""

@@ -33,6 +33,7 @@ from gradkeep.store.rows._leases import (
     take_lease,
 )
 from gradkeep.store.rows._row_files import RowFiles
+from gradkeep.store.rows._row_records import record_row, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -183,7 +184,12 @@ class Rows(RowFiles):
         # Named by the lease's token: two workers that fail the same row are two attempts.
         name = f"{lease.row}-{lease.token}.json"
         key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
-        self._backend.put_if_absent(key, [_document.to_bytes(fields)], durability=self._durability)
+        data = _document.to_bytes(fields)
+        self._backend.put_if_absent(key, [data], durability=self._durability)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        record = record_row(self._backend, self.folder, FAILED, lease.row, digest)
+        if not self._backend.exists(key):  # forgotten by `retry` before it was recorded
+            self._backend.delete([record], durability="process")
         release_lease(self._backend, self.folder, lease)
 
     @_annotations.checked(StoreError)
@@ -196,6 +202,8 @@ class Rows(RowFiles):
             for row, names in self._failures(bucket).items():
                 if wanted is None or row in wanted:
                     keys += [f"{self.folder}/{FAILED}/{bucket:06d}/{name}" for name in names]
+        records = row_records(self._backend, self.folder, FAILED, wanted)
+        self._backend.delete(records, durability=self._durability)
         return self._backend.delete(keys, durability=self._durability)
 
     @_annotations.checked(StoreError)
