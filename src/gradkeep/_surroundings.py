@@ -21,6 +21,14 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "gradkeep"
 
 
+def install_hint(extra: str) -> str:
+    """Say how an optional dependency is installed: from a checkout, as gradkeep is on no package index."""
+    checkout = Path(__file__).parents[2]
+    place = checkout if (checkout / "pyproject.toml").is_file() else Path()
+    where = "" if place == checkout else " in a checkout of gradkeep"
+    return f"pip install -e '{place}[{extra}]'{where}"
+
+
 def enclosing_store(path: str | os.PathLike[str]) -> str | None:
     """Find the store whose folder contains a path, or None.
 

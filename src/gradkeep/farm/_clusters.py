@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import FarmError, MissingExtra
 from gradkeep.farm._failure_text import current_failure
 from gradkeep.farm._job import check_workers
@@ -149,7 +150,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtra("the engine ray needs Ray", fix='pip install "gradkeep[ray]"') from error
+        raise MissingExtra("the engine ray needs Ray", fix=install_hint("ray")) from error
     return ray
 
 
@@ -228,7 +229,5 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError as error:
-        raise MissingExtra(
-            "the engine slurm needs submitit", fix='pip install "gradkeep[slurm]"'
-        ) from error
+        raise MissingExtra("the engine slurm needs submitit", fix=install_hint("slurm")) from error
     return submitit
