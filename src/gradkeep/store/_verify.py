@@ -197,6 +197,7 @@ class _Check:
         self._manifests: dict[str, Manifest] = {}
         self._schemas: dict[str, Schema | None] = {}
         self._most_rows: dict[str, int] = {}
+        self._misplaced: set[tuple[str, int]] = set()
         self._packed: dict[str, frozenset[int]] = {}
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
@@ -259,8 +260,9 @@ class _Check:
             self._foreign(key, entry)
         elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
             self._note(key, "it lies in another folder than its number says")
+            self._misplaced.add((f"{file.folder}/{row_part(file)}", file.number))
         elif file.kind == "row record":
-            if entry.size:
+            if self._backend.read(key):
                 self._note(key, "a record of a row is empty: its name says all")
         elif key in self.left_out:
             return
@@ -456,6 +458,8 @@ class _Check:
         rows, _, part = folder.rpartition("/")[0].rpartition("/")
         if not unmet or not any(map(self._is_there, unmet)):
             return
+        if (f"{rows}/{part}", row) in self._misplaced:
+            return  # told of the file itself
         if part == "failed":
             for key in unmet:
                 self._note(key, f"missing: a failed attempt of row {row} that was recorded")

@@ -77,6 +77,7 @@ class RowFiles:
         self._packed_ids: set[int] = set()
         self._known_done: set[int] = set()
         self._known_size = 0
+        self._recorded: set[int] = set()
         latest_manifest(backend, folder)  # raises if what was packed is lost
         self._refresh_packed()
 

@@ -37,6 +37,11 @@ def record_row(backend: Backend, folder: str, part: str, row: int, digest: str) 
     return key
 
 
+def recorded_number(key: str) -> int:
+    """Return the row that a record is about."""
+    return int(key.rpartition("/")[2].partition("-")[0])
+
+
 def row_records(
     backend: Backend, folder: str, part: str, rows: Collection[int] | None = None
 ) -> list[str]:

@@ -6,6 +6,7 @@ traceback and tried again, but not for ever.
 
 from __future__ import annotations
 
+import contextlib
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,9 @@ from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store._fields import read_document
 from gradkeep.store.blocks._ids import whole_numbers
-from gradkeep.store.blocks._manifest import is_number
+from gradkeep.store.blocks._manifest import is_number, numbered_files
+from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import (
     LEASES,
     ROWS_PER_FOLDER,
@@ -32,8 +35,8 @@ from gradkeep.store.rows._leases import (
     renew_lease,
     take_lease,
 )
-from gradkeep.store.rows._row_files import RowFiles
-from gradkeep.store.rows._row_records import record_row, row_records
+from gradkeep.store.rows._row_files import LOOSE, RowFiles
+from gradkeep.store.rows._row_records import record_row, recorded_number, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -124,6 +127,7 @@ class Rows(RowFiles):
     def _claim_in(
         self, bucket: int, rows: Iterable[int], owner: str, seconds: float, max_attempts: int
     ) -> Iterator[Lease]:
+        self._record_bucket(bucket)
         leases = lease_numbers(self._backend, self.folder, bucket)
         failures = self._failures(bucket)
         for row in rows:
@@ -236,6 +240,32 @@ class Rows(RowFiles):
         failed -= done | leased
         pending = total - len(done) - len(leased) - len(failed)
         return RowCounts(len(done), len(leased), len(failed), pending)
+
+    def _record_bucket(self, bucket: int) -> None:
+        """Record what was put by processes that died before they could, or by earlier versions."""
+        if bucket in self._recorded:
+            return
+        self._recorded.add(bucket)
+        backend, rows = (
+            self._backend,
+            range(bucket * ROWS_PER_FOLDER, (bucket + 1) * ROWS_PER_FOLDER),
+        )
+        recorded = {recorded_number(key) for key in row_records(backend, self.folder, LOOSE, rows)}
+        for row in numbered_files(
+            backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"), SUFFIX, digits=1
+        ):
+            if row not in recorded and row not in self._packed_ids:
+                with contextlib.suppress(StoreError, FileNotFoundError):
+                    segment = Segment(backend, self._row_key(row))
+                    segment.close()
+                    record_row(backend, self.folder, LOOSE, row, segment.digest)
+        digests = {key[-32:] for key in row_records(backend, self.folder, FAILED, rows)}
+        for row, names in self._failures(bucket).items():
+            for name in names:
+                with contextlib.suppress(StoreError, FileNotFoundError):
+                    note = read_document(backend, f"{self.folder}/{FAILED}/{bucket:06d}/{name}")
+                    if note.digest not in digests:
+                        record_row(backend, self.folder, FAILED, row, str(note.digest))
 
     def _held(self) -> dict[int, Lease]:
         leases: dict[int, Lease] = {}
