@@ -1,12 +1,15 @@
 """The same order on a Ray cluster whose node dies, and through submitit as SLURM would run it."""
 
 import importlib.util
+import sys
 import threading
 import time
+import types
 
 import pytest
 
 from gradkeep import farm
+from gradkeep.errors import FarmError
 
 NO_RAY = importlib.util.find_spec("ray") is None
 LOOPBACK = {"node_ip_address": "127.0.0.1"}
@@ -98,3 +101,11 @@ def test_pullers_submitted_as_to_slurm_complete_the_rows(rows_of, by_value, tmp_
     assert store.rows("models").states()[3].attempts == 1
     # Two pullers, however many rows.
     assert len({path.name.split("_")[0] for path in (tmp_path / "logs").glob("*_result.pkl")}) == 2
+
+
+def test_slurm_without_srun_is_told_in_words(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "submitit", types.ModuleType("submitit"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FarmError, match="SLURM") as raised:
+        farm.Slurm(workers=1).run(None, lambda: None)
+    assert "cluster=" in raised.value.fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -190,6 +191,12 @@ class Slurm:
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
         """Submit the pullers and wait for them; leaving early cancels them."""
         submitit = _submitit()
+        if self.cluster == "slurm" and shutil.which("srun") is None:
+            raise FarmError(
+                "this machine does not belong to a SLURM cluster",
+                found="no program srun on PATH",
+                fix='run it where srun is, or use cluster="local" for the same jobs on this machine',
+            )
         executor = submitit.AutoExecutor(folder=self.folder, cluster=self.cluster)
         executor.update_parameters(name="gradkeep", **self.parameters)
         with executor.batch():
