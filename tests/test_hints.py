@@ -113,6 +113,29 @@ def test_every_command_in_a_hint_exists_and_has_its_flags():
     assert wrong == []
 
 
+PAGES = sorted(Path(gradkeep.__file__).parent.glob("web/static/*.js"))
+DOCS = [
+    Path(__file__).parents[1] / "README.md",
+    *sorted(Path(__file__).parents[1].glob("docs/*.md")),
+]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *DOCS], ids=lambda path: path.name)
+def test_every_command_on_a_page_has_its_flags(path):
+    known = commands()
+    wrong = []
+    for line in re.findall(
+        r"(?:^|[`$\"'\[ ])gradkeep ([a-z][a-z-]+[^\n`\"'#;|]*)", path.read_text()
+    ):
+        line = line.partition(" -- ")[0]  # behind it are flags of the user's script
+        words = line.split()
+        found = tuple(words[:2]) if tuple(words[:2]) in known else tuple(words[:1])
+        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", line))
+        if flags and (found not in known or not flags <= known[found]):
+            wrong.append(line)
+    assert wrong == []
+
+
 def test_every_argument_in_a_hint_exists():
     known = known_arguments()
     wrong = [
