@@ -56,7 +56,7 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_RAY, reason="ray is not installed: pip install 'gradkeep[ray]'")
+@pytest.mark.skipif(NO_RAY, reason="ray is not installed: pip install -e '.[ray]'")
 @pytest.mark.filterwarnings("default")  # those of Ray are its own
 def test_a_ray_node_dies_in_the_middle_and_the_rows_are_complete(rows_of, cluster, by_value):
     store = rows_of(60)
@@ -90,7 +90,7 @@ def test_a_ray_node_dies_in_the_middle_and_the_rows_are_complete(rows_of, cluste
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_SUBMITIT, reason="submitit is not installed: pip install 'gradkeep[slurm]'")
+@pytest.mark.skipif(NO_SUBMITIT, reason="submitit is not installed: pip install -e '.[slurm]'")
 @pytest.mark.filterwarnings("default")  # those of submitit are its own
 def test_pullers_submitted_as_to_slurm_complete_the_rows(rows_of, by_value, tmp_path):
     store = rows_of(40)

@@ -19,7 +19,7 @@ def test_a_missing_library_names_its_extra(extra, tmp_path):
     if importlib.util.find_spec(extra) is not None:
         pytest.skip(f"{extra} is installed")
     callback = getattr(integrations, CALLBACKS[extra])
-    with pytest.raises(MissingExtra, match=rf"gradkeep\[{extra}\]"):
+    with pytest.raises(MissingExtra, match=rf"pip install -e .*\[{extra}\]"):
         callback(tmp_path / "store", {"train": []}, task=gk.Classification())
     assert not (tmp_path / "store").exists()
 
@@ -27,7 +27,7 @@ def test_a_missing_library_names_its_extra(extra, tmp_path):
 def test_the_recorder_names_its_extra(tmp_path):
     if importlib.util.find_spec("transformers") is not None:
         pytest.skip("transformers is installed")
-    with pytest.raises(MissingExtra, match=r"gradkeep\[transformers\]"):
+    with pytest.raises(MissingExtra, match=r"pip install -e .*\[transformers\]"):
         integrations.GradkeepTrainerRecorder(tmp_path / "store")
 
 
