@@ -1,8 +1,9 @@
-"""What a process shares with others: the user's cache folder, and the cores."""
+"""The surroundings of a process: cache folder, cores, and stores that lie around a path."""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,39 @@ def cache_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gradkeep"
+
+
+def install_hint(extra: str) -> str:
+    """Say how an optional dependency is installed: from a checkout, as gradkeep is on no package index."""
+    checkout = Path(__file__).parents[2]
+    place = checkout if (checkout / "pyproject.toml").is_file() else Path()
+    where = "" if place == checkout else " in a checkout of gradkeep"
+    return f"pip install -e '{place}[{extra}]'{where}"
+
+
+def enclosing_store(path: str | os.PathLike[str]) -> str | None:
+    """Find the store whose folder contains a path, or None.
+
+    Code is never imported from there: a store may have come from a stranger.
+
+    >>> enclosing_store("/") is None
+    True
+    """
+    for form in (os.path.abspath(path), os.path.realpath(path)):
+        for folder in (Path(form), *Path(form).parents):
+            if (folder / "STORE.json").is_file():
+                return str(folder)
+    return None
+
+
+def forget_stored_folders() -> None:
+    """Keep this process and its children from importing modules of a store they are started in.
+
+    `python -m` and `python -c` search the current directory first.
+    """
+    if enclosing_store(os.getcwd()) is not None:
+        sys.path[:] = [item for item in sys.path if item and enclosing_store(item) is None]
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 @contextmanager

@@ -333,7 +333,7 @@ def test_workers_of_one_machine_share_its_devices_out():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'gradkeep[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install -e '.[ray]'")
 @pytest.mark.filterwarnings("default")  # those of Ray are its own
 def test_a_ray_cluster_of_two_workers_loses_a_node(tmp_path, monkeypatch):
     import ray

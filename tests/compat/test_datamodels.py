@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradkeep.compat.datamodels.training import initialize_store
+
 SPEC = {
     "num_models": 6,
     "schema": {
@@ -399,3 +401,61 @@ def test_cifar10_from_an_empty_folder_to_datamodels_by_the_compatible_commands(p
     again = call(place, "regression.compute_datamodels", "-C", "config.yaml", *flags)
     assert again.returncode == 2
     assert "exists already" in again.stderr
+
+
+def begin_folder(place):
+    """A folder of arrays for two models, `logs`."""
+    (place / "logs").mkdir()
+    spec = {"num_models": 2, "schema": {"m": {"shape": [], "dtype": "float"}}}
+    (place / "spec.json").write_text(json.dumps(spec))
+    folder, file = place / "logs", place / "spec.json"
+    initialize_store.main([f"--logging.logdir={folder}", f"--logging.spec={file}"])
+
+
+def test_a_script_whose_own_import_is_missing_shows_its_own_traceback(tmp_path):
+    (tmp_path / "lacking.py").write_text("import no_such_package\n\n\ndef main(*_, **__): ...\n")
+    (tmp_path / "late.py").write_text("def main(*_, index, logdir):\n    import no_such_package\n")
+    begin_folder(tmp_path)
+    for script in ("lacking", "late"):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "gradkeep.compat.datamodels.training.worker"),
+                *("--worker.index=0", f"--worker.main_import={script}", "--worker.logdir=logs"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "No module named 'no_such_package'" in done.stderr
+        assert f"{script}.py" in done.stderr
+        assert "gradkeep" not in done.stderr.replace(str(tmp_path), "")
+
+
+def test_a_folder_of_arrays_is_no_store_and_its_import_is_named(tmp_path, inline):
+    begin_folder(tmp_path)
+    for line in (
+        ["run", "logs", "--main", "x"],
+        ["work", "logs", "--main", "x"],
+        ["status", "logs"],
+    ):
+        done = inline("datamodels", *line)
+        assert done.returncode == 2
+        assert "gradkeep datamodels init logs-store --from logs" in done.stderr
+    assert inline("datamodels", "init", "logs-store", "--from", "logs").returncode == 0
+    assert inline("datamodels", "status", "logs-store").returncode == 0
+
+
+def test_a_module_that_imports_datamodels_runs_outside_of_a_worker(tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "check.py").write_text(
+        "import sys\nimport datamodels\nfrom datamodels.training.utils import load_memmap\n"
+        "assert callable(load_memmap)\nprint('checked', sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "gradkeep.compat.datamodels"]
+    run = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*command, "examples.check", "--a=1"], **run)
+    assert done.returncode == 0, done.stderr
+    assert "checked ['--a=1']" in done.stdout
+    assert subprocess.run(command, **run).returncode == 2

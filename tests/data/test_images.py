@@ -342,7 +342,7 @@ def test_folders_without_pictures_are_refused(tmp_path):
 def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtra, match=r"gradkeep\[images\]"):
+    with pytest.raises(MissingExtra, match=r"pip install -e .*\[images\]"):
         load_image_folder(tmp_path)
 
 

@@ -1,12 +1,15 @@
 """The same order on a Ray cluster whose node dies, and through submitit as SLURM would run it."""
 
 import importlib.util
+import sys
 import threading
 import time
+import types
 
 import pytest
 
 from gradkeep import farm
+from gradkeep.errors import FarmError
 
 NO_RAY = importlib.util.find_spec("ray") is None
 LOOPBACK = {"node_ip_address": "127.0.0.1"}
@@ -53,7 +56,7 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_RAY, reason="ray is not installed: pip install 'gradkeep[ray]'")
+@pytest.mark.skipif(NO_RAY, reason="ray is not installed: pip install -e '.[ray]'")
 @pytest.mark.filterwarnings("default")  # those of Ray are its own
 def test_a_ray_node_dies_in_the_middle_and_the_rows_are_complete(rows_of, cluster, by_value):
     store = rows_of(60)
@@ -87,7 +90,7 @@ def test_a_ray_node_dies_in_the_middle_and_the_rows_are_complete(rows_of, cluste
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_SUBMITIT, reason="submitit is not installed: pip install 'gradkeep[slurm]'")
+@pytest.mark.skipif(NO_SUBMITIT, reason="submitit is not installed: pip install -e '.[slurm]'")
 @pytest.mark.filterwarnings("default")  # those of submitit are its own
 def test_pullers_submitted_as_to_slurm_complete_the_rows(rows_of, by_value, tmp_path):
     store = rows_of(40)
@@ -98,3 +101,11 @@ def test_pullers_submitted_as_to_slurm_complete_the_rows(rows_of, by_value, tmp_
     assert store.rows("models").states()[3].attempts == 1
     # Two pullers, however many rows.
     assert len({path.name.split("_")[0] for path in (tmp_path / "logs").glob("*_result.pkl")}) == 2
+
+
+def test_slurm_without_srun_is_told_in_words(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "submitit", types.ModuleType("submitit"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FarmError, match="SLURM") as raised:
+        farm.Slurm(workers=1).run(None, lambda: None)
+    assert "cluster=" in raised.value.fix

@@ -337,5 +337,5 @@ def test_every_bucket_in_memory_is_new():
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MissingExtra, match=r"gradkeep\[s3\]"):
+    with pytest.raises(MissingExtra, match=r"pip install -e .*\[s3\]"):
         Bucket("memory://")

@@ -284,7 +284,7 @@ def test_a_result_shows_itself_as_a_small_table(store):
 
 def test_a_missing_package_names_the_extra(store, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(MissingExtra, match=r"gradkeep\[sql\]"):
+    with pytest.raises(MissingExtra, match=r"pip install -e .*\[sql\]"):
         store.sql("select 1")
 
 

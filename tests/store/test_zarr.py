@@ -173,5 +173,5 @@ def test_references_need_files():
 def test_without_zarr_the_extra_is_named(monkeypatch):
     block = write(gk.open(Memory()), SHOWN, 4)
     monkeypatch.setitem(sys.modules, "zarr", None)
-    with pytest.raises(MissingExtra, match=r"gradkeep\[zarr\]"):
+    with pytest.raises(MissingExtra, match=r"pip install -e .*\[zarr\]"):
         zarr_view(block, "loss")

@@ -244,3 +244,12 @@ def test_a_link_in_the_folder_of_logs_is_not_followed(folder, tmp_path, make_cli
     assert [one["name"] for one in settled(make_client(folder), "/api/memory").json()["logs"]] == [
         "step.log"
     ]
+
+
+@pytest.mark.parametrize("label", [99999, -1, 10, 2**60])
+def test_a_label_that_is_no_class_is_refused(client, folder, label):
+    said = client.post("/api/decisions", json={"row": 3, "action": "relabel", "label": label})
+    assert said.status_code == 409
+    assert "0 to 9" in said.text
+    assert client.post("/api/decisions", json={**DECISION, "label": 1}).status_code == 409
+    assert decisions(folder) == []

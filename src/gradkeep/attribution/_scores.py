@@ -9,6 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.attribution._documents import summed_by_document
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
@@ -229,7 +230,7 @@ def scores_to_pandas(scores: Scores) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise MissingExtra("data frames need pandas", fix='pip install "gradkeep[sql]"') from error
+        raise MissingExtra("data frames need pandas", fix=install_hint("sql")) from error
     rows = pandas.Index(scores.query_ids, name="query")
     return pandas.DataFrame(
         scores.values, index=rows, columns=pandas.Index(scores.train_ids, name="train")
@@ -241,9 +242,7 @@ def scores_to_arrow(scores: Scores, *, k: int | None) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise MissingExtra(
-            "Arrow tables need pyarrow", fix='pip install "gradkeep[sql]"'
-        ) from error
+        raise MissingExtra("Arrow tables need pyarrow", fix=install_hint("sql")) from error
     count = len(scores.train_ids) if k is None else min(k, len(scores.train_ids))
     parts = []
     for query, row in zip(scores.query_ids, scores.values, strict=True):
@@ -258,9 +257,7 @@ def plot_scores(scores: Scores, *, query: int, k: int) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra(
-            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
-        ) from error
+        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
     row = scores.of(query)
     order = np.argsort(-row, kind="stable")
     order = np.concatenate([order[:k], order[max(k, len(order) - k) :]])

@@ -9,6 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.attribution._scores import Scores
 from gradkeep.errors import AttributionError, MissingExtra
 
@@ -70,7 +71,7 @@ def _cosines(asked: list[list[str]], known: list[list[str]]) -> Any:
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError as error:
         raise MissingExtra(
-            "similarity of texts needs scikit-learn", fix='pip install "gradkeep[demo]"'
+            "similarity of texts needs scikit-learn", fix=install_hint("demo")
         ) from error
     counter = TfidfVectorizer(analyzer=lambda row: row, sublinear_tf=True)
     rows = counter.fit_transform(known)
@@ -81,7 +82,7 @@ def _okapi(asked: list[list[str]], known: list[list[str]]) -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise MissingExtra("BM25 needs bm25s", fix='pip install "gradkeep[text]"') from error
+        raise MissingExtra("BM25 needs bm25s", fix=install_hint("text")) from error
     index = bm25s.BM25()
     index.index(known, show_progress=False)
     vocabulary = {word for row in known for word in row}

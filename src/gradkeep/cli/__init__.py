@@ -8,6 +8,9 @@ def main() -> None:
     import sys
 
     try:
+        from gradkeep._surroundings import forget_stored_folders
+
+        forget_stored_folders()
         from gradkeep.cli._app import run
 
         run(sys.argv[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from gradkeep.cli._edges import (
     input_folder,
     output_folder,
 )
+from gradkeep.cli._imports import importing_from
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 from gradkeep.cli._workers import (
     AddressOption,
@@ -24,11 +25,11 @@ from gradkeep.cli._workers import (
     ParameterOption,
     workers_asked,
 )
-from gradkeep.errors import StudyError
+from gradkeep.errors import NotAStore, StudyError
 
 if TYPE_CHECKING:
     from gradkeep.farm import Failure, Outcome, Progress
-    from gradkeep.store import RowState
+    from gradkeep.store import RowState, Store
 
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Which models, if the store has several sets.")
@@ -106,7 +107,7 @@ def init(
     imported = 0
     chosen = study.MODELS if name is None else name
     if grow is not None:
-        opened = stores.open(store, create=False)
+        opened = open_models(store)
         rows = study.models_of(opened, name)
         rows.grow(grow)
     else:
@@ -138,7 +139,7 @@ def status(
     """Show how many models are done, running and failed, why, and how long the rest will take."""
     from gradkeep.datamodels import study
 
-    found = study.status(store, name=name, max_attempts=attempts)
+    found = study.status(open_models(store), name=name, max_attempts=attempts)
     if json:
         counts = ("total", "done", "failed", "leased", "pending", "rate", "eta")
         fields = {name: getattr(found.progress, name) for name in counts}
@@ -232,17 +233,16 @@ def _run(
     retry: bool,
     as_json: bool,
 ) -> None:
-    import gradkeep.store as stores
     from gradkeep._progress import progress
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels import study
 
-    sys.path.insert(0, "")  # as `python -m` does: modules of this folder
-    opened = stores.open(store, create=False)
+    opened = open_models(store)
     if retry:
         study.models_of(opened, name).retry()
     passed = [main, *(arguments or [])]
-    with progress("training", "models") as told:
+    # The current directory is searched for modules, as `python -m` does.
+    with importing_from(""), progress("training", "models") as told:
 
         def tell(seen: Progress) -> None:
             told(seen.done, seen.total)
@@ -260,6 +260,24 @@ def _run(
     _report(outcome, as_json=as_json)
     if not outcome.complete:
         raise typer.Exit(3)
+
+
+def open_models(store: str) -> Store:
+    """Open a store of models; of a folder of .npy arrays, name the command that imports it."""
+    import gradkeep.store as stores
+
+    try:
+        return stores.open(store, create=False)
+    except NotAStore as error:
+        if not (Path(store) / "_completed.npy").is_file():
+            raise
+        raise StudyError(
+            "this is a folder of .npy arrays, as initialize_store makes it, and not a store",
+            path=store,
+            found=error.found,
+            fix=f"gradkeep datamodels init {store}-store --from {store}; or go on with "
+            "`python -m gradkeep.compat.datamodels.training.worker`",
+        ) from None
 
 
 def _report(outcome: Outcome, *, as_json: bool) -> None:

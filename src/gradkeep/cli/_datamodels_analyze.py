@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._arguments import shown, whole_numbers
-from gradkeep.cli._datamodels import NameOption  # noqa: TC001 - typer reads it
+from gradkeep.cli._datamodels import (
+    NameOption,
+    open_models,
+)
 from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_file, input_text
 from gradkeep.cli._imports import imported
 from gradkeep.cli._output import JsonOption, StoreArgument, print_json
@@ -65,11 +68,10 @@ def fit(
     json: JsonOption = False,
 ) -> None:
     """Fit how each output depends on which training examples a model saw, from the models done."""
-    import gradkeep.store as stores
     from gradkeep import datamodels
     from gradkeep._progress import progress
 
-    opened = stores.open(store, create=False)
+    opened = open_models(store)
     subsets, outputs = _trained_data(opened, name, masks, output)
     with progress("fit", "penalties") as told:
         found = datamodels.fit(
@@ -189,7 +191,7 @@ def analyze(
 
     if what not in (*_FITTED, *_TRAINED):
         raise StudyError("there is no such analysis", found=what, expected=_EVERY)
-    opened = stores.open(store, create=False)
+    opened = open_models(store)
     chosen = None if targets is None else _numbers("targets", targets)
     asked: dict[str, Callable[[], Any]]
     if what in _TRAINED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -50,17 +51,21 @@ def _are_numbers(parts: list[str]) -> bool:
 
 
 def recipe_named(source: str | None, store: Store | None) -> Recipe:
-    """The recipe that is named, or the one of the ground truth in the store."""
+    """Import the recipe that the user names; one that only the store names is shown, never imported."""
     import dataclasses
 
     import gradkeep as gk
 
-    if source is None and store is not None:
-        source = gk.evaluate.load_truth(store).recipe
     if source is None:
+        known = None
+        if store is not None:
+            with contextlib.suppress(EvaluationError):  # no ground truth, or several
+                known = gk.evaluate.load_truth(store).recipe
         raise EvaluationError(
             "how models are trained is not known",
-            fix="pass --recipe module:name or file.py:name, a gk.evaluate.Recipe",
+            found=None if known is None else f"the store names {shown(known)}, which is not run",
+            expected="--recipe module:name or file.py:name, a gk.evaluate.Recipe",
+            fix="pass --recipe with your own code, or with code that you have read",
         )
     place, _, name = source.rpartition(":")
     if place.endswith(".py"):

@@ -129,7 +129,8 @@ def delete(
     capture: Annotated[
         str,
         typer.Argument(
-            metavar="CAPTURE", help="RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, or scores/NAME."
+            metavar="CAPTURE",
+            help="RUN/CHECKPOINT/SPLIT/CAPTURE as info shows it, scores/NAME or datamodels/NAME.",
         ),
     ],
     yes: Annotated[
@@ -141,8 +142,12 @@ def delete(
     import gradkeep.store as stores
 
     opened = stores.open(store, create=False)
-    key = _key(capture)
-    folders = [one.folder for one in (key, *opened.owned(key))]
+    parts = capture.strip("/").split("/")
+    row_set = parts[1] if len(parts) == 2 and parts[0] == "datamodels" else None
+    key = None if row_set is not None else _key(capture)
+    folders = [f"datamodels/{row_set}"]
+    if key is not None:
+        folders = [one.folder for one in (key, *opened.owned(key))]
     found = [block for block in opened.info().blocks if block.address.folder in folders]
     if not found:
         raise StoreError(
@@ -155,15 +160,19 @@ def delete(
     if not yes:
         raise StoreError(
             "nothing was deleted",
-            path=f"{opened.location}/{key.folder}",
+            path=f"{opened.location}/{folders[0]}",
             found=f"{rows} rows, {format_size(size)}",
             fix="add --yes to delete this for ever",
         )
-    opened.delete(key)
-    if json:
-        print_json({"deleted": key.folder, "rows": rows, "bytes": size})
+    if key is not None:
+        opened.delete(key)
     else:
-        print(f"deleted {key.folder}: {rows} rows, {format_size(size)}")
+        opened.delete_rows(str(row_set))
+    where = folders[0]
+    if json:
+        print_json({"deleted": where, "rows": rows, "bytes": size})
+    else:
+        print(f"deleted {where}: {rows} rows, {format_size(size)}")
 
 
 def _key(name: str) -> BlockKey:
@@ -183,7 +192,7 @@ def _key(name: str) -> BlockKey:
         "this names no capture",
         found=name,
         expected="RUN/CHECKPOINT/SPLIT/CAPTURE, for example main/final/train/main, scores/NAME, "
-        "evaluations/NAME, or bases/RUN/CHECKPOINT/CAPTURE",
+        "evaluations/NAME, datamodels/NAME, or bases/RUN/CHECKPOINT/CAPTURE",
     )
 
 

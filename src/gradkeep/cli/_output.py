@@ -32,7 +32,7 @@ RecipeOption = Annotated[
     typer.Option(
         "--recipe",
         metavar="MODULE:NAME",
-        help="A gk.evaluate.Recipe, as module:name or file.py:name; by default the truth's.",
+        help="A gk.evaluate.Recipe, as module:name or file.py:name.",
     ),
 ]
 WorkersOption = Annotated[

@@ -10,6 +10,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.data._examples import Examples
 from gradkeep.data._names import known_name
 from gradkeep.errors import DataError, MissingExtra
@@ -54,9 +55,7 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     try:
         import sklearn.datasets
     except ImportError as error:
-        raise MissingExtra(
-            "the digits come with scikit-learn", fix='pip install "gradkeep[demo]"'
-        ) from error
+        raise MissingExtra("the digits come with scikit-learn", fix=install_hint("demo")) from error
     data = sklearn.datasets.load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(data.target))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.data._examples import Scaling
 from gradkeep.data._names import check_name
 from gradkeep.errors import DataError, MissingExtra
@@ -92,7 +93,7 @@ def load_image_folder(
         import PIL.Image  # noqa: F401 - here rather than at the first picture
     except ImportError as error:
         raise MissingExtra(
-            "pictures in folders are decoded by Pillow", fix='pip install "gradkeep[images]"'
+            "pictures in folders are decoded by Pillow", fix=install_hint("images")
         ) from error
     for name, side in (("resize", resize), ("crop", crop)):
         if side is not None and side < 1:

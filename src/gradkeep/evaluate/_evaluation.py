@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, MissingExtra
 from gradkeep.evaluate._bootstrap import check_bounds, draw_weights
 
@@ -149,9 +150,7 @@ class Evaluation:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise MissingExtra(
-                "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
-            ) from error
+            raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
         if self.curve is not None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
 from gradkeep.evaluate._verified import verify_rows
 from gradkeep.query import GradientPair, ProductEngine, gradients
@@ -194,9 +195,7 @@ def _clusters(distances: AnyArray) -> AnyArray:
     try:
         from sklearn.cluster import HDBSCAN
     except ImportError as error:
-        raise MissingExtra(
-            "groups need scikit-learn", fix='pip install "gradkeep[demo]"'
-        ) from error
+        raise MissingExtra("groups need scikit-learn", fix=install_hint("demo")) from error
     if len(distances) < 2 * _LEAST:
         return np.full(len(distances), 0 if len(distances) >= _LEAST else -1)
     even = np.clip((distances + distances.T) / 2, 0, 2)

@@ -9,6 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.attribution import Projection, project
 from gradkeep.errors import EvaluationError, MissingExtra
 from gradkeep.query import gradients
@@ -174,9 +175,7 @@ def _clustered(along: AnyArray, count: int, seed: int) -> AnyArray:
     try:
         from sklearn.cluster import KMeans
     except ImportError as error:
-        raise MissingExtra(
-            "clusters need scikit-learn", fix='pip install "gradkeep[demo]"'
-        ) from error
+        raise MissingExtra("clusters need scikit-learn", fix=install_hint("demo")) from error
     count = min(count, len(np.unique(along, axis=0)))
     marks = KMeans(count, n_init=4, random_state=seed).fit_predict(along)
     sizes = np.bincount(marks, minlength=count)

@@ -77,7 +77,7 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
             f"no evaluation {name!r}",
             path=store.location,
             found=", ".join(known) or "no saved evaluations",
-            fix="gradkeep evaluate keeps what it finds; Evaluation.save does so too",
+            fix="`gradkeep evaluate lds STORE` saves evaluations, and so does Evaluation.save",
         )
     try:
         block = store.read(EvaluationKey(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import FarmError, MissingExtra
 from gradkeep.farm._failure_text import current_failure
 from gradkeep.farm._job import check_workers
@@ -149,7 +151,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtra("the engine ray needs Ray", fix='pip install "gradkeep[ray]"') from error
+        raise MissingExtra("the engine ray needs Ray", fix=install_hint("ray")) from error
     return ray
 
 
@@ -189,6 +191,12 @@ class Slurm:
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
         """Submit the pullers and wait for them; leaving early cancels them."""
         submitit = _submitit()
+        if self.cluster == "slurm" and shutil.which("srun") is None:
+            raise FarmError(
+                "this machine does not belong to a SLURM cluster",
+                found="no program srun on PATH",
+                fix='run it where srun is, or use cluster="local" for the same jobs on this machine',
+            )
         executor = submitit.AutoExecutor(folder=self.folder, cluster=self.cluster)
         executor.update_parameters(name="gradkeep", **self.parameters)
         with executor.batch():
@@ -228,7 +236,5 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError as error:
-        raise MissingExtra(
-            "the engine slurm needs submitit", fix='pip install "gradkeep[slurm]"'
-        ) from error
+        raise MissingExtra("the engine slurm needs submitit", fix=install_hint("slurm")) from error
     return submitit

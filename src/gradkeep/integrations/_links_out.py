@@ -10,6 +10,7 @@ import numpy as np
 
 from gradkeep import _arguments, remat
 from gradkeep._annotations import checked
+from gradkeep._surroundings import install_hint
 from gradkeep.attribution import suspects
 from gradkeep.errors import GradkeepError, MissingExtra, StoreError
 from gradkeep.evaluate import evaluations
@@ -82,7 +83,7 @@ def write_tensorboard(
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingExtra(
-            "event files need tensorboard", fix='pip install "gradkeep[tensorboard]"'
+            "event files need tensorboard", fix=install_hint("tensorboard")
         ) from error
     found = logged(opened, suspected=suspected, budget=budget)
     try:
@@ -120,7 +121,7 @@ def write_wandb(
     try:
         wandb = importlib.import_module("wandb")
     except ImportError as error:
-        raise MissingExtra("this needs wandb", fix='pip install "gradkeep[wandb]"') from error
+        raise MissingExtra("this needs wandb", fix=install_hint("wandb")) from error
     found = logged(opened, suspected=suspected, budget=budget)
     by_step: dict[int, dict[str, Any]] = {}
     for scalar in found.scalars:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gradkeep.store as gs
+from gradkeep._surroundings import install_hint
 from gradkeep.capturing import capture
 from gradkeep.errors import CaptureError, MissingExtra
 
@@ -123,5 +124,5 @@ def need(found: type, extra: str) -> None:
     if found is object:
         raise MissingExtra(
             f"this callback is for {extra}, which is not installed",
-            fix=f'pip install "gradkeep[{extra}]"',
+            fix=install_hint(extra),
         )

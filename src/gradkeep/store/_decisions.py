@@ -96,6 +96,7 @@ def read_decisions(backend: Backend, split: str, *, start: int = 0) -> list[Deci
 
 def decision_of(fields: Fields) -> Decision:
     """A decision from its document."""
+    fields.only((*(part.name for part in dataclasses.fields(Decision)), "token"))
     action = fields.text("action")
     if action not in _ACTIONS:
         raise fields.wrong(f"the action {action[:60]!r}")

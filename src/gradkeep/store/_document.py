@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
-from gradkeep.errors import Damaged
+from gradkeep.errors import Damaged, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+SMALL_DOCUMENT = 1 << 20
+"""Bytes of documents of a fixed set of fields; a traceback fits."""
+LARGE_DOCUMENT = 32 << 20
+"""Bytes of a schema or a run's configuration; 60,000 layers fit."""
 LARGEST_DOCUMENT = 256 << 20
-"""Bytes; a manifest of a million segments fits."""
+"""Bytes of a manifest; one of a million segments fits."""
+_MOST_CONTAINERS = 2 << 20
+"""Lists and objects of a document. Each takes 64 bytes or more in memory, but as few as three in a file."""
+_MOST_VALUES = 16 << 20
 _DEEPEST = 64
 _SEAL_BYTES = len(b',\n  "xxh3": "') + 32 + len(b'"\n}\n')
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -40,6 +47,17 @@ def to_bytes(fields: Mapping[str, Any]) -> bytes:
     return body + _seal(body)
 
 
+def check_size(data: bytes, what: str) -> None:
+    """Raise `StoreError` for a document that could not be read back."""
+    if len(data) > LARGE_DOCUMENT or data.count(b"[") + data.count(b"{") > _MOST_CONTAINERS:
+        raise StoreError(
+            f"{what} is too large to be recorded",
+            found=f"{len(data)} bytes",
+            expected=f"at most {LARGE_DOCUMENT} bytes",
+            fix="keep large values in files of your own, and their digest here",
+        )
+
+
 def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
     """The document's fields; raises `Damaged` if any byte is not as it was written."""
     body = data[:-_SEAL_BYTES]
@@ -57,9 +75,18 @@ def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
-    """The fields of a JSON object; raises `Damaged` for all else, however large or deep it is."""
+    """Parse a JSON object; raises `Damaged` for all else, however large or deep it is.
+
+    Values are counted before they are made: by the characters that begin and separate them.
+    """
     if len(data) > LARGEST_DOCUMENT:
         raise not_ours(path, f"{len(data)} bytes", f"at most {LARGEST_DOCUMENT} bytes")
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > _MOST_CONTAINERS:
+        raise not_ours(path, f"{containers} lists and objects", f"at most {_MOST_CONTAINERS}")
+    values = data.count(b",")
+    if values > _MOST_VALUES:
+        raise not_ours(path, f"{values} values", f"at most {_MOST_VALUES}")
     try:
         fields = json.loads(data, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gradkeep.store._document import LARGEST_DOCUMENT, from_bytes, not_ours
+from gradkeep.store._document import SMALL_DOCUMENT, from_bytes, not_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,13 +24,13 @@ LARGEST_WHOLE = 2**63 - 1
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 
 
-def read_document(backend: Backend, key: str) -> Fields:
-    """A document of a store, checked; FileNotFoundError if there is none."""
+def read_document(backend: Backend, key: str, *, most: int = SMALL_DOCUMENT) -> Fields:
+    """Read a document of a store, checked and of at most so many bytes; FileNotFoundError if none."""
     path = backend.describe(key)
     opened = backend.open(key)
     try:
-        if opened.size > LARGEST_DOCUMENT:
-            raise not_ours(path, f"{opened.size} bytes", f"at most {LARGEST_DOCUMENT} bytes")
+        if opened.size > most:
+            raise not_ours(path, f"{opened.size} bytes", f"at most {most} bytes")
         data = opened.read(0, opened.size)
     finally:
         opened.close()

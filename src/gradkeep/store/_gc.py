@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from gradkeep import _annotations
 from gradkeep.errors import StoreError
 from gradkeep.store._heads import head_keys
-from gradkeep.store._keys import ROWS
+from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS
+from gradkeep.store._layout import known_file
 from gradkeep.store._store import Store
 from gradkeep.store._store import open as open_store
 from gradkeep.store.blocks._manifest import (
@@ -22,11 +23,15 @@ from gradkeep.store.blocks._manifest import (
     load_manifest,
     manifest_key,
     manifest_versions,
+    schema_key,
 )
 from gradkeep.store.blocks._packing import SUFFIX
 from gradkeep.store.catalog._samples import is_samples
+from gradkeep.store.catalog._scan import block_addresses, entries_below
 from gradkeep.store.rows._leases import LEASES
 from gradkeep.store.rows._row_files import LOOSE
+from gradkeep.store.rows._row_records import row_records
+from gradkeep.store.rows._rows import FAILED
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +40,11 @@ if TYPE_CHECKING:
 
 YOUNG_SECONDS = 3600.0
 """A file younger than this may belong to work that has not published its manifest yet."""
+_LONGEST_QUEUE = 7 * 86400.0
+"""Seconds for which jobs of a cluster may wait before the first of them begins."""
+
+
+_WORK = (LOOSE, LEASES, FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,9 @@ def gc(
     store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
 ) -> GcReport:
     """Remove old versions of every block, the segments only they needed, and unfinished writes.
+
+    Row sets of shared work whose processes were killed go when nobody touched them for an hour, and
+    so do files of blocks that were deleted under their writer.
 
     Safe at any moment and beside readers and writers: the records of old versions go first, then
     their manifests, so that no version that is still listed ever lacks a file, and work in progress
@@ -90,7 +103,18 @@ def gc(
         if folder in blocks:
             rest += _block_waste(backend, folder, versions[-keep_versions:])
     for name in store.row_sets():
-        rest += _row_waste(store, name)
+        if _is_left_over(store, name):
+            left = f"{ROWS}/{name}"
+            # The schema goes last: until then what is left is a set of rows.
+            files = sorted(_files_below(backend, left), key=lambda one: one.key == schema_key(left))
+            heads += _files_below(backend, f"{HEADS}/{left}")
+            rest += files
+        else:
+            packed = store.rows(name).packed_rows
+            records = row_records(backend, f"{ROWS}/{name}", LOOSE, packed) if packed else ()
+            heads += [_WasteFile(key, 0) for key in records]
+            rest += _row_waste(store, name)
+    rest += _without_schema(backend)
     if not dry_run:
         if store.durability == "full":
             _ensure_durable(backend, kept)
@@ -98,6 +122,39 @@ def gc(
             backend.delete([item.key for item in items], durability=store.durability)
     everything = (*heads, *manifests, *rest)
     return GcReport(tuple(item.key for item in everything), sum(item.size for item in everything))
+
+
+def _is_left_over(store: Store, name: str) -> bool:
+    """Whether a row set holds parts of a piece of work whose processes are all gone."""
+    if SHARED_ROWS.fullmatch(name) is None:
+        return False
+    rows = store.rows(name)
+    files = dict(entries_below(store.backend, rows.folder))
+    begun = any(key.startswith(f"{rows.folder}/{part}/") for key in files for part in _WORK)
+    age = time.time() - max((entry.modified for entry in files.values()), default=0.0)
+    # Who works on a row renews its lease every few seconds.
+    return age > (YOUNG_SECONDS if begun else _LONGEST_QUEUE) and rows.counts().leased == 0
+
+
+def _without_schema(backend: Backend) -> list[_WasteFile]:
+    """Find files of blocks that were deleted while somebody still wrote to them.
+
+    What was sealed has a record: if such a block has lost its schema, that is damage and stays.
+    """
+    found = []
+    for address in block_addresses(backend):
+        folder = address.folder
+        if backend.exists(schema_key(folder)) or head_keys(backend, folder):
+            continue
+        files = dict(entries_below(backend, folder))
+        newest = max((entry.modified for entry in files.values()), default=0.0)
+        if all(map(known_file, files)) and time.time() - newest > YOUNG_SECONDS:
+            found += [_WasteFile(key, entry.size) for key, entry in files.items()]
+    return found
+
+
+def _files_below(backend: Backend, folder: str) -> list[_WasteFile]:
+    return [_WasteFile(key, entry.size) for key, entry in entries_below(backend, folder)]
 
 
 def _ensure_durable(backend: Backend, manifests: list[str]) -> None:

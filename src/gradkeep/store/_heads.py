@@ -65,5 +65,6 @@ def record_head(
 def check_head(backend: Backend, key: str) -> None:
     """Raise `Damaged` unless a record says what its name says."""
     fields = read_document(backend, key)
+    fields.only(("of", "version", "digest"))
     if head_key(fields.text("of"), fields.whole("version"), fields.text("digest")) != key:
         raise fields.wrong("another record than the name says")

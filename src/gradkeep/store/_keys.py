@@ -28,6 +28,8 @@ EVALUATIONS = "evaluations"
 DECISIONS = "decisions"
 ROWS = "datamodels"
 RUNS = "runs"
+SHARED_ROWS = re.compile(r"shared-[0-9a-f]{16}-[0-9a-f]{8}")
+"""The names of row sets that hold the parts of one piece of work; they go when it ends."""
 HEADS = "heads"
 CATALOG = "catalog.sqlite"
 

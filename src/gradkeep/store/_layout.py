@@ -31,6 +31,7 @@ FileKind = Literal[
     "failure",
     "size",
     "head",
+    "row record",
     "decision",
 ]
 
@@ -57,6 +58,7 @@ _PATTERNS: dict[FileKind, str] = {
     "size": rf"(?P<folder>{_SET})/size/(?P<number>\d{{12}}|[1-9]\d{{12,17}})\.json",
     "head": rf"{HEADS}/(?P<folder>{_BLOCK}|{_SET}(?:/size)?|{_RUN}(?:/ckpt/{_N})?)"
     rf"/(?P<number>{_SIX})-{_HEX}\.json",
+    "row record": rf"{HEADS}/(?P<folder>{_SET}/(?:rows|failed)/{_SIX})/(?P<number>{_SIX})-{_HEX}",
     "decision": rf"(?P<folder>{DECISIONS}/{_N})/(?P<number>{_SIX})\.json",
 }
 _FILES = [(kind, re.compile(pattern)) for kind, pattern in _PATTERNS.items()]
@@ -122,6 +124,12 @@ def recorded_file(head: KnownFile) -> str:
     if folder.startswith(f"{ROWS}/") and folder.endswith("/size") and folder.count("/") == 2:
         return f"{folder}/{number:012d}.json"
     return f"{folder}/manifest/{number:06d}.json"
+
+
+def row_part(file: KnownFile) -> Literal["rows", "failed"] | None:
+    """Below which part of a row set's records a row or a failed attempt is recorded."""
+    parts: dict[str, Literal["rows", "failed"]] = {"row": "rows", "failure": "failed"}
+    return parts.get(file.kind)
 
 
 def record_folder(file: KnownFile) -> str | None:

@@ -9,6 +9,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import StoreError
+from gradkeep.store._document import LARGE_DOCUMENT
 from gradkeep.store._fields import LARGEST_WHOLE, read_document
 from gradkeep.store._keys import RUNS, Checkpoint, Run, checked_name
 
@@ -89,9 +90,10 @@ def _wrong(what: str, name: str, field: str, found: object, expected: str) -> St
 def read_run(backend: Backend, name: str) -> Run | None:
     """The record of a run; None if there is none."""
     try:
-        fields = read_document(backend, f"{run_folder(name)}/run.json")
+        fields = read_document(backend, f"{run_folder(name)}/run.json", most=LARGE_DOCUMENT)
     except FileNotFoundError:
         return None
+    fields.only(part.name for part in dataclasses.fields(Run))
     found = Run(
         fields.text("name"),
         fields.mapping("config"),
@@ -109,6 +111,7 @@ def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
         fields = read_document(backend, f"{checkpoint_folder(run, name)}/ckpt.json")
     except FileNotFoundError:
         return None
+    fields.only(part.name for part in dataclasses.fields(Checkpoint))
     found = Checkpoint(
         fields.text("run"),
         fields.text("name"),

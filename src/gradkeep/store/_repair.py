@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from gradkeep.errors import GradkeepError
 from gradkeep.store import _document
 from gradkeep.store._heads import head_keys
-from gradkeep.store._layout import known_file, record_folder
+from gradkeep.store._keys import HEADS
+from gradkeep.store._layout import known_file, record_folder, row_part
 from gradkeep.store._store import FORMAT, STORE_FILE, VERSION
 from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.catalog._samples import find_samples
+from gradkeep.store.catalog._scan import keys_below
 from gradkeep.store.rows._row_files import drop_packed_file, set_size
+from gradkeep.store.rows._row_records import row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +50,9 @@ def _one(backend: Backend, key: str) -> Iterator[str]:
         yield f"{key or 'the store'} was left as it is; look at it yourself"
         return
     missing = not backend.exists(key)
+    if missing and file is not None and file.kind == "schema":
+        yield from _set_aside(backend, file.folder)
+        return
     if missing:
         yield f"{key} is gone; run the work again to recreate it"
     elif file is not None and file.kind == "lease":
@@ -62,6 +68,16 @@ def _one(backend: Backend, key: str) -> Iterator[str]:
         yield from _follow_up(backend, key, file, missing=missing)
 
 
+def _set_aside(backend: Backend, folder: str) -> Iterator[str]:
+    """Move what cannot be read without its schema aside, as after a delete under a writer."""
+    forgotten = backend.delete(list(keys_below(backend, f"{HEADS}/{folder}")), durability="full")
+    if forgotten:
+        yield f"forgot that {folder} was published"
+    for key in list(keys_below(backend, folder)):
+        if known_file(key) is not None:
+            yield f"moved {key} to {backend.move_aside(key)}: its schema is gone"
+
+
 def _follow_up(backend: Backend, key: str, file: KnownFile, *, missing: bool) -> Iterator[str]:
     """What must change because a file is gone, told in a sentence each."""
     recorded = record_folder(file)
@@ -70,6 +86,10 @@ def _follow_up(backend: Backend, key: str, file: KnownFile, *, missing: bool) ->
         number = max(0, file.number)
         heads = [x for x, told in head_keys(backend, recorded).items() if told == number]
         forgotten = backend.delete(heads, durability="full")
+    part = row_part(file)
+    if part is not None:
+        records = row_records(backend, file.folder, part, [file.number])
+        forgotten = backend.delete(records, durability="full")
     if forgotten and file.kind != "size":
         yield f"forgot that {key} was published"
     if file.kind == "manifest":

@@ -63,7 +63,7 @@ from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
 from gradkeep.store.catalog._catalog import current_catalog, rebuilt_catalog
 from gradkeep.store.catalog._info import store_info
 from gradkeep.store.catalog._samples import ensure_samples, samples_available
-from gradkeep.store.catalog._scan import block_addresses, folders
+from gradkeep.store.catalog._scan import block_addresses, folders, keys_below
 from gradkeep.store.catalog._sql import sql
 from gradkeep.store.rows._row_files import check_size, set_size
 from gradkeep.store.rows._rows import Rows
@@ -282,10 +282,14 @@ class Store:
     def delete(self, key: BlockKey) -> None:
         """Delete a whole block with all its versions, and what is nothing without it.
 
+        Also what a writer left that went on while its block was deleted.
+
         With a capture go its moments and codes, with scores the names of their training rows.
         """
         owned = self.owned(key)
-        if not self.has(key) and not owned:
+        # A writer that went on while its block was deleted leaves segments without a schema.
+        left = next(keys_below(self.backend, key.folder), None) is not None
+        if not self.has(key) and not owned and not left:
             raise StoreError("there is no such block", path=self.backend.describe(key.folder))
         # A capture is whole without what it owns; scores cannot be read without theirs, which goes after
         # them, and by their key also where a killed delete left nothing else.
@@ -340,12 +344,13 @@ class Store:
     def delete_rows(self, name: str) -> None:
         """Delete a whole set of rows, with its leases, failures and versions."""
         folder = f"{ROWS}/{checked_name('rows', name)}"
-        if not self.backend.exists(schema_key(folder)):
+        keys, last = list(keys_below(self.backend, folder)), schema_key(folder)
+        if not keys:
             raise StoreError("there is no such set of rows", path=self.backend.describe(folder))
         # Records first and the schema last: at any moment what is left is a set of rows.
-        heads = [*_keys_below(self.backend, f"{HEADS}/{folder}"), f"{HEADS}/{folder}/any"]
+        heads = [*keys_below(self.backend, f"{HEADS}/{folder}"), f"{HEADS}/{folder}/any"]
         self.backend.delete(heads, durability=self.durability)
-        keys, last = list(_keys_below(self.backend, folder)), schema_key(folder)
+        keys = list(keys_below(self.backend, folder))
         self.backend.delete([key for key in keys if key != last], durability=self.durability)
         self.backend.delete([last], durability=self.durability)
 
@@ -386,10 +391,11 @@ class Store:
     def _put_record(self, folder: str, name: str, record: Run | Checkpoint) -> None:
         key, fields = f"{folder}/{name}", dataclasses.asdict(record)
         data = _document.to_bytes(fields)
+        _document.check_size(data, f"the record of {record.name!r}")
         try:
             self.backend.put_if_absent(key, [data], durability=self.durability)
         except Conflict:
-            stored = read_document(self.backend, key).values
+            stored = read_document(self.backend, key, most=_document.LARGE_DOCUMENT).values
             lines = [
                 f"\n    {name}: stored {stored.get(name)!r}, given {fields[name]!r}"
                 for name in fields
@@ -403,14 +409,6 @@ class Store:
             ) from None
         xxh3 = xxhash.xxh3_128_hexdigest(data)
         record_head(self.backend, folder, 0, xxh3, durability=self.durability)
-
-
-def _keys_below(backend: Backend, folder: str) -> Iterator[str]:
-    for entry in backend.list(folder):
-        if entry.is_folder:
-            yield from _keys_below(backend, f"{folder}/{entry.name}")
-        else:
-            yield f"{folder}/{entry.name}"
 
 
 @_annotations.checked(StoreError)
@@ -494,6 +492,7 @@ def read_identity(backend: Backend) -> str:
             expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
+    fields.only(("format", "version", "uuid"))
     identity = fields.text("uuid")
     if not identity.isascii() or not identity.isprintable():
         raise fields.wrong("uuid: not one that gradkeep gives")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gradkeep import _annotations, _arguments
 from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._decisions import decision_key, decision_of
+from gradkeep.store._document import LARGE_DOCUMENT, LARGEST_DOCUMENT, SMALL_DOCUMENT
 from gradkeep.store._fields import read_document
 from gradkeep.store._gc import YOUNG_SECONDS
 from gradkeep.store._heads import check_head
@@ -34,6 +35,7 @@ from gradkeep.store._layout import (
     looks_like_ours,
     may_be_folder_name,
     recorded_file,
+    row_part,
 )
 from gradkeep.store._records import read_checkpoint, read_run
 from gradkeep.store._repair import repair_damage
@@ -49,8 +51,9 @@ from gradkeep.store.catalog._samples import (
     is_tied,
     samples_available,
 )
-from gradkeep.store.rows._leases import ROWS_PER_FOLDER
-from gradkeep.store.rows._row_files import SIZES, size_key
+from gradkeep.store.rows._leases import LEASE_FIELDS, ROWS_PER_FOLDER
+from gradkeep.store.rows._row_files import SIZES, RowFiles, size_key
+from gradkeep.store.rows._rows import FAILURE_FIELDS
 
 if TYPE_CHECKING:
     import os
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Schema
 
 
+_MOST_BYTES = {"schema": LARGE_DOCUMENT, "run": LARGE_DOCUMENT, "manifest": LARGEST_DOCUMENT}
 _OF_ROWS = ("segment", "packed", "row")
 """The kinds of files that hold rows, and so nearly all bytes."""
 
@@ -132,6 +136,7 @@ def verify(
     check = _Check(backend, sample, seed)
     check.files(progress)
     check.recorded()
+    check.recorded_rows()
     check.chains()
     check.missing_schemas()
     check.sizes()
@@ -192,6 +197,8 @@ class _Check:
         self._manifests: dict[str, Manifest] = {}
         self._schemas: dict[str, Schema | None] = {}
         self._most_rows: dict[str, int] = {}
+        self._misplaced: set[tuple[str, int]] = set()
+        self._packed: dict[str, frozenset[int]] = {}
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         try:
@@ -253,6 +260,10 @@ class _Check:
             self._foreign(key, entry)
         elif file.kind in ("row", "lease", "failure") and not _in_its_folder(key, file):
             self._note(key, "it lies in another folder than its number says")
+            self._misplaced.add((f"{file.folder}/{row_part(file)}", file.number))
+        elif file.kind == "row record":
+            if self._backend.read(key):
+                self._note(key, "a record of a row is empty: its name says all")
         elif key in self.left_out:
             return
         elif file.kind in _OF_ROWS:
@@ -276,7 +287,7 @@ class _Check:
 
     def _document(self, key: str, file: KnownFile) -> None:
         backend = self._backend
-        fields = read_document(backend, key)
+        fields = read_document(backend, key, most=_MOST_BYTES.get(file.kind, SMALL_DOCUMENT))
         self._digests[key] = str(fields.digest)
         if file.kind == "identity":
             read_identity(backend)
@@ -292,9 +303,11 @@ class _Check:
         elif file.kind == "head":
             check_head(backend, key)
         elif file.kind == "size":
+            fields.only(("num_rows",))
             if fields.whole("num_rows") != file.number:
                 raise fields.wrong("another number of rows than the name says")
         elif file.kind == "failure":
+            fields.only(FAILURE_FIELDS)
             fields.text("error")
             if fields.whole("row") != file.number:
                 raise fields.wrong("a failure of another row than the name says")
@@ -303,6 +316,7 @@ class _Check:
             if decision_key(decision.split, decision.number) != key:
                 raise fields.wrong("another decision than the name says")
         elif file.kind == "lease":
+            fields.only(LEASE_FIELDS)
             fields.text("owner"), fields.text("token"), fields.number("expires")
 
     def _manifest(self, key: str, file: KnownFile) -> None:
@@ -342,6 +356,7 @@ class _Check:
         segment = Segment(self._backend, key)
         try:
             self.bytes += segment.size
+            self._digests[key] = segment.digest
             found = segment.check_everything()
             for error in found:
                 self._note(key, error.what, error.tensor)
@@ -417,6 +432,51 @@ class _Check:
                     self._note(target, "missing: it was published and recorded under heads/")
                 elif digest is not None:
                     self._note(target, "it is not the one that was recorded under heads/")
+
+    def recorded_rows(self) -> None:
+        """Whether every row and every failed attempt that was recorded is there."""
+        told = {item.path for item in self.damage}
+        digests: dict[tuple[str, int], set[str]] = {}
+        for key, file in self._known.items():
+            part = row_part(file)
+            if part is not None:
+                place = (key.rpartition("/")[0], file.number)
+                digests.setdefault(place, set()).add(self._digests.get(key, ""))
+        lost: dict[tuple[str, int], list[str]] = {}
+        for key, file in self._known.items():
+            there = digests.get((file.folder, file.number), set())
+            if file.kind == "row record" and key not in told and "" not in there:
+                # Of a failed attempt there may be several; a row that was lost and made again
+                # is one of those recorded.
+                lost.setdefault((file.folder, file.number), []).append(key)
+        for (folder, row), records in lost.items():
+            self._note_lost(folder, row, records, digests.get((folder, row), set()))
+
+    def _note_lost(self, folder: str, row: int, records: list[str], there: set[str]) -> None:
+        """Note what was recorded of a row and is gone, unless it was packed or removed meanwhile."""
+        unmet = [key for key in records if key[-32:] not in there]
+        rows, _, part = folder.rpartition("/")[0].rpartition("/")
+        if not unmet or not any(map(self._is_there, unmet)):
+            return
+        if (f"{rows}/{part}", row) in self._misplaced:
+            return  # told of the file itself
+        if part == "failed":
+            for key in unmet:
+                self._note(key, f"missing: a failed attempt of row {row} that was recorded")
+            return
+        key = f"{folder}/{row}.safetensors"
+        if there and len(unmet) == len(records):
+            self._note(key, "it is not the one that was recorded under heads/")
+        elif not there and not self._is_there(key) and row not in self._packed_rows(rows):
+            self._note(key, "missing: it was put and recorded under heads/")
+
+    def _packed_rows(self, folder: str) -> frozenset[int]:
+        if folder not in self._packed:
+            try:
+                self._packed[folder] = RowFiles(self._backend, folder, verify=False).packed_rows
+            except Exception:  # told of the manifest or schema itself
+                self._packed[folder] = frozenset()
+        return self._packed[folder]
 
     def chains(self) -> None:
         """Whether each version names the one before it."""

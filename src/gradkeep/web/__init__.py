@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
+from gradkeep._surroundings import install_hint
 
 if TYPE_CHECKING:
     from gradkeep._preview import ShownRow
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from gradkeep.web._serve import serve
 
 __all__ = ["Access", "RequestLimits", "ShownRow", "create_app", "serve", "write_report"]
+
+_NEEDED = ("anyio", "fastapi", "h11", "pydantic", "starlette", "uvicorn")
+"""Packages of the extra `web`, and those that come with them."""
 
 if not TYPE_CHECKING:
     _lazy = lazy_names(
@@ -36,10 +40,10 @@ if not TYPE_CHECKING:
         try:
             return _lazy(name)
         except ModuleNotFoundError as error:
-            if error.name not in ("fastapi", "pydantic", "starlette", "uvicorn"):
+            if (error.name or "").partition(".")[0] not in _NEEDED:
                 raise
             from gradkeep.errors import MissingExtra
 
             raise MissingExtra(
-                "the page needs fastapi and uvicorn", fix='pip install "gradkeep[web]"'
+                "the page needs fastapi and uvicorn", fix=install_hint("web")
             ) from error

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import secrets
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
@@ -15,6 +16,7 @@ from gradkeep import _arguments
 from gradkeep.errors import StoreError
 from gradkeep.store import Store, backend_for
 from gradkeep.web._app import create_app
+from gradkeep.web._connections import BoundedProtocol, ConnectionLimits, ConnectionTable
 from gradkeep.web._guard import Access
 
 if TYPE_CHECKING:
@@ -74,9 +76,18 @@ def serve(
     if open_browser:
         threading.Thread(target=_open, args=(url,), daemon=True).start()
     threading.Thread(target=_warm_up, daemon=True).start()
+    server_of(app).run(sockets=[listening])
+
+
+def server_of(app: Any, limits: ConnectionLimits | None = None) -> uvicorn.Server:
+    """Build the server of an application, with bounds on what clients may hold open."""
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        http=cast(
+            "Any",
+            functools.partial(BoundedProtocol, table=ConnectionTable(limits or ConnectionLimits())),
+        ),
+        log_level="error",  # of a request that cannot be understood its client is told
         access_log=False,
         server_header=False,
         limit_concurrency=_CONNECTIONS,
@@ -84,7 +95,7 @@ def serve(
         timeout_graceful_shutdown=2,
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    return uvicorn.Server(config)
 
 
 def _is_loopback(host: str) -> bool:

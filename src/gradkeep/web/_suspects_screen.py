@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradkeep.attribution import Suspects
     from gradkeep.evaluate import Recipe
-    from gradkeep.web._served import ServedStore
+    from gradkeep.web._served import RowTable, ServedStore
 
 Measure = Literal["loss", "self", "noise"]
 QueueFilter = Literal["all", "open", "decided"]
@@ -195,16 +195,34 @@ def decide(
         raise StoreError(f"{split!r} has no row {row}")
     before = table.columns["label"][at].item() if "label" in table.columns else None
     before = before if isinstance(before, int) else None
+    if label is not None:
+        _check_label(served, table, label, action=action)
     of = None
     if action == "undo":
         last = standing(served.decisions(split)).get(row)
         if last is None:
             raise StoreError(f"nothing was decided about row {row} of {split!r}")
         of = last.number
-    made = Decision(
-        split, row, action, label if action == "relabel" else None, before=before, of=of
-    )
-    return served.store.decide(made)
+    return served.store.decide(Decision(split, row, action, label, before=before, of=of))
+
+
+def _check_label(served: ServedStore, table: RowTable, label: int, *, action: str) -> None:
+    """Refuse a label that is none of the classes: those with names, or those that occur."""
+    if action != "relabel":
+        raise StoreError("only a relabel names a label", found=f"{action} with label {label}")
+    preview = served.preview(table.key.split)
+    columns = [table.columns[name] for name in ("label", "predicted") if name in table.columns]
+    whole = [one for one in columns if one.dtype.kind in "iu" and len(one)]
+    last = max((int(one.max()) for one in whole), default=-1)
+    if preview is not None and preview.classes is not None:
+        last = max(last, len(preview.classes) - 1)
+    least = min(0, min((int(one.min()) for one in whole), default=0))
+    if not least <= label <= last:
+        raise StoreError(
+            f"there is no class {label}",
+            expected="no label: these rows have no classes" if last < 0 else f"{least} to {last}",
+            fix="name classes that no row has in gk.Preview(classes=...)",
+        )
 
 
 def exported(served: ServedStore, split: str, *, form: Literal["csv", "json"]) -> bytes:

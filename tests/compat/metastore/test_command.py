@@ -93,15 +93,16 @@ def test_factors_are_kept_once_for_all_methods_that_use_them(config, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_quantisation_keeps_the_scores(config):
+@pytest.mark.parametrize(("precision", "most"), [("torch.float16", 2e-4), ("torch.qint8", 6e-3)])
+def test_quantisation_keeps_the_scores_as_the_docs_say(config, precision, most):
     assert run(config, "ted") == 0
     exact = np.load(next(config.parent.glob("log/*/ted_*/scores.npz")))["scores"]
     content = yaml.safe_load(config.read_text())
-    content["system"]["quant"] = {"use_quant": True, "quant_float_precision": "torch.qint8"}
+    content["system"]["quant"] = {"use_quant": True, "quant_float_precision": precision}
     config.write_text(yaml.safe_dump(content))
     assert run(config, "ted") == 0
     narrow = np.load(next(config.parent.glob("log/*/ted_*/scores.npz")))["scores"]
-    assert 0 < np.linalg.norm(narrow - exact) / np.linalg.norm(exact) < 0.05
+    assert 0 < np.linalg.norm(narrow - exact) / np.linalg.norm(exact) < most
 
 
 @pytest.mark.parametrize(

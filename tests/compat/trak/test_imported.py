@@ -130,3 +130,19 @@ def test_what_is_no_object_is_refused(tmp_path, text):
     (tmp_path / "old" / "experiments.json").write_text(text)
     with pytest.raises(AttributionError):
         import_save_dir(tmp_path / "old", tmp_path / "new")
+
+
+def test_imported_gradients_can_be_asked(tmp_path):
+    arrays = save_dir(tmp_path / "old")
+    import_save_dir(tmp_path / "old", tmp_path / "new")
+    store = gs.open(tmp_path / "new", create=False)
+    train, queries = (arrays[f"0/{name}"].astype(np.float64) for name in ("grads", "my test_grads"))
+    weight = arrays["0/out_to_loss"][:, 0].astype(np.float64)
+    asked = {"queries": "my-test", "run": "trak"}
+    dots = gk.attribute(store, method="dot", **asked)
+    assert np.allclose(dots.values, queries @ (weight[:, None] * train).T, atol=1e-4)
+    kept = gk.gradients(store, split="train", run="trak", of="output")
+    assert len(kept) == N
+    for method in ("cos", "self"):
+        assert np.isfinite(gk.attribute(store, method=method, **asked).values).all()
+    assert gk.store.verify(store).healthy

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,25 @@ def end(command: Callable[[Sequence[str]], int | None]) -> None:
     except TimeoutError as error:
         print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
         code = 75
+    except Exception as error:
+        text = script_traceback(error)
+        if text is None:
+            raise  # ours to mend
+        print(f"{text}{Path(sys.argv[0]).stem}: the training script raised this", file=sys.stderr)
+        code = 1
     sys.exit(code or 0)
+
+
+def script_traceback(error: BaseException) -> str | None:
+    """Format the traceback from the script's first frame on; None if no frame is the script's."""
+    told = traceback.TracebackException.from_exception(error)
+    ours = str(Path(__file__).parents[2])
+    for at, frame in enumerate(told.stack):
+        name = frame.filename
+        if not name.startswith((ours, "<frozen ")) and "/importlib/" not in name:
+            told.stack = traceback.StackSummary.from_list(list(told.stack)[at:])
+            return "".join(told.format())
+    return None
 
 
 def _value(flag: Flag, given: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._display import format_size
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ def _figure(rows: Sequence[SweptMethod]) -> Any:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra(
-            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
-        ) from error
+        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     cases = list(dict.fromkeys((row.data, row.model, row.samples, row.queries) for row in rows))
     figure = Figure(figsize=(3.6 * len(cases) + 1.2, 6.4), layout="constrained")

@@ -13,6 +13,7 @@ import numpy as np
 import gradkeep.store as gs
 from gradkeep.attribution import Scores
 from gradkeep.errors import AttributionError
+from gradkeep.factors import Dense, Parameter, form_to_fields
 
 if TYPE_CHECKING:
     import os
@@ -45,7 +46,9 @@ def import_save_dir(
     """Bring the results of the released TRAK package into a store.
 
     Of every model id that is featurized, a capture of the split `train` with `projection` `[k]`
-    (the projected gradient) and `weight`; of every experiment, one of its targets under its name,
+    (the projected gradient of the output), `weight`, and `slope` (minus the weight: the slope of the
+    loss); of every experiment, one of its targets under its name, whose loss is minus the output. Both
+    answer `gk.gradients` and `gk.attribute(store, queries=NAME, run="trak", method="dot")`. Further
     and `Scores` `[m, n]` (queries x train, the transpose of the released file), which
     `Scores.load` reads. What is incomplete is not imported, and named in `skipped`. Files are mapped, never unpickled.
     """
@@ -75,7 +78,9 @@ def import_save_dir(
             if path.exists():
                 values = _mapped(path, (_whole(fields, "num_targets", folder), dim))
                 key = gs.CaptureKey(f"id_{number}", _name(name), run)
-                _write(opened, key, {"projection": values}, about)
+                # Its questions are about the output, as if the loss were minus that.
+                slope = np.full(len(values), -1.0, np.float32)
+                _write(opened, key, {"projection": values, "slope": slope}, about)
     scored = []
     for name, fields in named.items():
         # The file beside this one: the path inside names where the folder once was.
@@ -119,24 +124,31 @@ def _captured(
     grads = folder / "grads.mmap"
     if not grads.exists():
         raise _Incomplete("its gradients were deleted")
-    arrays = {
-        "projection": _mapped(grads, (rows, dim)),
-        "weight": _mapped(folder / "out_to_loss.mmap", (rows, 1)).reshape(-1),
-    }
+    weight = _mapped(folder / "out_to_loss.mmap", (rows, 1)).reshape(-1)
+    # TRAK keeps 1 - p: minus the slope of the loss at the output.
+    arrays = {"projection": _mapped(grads, (rows, dim)), "weight": weight, "slope": -weight}
     _write(store, gs.CaptureKey(f"id_{number}", "train", run), arrays, about)
 
 
 def _write(store: gs.Store, key: gs.CaptureKey, arrays: dict[str, Any], about: Any) -> None:
-    count = len(next(iter(arrays.values())))
+    count, dim = arrays["projection"].shape
+    form = Dense((Parameter("projection", (dim,)),), "projection", dim, sketch=True)
     schema = gs.Schema(
         tuple(
             gs.Array(
-                name, shape=values.shape[1:], kind="data" if values.ndim == 1 else "projection"
+                name,
+                shape=values.shape[1:],
+                kind="data" if values.ndim == 1 else "projection",
+                layer=None if values.ndim == 1 else "projection",
             )
             for name, values in arrays.items()
         ),
         num_rows=count,
-        fingerprints={f"trak {name}": str(value) for name, value in about.items()},
+        layers=(gs.Layer("projection", "Projection", dim, form_to_fields(form)),),
+        fingerprints={
+            **{f"trak {name}": str(value) for name, value in about.items()},
+            "of": "output",
+        },
     )
     with store.write(key, schema) as writer:
         for start in range(0, count, _ROWS):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments, farm
+from gradkeep._surroundings import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import SchemaMismatch, StudyError
@@ -102,7 +103,7 @@ def work(
         Spec.of_schema(rows.schema, rows.num_rows),
         os.path.abspath(place),
         tuple(arguments),
-        (os.getcwd(), *(item for item in sys.path if item)),
+        _import_folders(),
         tuple((alias, module) for alias, module in aliases),
     )
     name = rows.folder.rpartition("/")[2]
@@ -171,6 +172,13 @@ class MainJob:
         sys.path.extend(item for item in self.path if item not in sys.path)
         offer_aliases(self.aliases)
         return load_main(self.module)
+
+
+def _import_folders() -> tuple[str, ...]:
+    """List where this process imports from, with the current directory unless that is in a store."""
+    here = os.getcwd()
+    found = tuple(item for item in sys.path if item)
+    return found if enclosing_store(here) is not None else (here, *found)
 
 
 def offer_aliases(aliases: Sequence[tuple[str, str]]) -> None:

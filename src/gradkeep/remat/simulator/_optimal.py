@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep import _annotations
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra, RematError
 from gradkeep.remat.simulator._baselines import keep_all
 from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked
@@ -90,7 +91,7 @@ class _IntegerProgram:
             from scipy.sparse import coo_array
         except ImportError as error:
             raise MissingExtra(
-                "the integer program needs scipy", fix='pip install "gradkeep[remat]"'
+                "the integer program needs scipy", fix=install_hint("remat")
             ) from error
         self._declare()
         self._dependencies()

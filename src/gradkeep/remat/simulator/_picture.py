@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -107,9 +108,7 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra(
-            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
-        ) from error
+        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     logs = list(dict.fromkeys(row.log for row in rows))
     lines = _lines(rows, look)

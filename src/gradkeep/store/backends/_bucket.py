@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
 
@@ -390,9 +391,7 @@ def _obstore() -> Any:
         import obstore
         import obstore.store
     except ImportError as error:
-        raise MissingExtra(
-            "buckets need the package obstore", fix='pip install "gradkeep[s3]"'
-        ) from error
+        raise MissingExtra("buckets need the package obstore", fix=install_hint("s3")) from error
     return obstore
 
 

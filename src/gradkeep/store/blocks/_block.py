@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed
+from gradkeep import _arguments
+from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
 from gradkeep.store.blocks._columns import Batch, Column, check_fill, filled
 from gradkeep.store.blocks._ids import IdIndex, as_ids, whole_numbers
 from gradkeep.store.blocks._manifest import (
@@ -129,8 +130,8 @@ class Block:
         A batch holds `batch_rows` rows, by default some megabytes of them; none spans two segments.
         Its bytes are verified just before it is handed out, so they are in the cache when used.
         """
-        if batch_rows is not None and batch_rows < 1:
-            raise InvalidRows("batch_rows must be at least 1", found=batch_rows)
+        if batch_rows is not None:
+            _arguments.count("batch_rows", batch_rows, error=InvalidRows, least=1)
         arrays = self._arrays(names)
         chosen = range(len(self.manifest.segments)) if segments is None else segments
         entries = [self.manifest.segments[number] for number in chosen]
@@ -233,9 +234,9 @@ class Block:
     def _arrays(self, names: Sequence[str] | None) -> list[Array]:
         if names is None:
             return list(self.schema.arrays)
-        if isinstance(names, str):
-            names = [names]
-        return [self.schema.array(name) for name in names]
+        return [
+            self.schema.array(name) for name in _arguments.texts("names", names, error=StoreError)
+        ]
 
     def _ids(self) -> IdIndex:
         if self._index is None:

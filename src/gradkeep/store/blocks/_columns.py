@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep import _arguments
 from gradkeep.errors import InvalidRows
 from gradkeep.store.blocks._encoding import LARGEST, AnyArray, FloatArray, decode, may_overflow
 
@@ -172,11 +173,12 @@ class Batch(Mapping[str, "AnyArray | Ragged"]):
 def check_fill(fill: float, arrays: Sequence[Array], *, path: str) -> None:
     """Refuse to fill with a number, and to fill arrays that cannot hold NaN."""
     whole = [array.name for array in arrays if array.dtype[:5] != "float" or array.ragged]
-    if not math.isnan(fill) or whole:
+    is_number = isinstance(fill, float | np.floating)
+    if not is_number or not math.isnan(fill) or whole:
         raise InvalidRows(
             "only NaN may stand for a missing row, and only in float arrays of fixed shape",
             path=path,
-            found=f"fill={fill!r}" + (f" for {', '.join(whole)}" if whole else ""),
+            found=f"fill={_arguments.shown(fill)}" + (f" for {', '.join(whole)}" if whole else ""),
             fix="pass fill=float('nan') and name only float arrays",
         )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -157,6 +158,6 @@ def _zstandard() -> Any:
         import zstandard
     except ImportError as error:
         raise MissingExtra(
-            "zstd compression needs the package zstandard", fix='pip install "gradkeep[zstd]"'
+            "zstd compression needs the package zstandard", fix=install_hint("zstd")
         ) from error
     return zstandard

@@ -20,6 +20,7 @@ import xxhash
 
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
+from gradkeep.store._document import LARGE_DOCUMENT, LARGEST_DOCUMENT
 from gradkeep.store._fields import LARGEST_WHOLE, Fields, read_document
 from gradkeep.store._heads import heads_of, record_head
 from gradkeep.store.blocks._ids import IdSet, whole_numbers
@@ -128,7 +129,7 @@ def load_manifest(
     """A version's manifest, checked, and compared with what is `recorded` of it elsewhere."""
     name = manifest_key(folder, version)
     try:
-        fields = read_document(backend, name)
+        fields = read_document(backend, name, most=LARGEST_DOCUMENT)
     except FileNotFoundError:
         # Looked at afterwards: what is removed on purpose loses its record first.
         if version in heads_of(backend, folder):
@@ -161,8 +162,10 @@ def load_manifest(
 
 
 def _manifest_of(fields: Fields) -> Manifest:
+    fields.only(part.name for part in dataclasses.fields(Manifest) if part.name != "digest")
     segments = []
     for item in fields.objects("segments"):
+        item.only(part.name for part in dataclasses.fields(SegmentEntry))
         entry = SegmentEntry(
             item.text("file"), item.whole("rows"), item.whole("bytes"), item.text("xxh3")
         )
@@ -285,7 +288,7 @@ def load_schema(backend: Backend, folder: str) -> Schema:
     """The schema of a block, checked."""
     key = schema_key(folder)
     try:
-        fields = read_document(backend, key)
+        fields = read_document(backend, key, most=LARGE_DOCUMENT)
     except FileNotFoundError:
         raise StoreError(
             "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"

@@ -262,6 +262,7 @@ class Schema:
     def from_fields(cls, fields: Mapping[str, Any], *, path: str = "a schema") -> Schema:
         """The schema from its JSON fields; raises `Damaged` if they are not those of one."""
         given = Fields(fields, path=path)
+        given.only(part.name for part in dataclasses.fields(cls) if part.init)
         try:
             return cls(
                 arrays=tuple(_array_of(array) for array in given.objects("arrays")),

@@ -453,6 +453,7 @@ def ensure_schema(backend: Backend, folder: str, schema: Schema, *, durability: 
     key = schema_key(folder)
     if not backend.exists(key):
         data = _document.to_bytes(schema.to_fields())
+        _document.check_size(data, "this schema")
         # On a conflict another process entered one in this very moment: that one is compared.
         with contextlib.suppress(Conflict):
             backend.put_if_absent(key, [data], durability=durability)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra, NotExpressible, NotSealed
 from gradkeep.store.blocks._manifest import open_segment
 
@@ -193,6 +194,6 @@ def _zarr() -> Any:
         import zarr.storage
     except ImportError as error:
         raise MissingExtra(
-            "a Zarr view needs the package zarr", fix='pip install "gradkeep[zarr]"'
+            "a Zarr view needs the package zarr", fix=install_hint("zarr")
         ) from error
     return zarr

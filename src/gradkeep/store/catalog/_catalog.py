@@ -284,6 +284,8 @@ _TYPES = {
     "REAL": "('real', 'integer', 'null')",
 }
 _DIGEST_BYTES = 16
+_MOST_BYTES = 1 << 30
+"""A larger file is no catalog: 100,000 segments take 6 MB."""
 _SETTLED_NS = 2_000_000_000
 
 
@@ -338,8 +340,12 @@ def load_catalog(store: Store) -> Catalog | None:
     if not hasattr(sqlite3.Connection, "deserialize"):
         return None  # SQLite before 3.36: scan every time
     try:
-        data = store.backend.read(CATALOG)
-    except (OSError, StoreError):
+        opened = store.backend.open(CATALOG)
+        try:
+            data = opened.read(0, opened.size) if opened.size <= _MOST_BYTES else b""
+        finally:
+            opened.close()
+    except (OSError, StoreError, MemoryError):
         return None
     content = data[:-_DIGEST_BYTES]
     if not content or xxhash.xxh3_128_digest(content) != data[-_DIGEST_BYTES:]:
@@ -402,6 +408,8 @@ def save_catalog(store: Store, catalog: Catalog) -> bool:
         return False
     catalog.connection.execute(f"pragma user_version = {_FORMAT}")
     content = catalog.connection.serialize()
+    if len(content) + _DIGEST_BYTES > _MOST_BYTES:
+        return False
     return store.backend.replace_cache(CATALOG, content + xxhash.xxh3_128_digest(content))
 
 

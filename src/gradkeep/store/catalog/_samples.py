@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import Damaged, MissingExtra, ReadOnly
 
 if TYPE_CHECKING:
@@ -203,6 +204,6 @@ def _pyarrow() -> Any:
         import pyarrow as pa
     except ImportError as error:
         raise MissingExtra(
-            "SQL and Parquet need pyarrow and duckdb", fix='pip install "gradkeep[sql]"'
+            "SQL and Parquet need pyarrow and duckdb", fix=install_hint("sql")
         ) from error
     return pa

@@ -231,6 +231,22 @@ def block_addresses(backend: Backend, *kinds: BlockKind) -> Iterator[BlockAddres
                     yield BlockAddress("basis", name, run, checkpoint)
 
 
+def entries_below(backend: Backend, folder: str) -> Iterator[tuple[str, Entry]]:
+    """List every file below a folder, with its key."""
+    for entry in backend.list(folder):
+        key = f"{folder}/{entry.name}"
+        if entry.is_folder:
+            yield from entries_below(backend, key)
+        else:
+            yield key, entry
+
+
+def keys_below(backend: Backend, folder: str) -> Iterator[str]:
+    """List the keys of every file below a folder."""
+    for key, _ in entries_below(backend, folder):
+        yield key
+
+
 def folders(backend: Backend, prefix: str) -> list[str]:
     """The names of the folders directly below `prefix` that can be names in a store."""
     return [item.name for item in backend.list(prefix) if item.is_folder and is_name(item.name)]

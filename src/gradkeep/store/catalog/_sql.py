@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from gradkeep._display import html_table, text_table
+from gradkeep._surroundings import install_hint
 from gradkeep.errors import Damaged, MissingExtra, SqlError
 from gradkeep.store.catalog._catalog import current_catalog
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
@@ -397,6 +398,6 @@ def _duckdb() -> Any:
         import pyarrow  # noqa: F401 - what DuckDB reads from and answers with
     except ImportError as error:
         raise MissingExtra(
-            "SQL needs duckdb and pyarrow", found=str(error), fix='pip install "gradkeep[sql]"'
+            "SQL needs duckdb and pyarrow", found=str(error), fix=install_hint("sql")
         ) from error
     return duckdb

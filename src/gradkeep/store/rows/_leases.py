@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LEASES = "claims"
 ROWS_PER_FOLDER = 1024
+LEASE_FIELDS = ("owner", "token", "expires")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def load_lease(backend: Backend, folder: str, row: int, number: int) -> Lease | 
     name = lease_key(folder, row, number)
     try:
         fields = read_document(backend, name)
+        fields.only(LEASE_FIELDS)
         owner, token = fields.text("owner"), fields.text("token")
         return Lease(row, number, owner, token, fields.number("expires"))
     except (FileNotFoundError, Damaged):

@@ -40,6 +40,7 @@ from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, p
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 from gradkeep.store.rows._loose_rows import read_loose_rows
+from gradkeep.store.rows._row_records import record_row, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ class RowFiles:
         self._packed_ids: set[int] = set()
         self._known_done: set[int] = set()
         self._known_size = 0
+        self._recorded: set[int] = set()
         latest_manifest(backend, folder)  # raises if what was packed is lost
         self._refresh_packed()
 
@@ -147,9 +149,13 @@ class RowFiles:
                     with contextlib.suppress(FileNotFoundError):
                         self._backend.ensure_durable([self._row_key(row)])
             if created:
-                # Compaction may have packed and removed an earlier winner's file in between.
+                record = record_row(self._backend, self.folder, LOOSE, row, packed.digest)
+                # Compaction may have packed and removed an earlier winner's file in between, or this
+                # one before it was recorded.
                 self._refresh_packed()
                 created = row not in self._packed_ids
+                if not created:
+                    self._backend.delete([record], durability="process")
         if not created:
             self._compare_with_stored(row, stored, packed.digest, differing=differing)
         self._known_done.add(row)
@@ -367,6 +373,9 @@ class RowFiles:
             with contextlib.suppress(FileNotFoundError):
                 manifest = manifest_key(self.folder, self._packed.version)
                 self._backend.ensure_durable([manifest])
+        if surplus:
+            records = row_records(self._backend, self.folder, LOOSE, self._packed_ids & set(rows))
+            self._backend.delete(records, durability=self._durability)
         self._backend.delete(surplus, durability=self._durability)
 
     def _refresh_packed(self) -> None:

@@ -6,6 +6,7 @@ traceback and tried again, but not for ever.
 
 from __future__ import annotations
 
+import contextlib
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,9 @@ from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store._fields import read_document
 from gradkeep.store.blocks._ids import whole_numbers
-from gradkeep.store.blocks._manifest import is_number
+from gradkeep.store.blocks._manifest import is_number, numbered_files
+from gradkeep.store.blocks._packing import SUFFIX
+from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import (
     LEASES,
     ROWS_PER_FOLDER,
@@ -32,7 +35,8 @@ from gradkeep.store.rows._leases import (
     renew_lease,
     take_lease,
 )
-from gradkeep.store.rows._row_files import RowFiles
+from gradkeep.store.rows._row_files import LOOSE, RowFiles
+from gradkeep.store.rows._row_records import record_row, recorded_number, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
+FAILURE_FIELDS = ("row", "owner", "error")
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
 """Characters of an error's text that are kept: half of them from its beginning, half from its end."""
@@ -122,6 +127,7 @@ class Rows(RowFiles):
     def _claim_in(
         self, bucket: int, rows: Iterable[int], owner: str, seconds: float, max_attempts: int
     ) -> Iterator[Lease]:
+        self._record_bucket(bucket)
         leases = lease_numbers(self._backend, self.folder, bucket)
         failures = self._failures(bucket)
         for row in rows:
@@ -182,7 +188,12 @@ class Rows(RowFiles):
         # Named by the lease's token: two workers that fail the same row are two attempts.
         name = f"{lease.row}-{lease.token}.json"
         key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
-        self._backend.put_if_absent(key, [_document.to_bytes(fields)], durability=self._durability)
+        data = _document.to_bytes(fields)
+        self._backend.put_if_absent(key, [data], durability=self._durability)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        record = record_row(self._backend, self.folder, FAILED, lease.row, digest)
+        if not self._backend.exists(key):  # forgotten by `retry` before it was recorded
+            self._backend.delete([record], durability="process")
         release_lease(self._backend, self.folder, lease)
 
     @_annotations.checked(StoreError)
@@ -195,6 +206,8 @@ class Rows(RowFiles):
             for row, names in self._failures(bucket).items():
                 if wanted is None or row in wanted:
                     keys += [f"{self.folder}/{FAILED}/{bucket:06d}/{name}" for name in names]
+        records = row_records(self._backend, self.folder, FAILED, wanted)
+        self._backend.delete(records, durability=self._durability)
         return self._backend.delete(keys, durability=self._durability)
 
     @_annotations.checked(StoreError)
@@ -227,6 +240,32 @@ class Rows(RowFiles):
         failed -= done | leased
         pending = total - len(done) - len(leased) - len(failed)
         return RowCounts(len(done), len(leased), len(failed), pending)
+
+    def _record_bucket(self, bucket: int) -> None:
+        """Record what was put by processes that died before they could, or by earlier versions."""
+        if bucket in self._recorded:
+            return
+        self._recorded.add(bucket)
+        backend, rows = (
+            self._backend,
+            range(bucket * ROWS_PER_FOLDER, (bucket + 1) * ROWS_PER_FOLDER),
+        )
+        recorded = {recorded_number(key) for key in row_records(backend, self.folder, LOOSE, rows)}
+        for row in numbered_files(
+            backend.list(f"{self.folder}/{LOOSE}/{bucket:06d}"), SUFFIX, digits=1
+        ):
+            if row not in recorded and row not in self._packed_ids:
+                with contextlib.suppress(StoreError, FileNotFoundError):
+                    segment = Segment(backend, self._row_key(row))
+                    segment.close()
+                    record_row(backend, self.folder, LOOSE, row, segment.digest)
+        digests = {key[-32:] for key in row_records(backend, self.folder, FAILED, rows)}
+        for row, names in self._failures(bucket).items():
+            for name in names:
+                with contextlib.suppress(StoreError, FileNotFoundError):
+                    note = read_document(backend, f"{self.folder}/{FAILED}/{bucket:06d}/{name}")
+                    if note.digest not in digests:
+                        record_row(backend, self.folder, FAILED, row, str(note.digest))
 
     def _held(self) -> dict[int, Lease]:
         leases: dict[int, Lease] = {}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._command import CommandDefaults, trials_of
 from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
 from gradkeep.errors import MissingExtra, RematError
@@ -175,7 +176,7 @@ def _loaded(file: Path, text: str) -> Any:
             import yaml
         except ImportError as error:
             raise MissingExtra(
-                "YAML needs PyYAML", path=file, fix='pip install "gradkeep[remat]", or write JSON'
+                "YAML needs PyYAML", path=file, fix=f"{install_hint('remat')}, or write JSON"
             ) from error
         try:
             return yaml.safe_load(text)

@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import format_bytes
+from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtra
 from gradkeep.remat.simulator import MARKERS, PictureStyle, SweepRow, draw_sweep
@@ -193,9 +194,7 @@ def draw_batch_sizes(
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra(
-            "pictures need matplotlib", fix='pip install "gradkeep[remat]"'
-        ) from error
+        raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
