@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep import evaluate
-from gradkeep.errors import AttributionError, EvaluationError
+from gradkeep.errors import AttributionError, Damaged, EvaluationError
 
 
 @pytest.fixture
@@ -110,3 +110,10 @@ def test_the_page_shows_no_outdated_scores_and_decisions_unless_asked(world):
     assert default_source(served, asked) == "method:kernel"
     assert next(one for one in score_sources(served) if one.kind == "saved").outdated
     assert set(served.standing_decisions(served.table("main", "train", "main"))) == {3}
+
+
+def test_unreadable_captures_are_damage(world):
+    store, *_ = world
+    for text in ("[", "[1]", '{"a": 1}', "[" * 100_000):
+        with pytest.raises(Damaged):
+            store.changed_captures({"captures": text})

@@ -133,7 +133,7 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
         train_labels=train.column("label") if "label" in train.names else None,
         confidence=kept.get("confidence"),
         per_layer=kept.get("per_layer"),
-        captures=json.loads(str(told.get("captures") or "{}")),
+        captures=store.capture_identities(told),
         store=store,
     )
 

@@ -112,7 +112,7 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
         items=values["items"],
         item_ids=values["item_ids"],
         curve=curve,
-        captures=json.loads(str(told.get("captures") or "{}")),
+        captures=store.capture_identities(told),
     )
 
 

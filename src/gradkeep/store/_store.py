@@ -14,6 +14,7 @@ import xxhash
 from gradkeep import _annotations
 from gradkeep.errors import (
     Conflict,
+    Damaged,
     FormatTooNew,
     NotAStore,
     NotSealed,
@@ -247,6 +248,20 @@ class Store:
         """Whether there is such a capture or scores, sealed or not."""
         return self.backend.exists(schema_key(key.folder))
 
+    @staticmethod
+    def capture_identities(fingerprints: Mapping[str, Any]) -> dict[str, str]:
+        """Read the folder of each capture that something was computed from, with its identity."""
+        text = str(fingerprints.get("captures") or "{}")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+            raise Damaged(
+                "the captures that this was computed from cannot be read", found=text[:100]
+            )
+        return found
+
     def changed_captures(self, fingerprints: Mapping[str, Any]) -> list[str]:
         """List the captures that hold other rows than when something was computed from them.
 
@@ -259,7 +274,7 @@ class Store:
         Returns:
             Folders of captures whose newest version has another identity or is not sealed.
         """
-        identities: dict[str, str] = json.loads(str(fingerprints.get("captures") or "{}"))
+        identities = self.capture_identities(fingerprints)
         known = {key.folder: key for key in self.captures()} if identities else {}
         changed = []
         for folder in identities.keys() & known.keys():
