@@ -10,7 +10,6 @@ from torch.utils.data import default_collate
 
 from gradkeep.capturing import digests
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
     from gradkeep.attribution import Scores
@@ -78,13 +77,11 @@ def check_order(sampled: str | None, examples: AnyArray, *, what: str) -> None:
 
 
 def captured_examples(scores: Scores, split: str, ids: AnyArray) -> AnyArray | None:
-    """Digests of rows of a split, from the first capture that the scores were computed from."""
+    """Digests of rows of a split, from a capture that the scores were computed from."""
     if scores.store is None:
         return None
-    for folder in scores.captures:
-        _, run, checkpoint, part, name = folder.split("/")
-        key = CaptureKey(checkpoint, part, run, name)
-        if part == split and scores.store.has(key):
+    for key in scores.store.captures():
+        if key.split == split and key.folder in scores.captures:
             block = scores.store.read(key)
             if "example" not in block.names or not np.isin(ids, block.ids).all():
                 return None
