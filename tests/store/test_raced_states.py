@@ -118,3 +118,27 @@ def test_a_set_of_rows_is_deleted_by_command_also_without_its_schema(store, inli
     assert not Path(store.location, "heads", "datamodels", name).exists() or not any(
         path.is_file() for path in Path(store.location, "heads", "datamodels", name).rglob("*")
     )
+
+
+def test_a_set_of_rows_whose_schema_was_lost_is_no_waste(store):
+    rows = store.rows("study", SCHEMA, num_rows=2)
+    rows.put(0, {"loss": np.float32(1)})
+    os.unlink(Path(store.location, rows.folder, "schema.json"))
+    age(store)
+    assert not gc(store).files
+    assert not verify(store.backend).healthy
+
+
+def test_a_row_put_while_its_set_was_deleted_goes(store):
+    rows = store.rows("study", SCHEMA, num_rows=2)
+    store.delete_rows("study")
+    rows._backend.put_if_absent(
+        f"{rows.folder}/size/000000000002.json", [b""], durability="process"
+    )
+    rows.put(0, {"loss": np.float32(1)})
+    store.backend.delete([f"{rows.folder}/size/000000000002.json"], durability="process")
+    assert not verify(store.backend).healthy
+    age(store)
+    gc(store)
+    assert verify(store.backend).healthy
+    assert not Path(store.location, rows.folder, "rows", "000000", "0.safetensors").exists()

@@ -45,6 +45,8 @@ _LONGEST_QUEUE = 7 * 86400.0
 
 
 _WORK = (LOOSE, LEASES, FAILED)
+_UNFINISHED = {"segment", "row", "lease", "failure", "row record"}
+"""The kinds of files that a writer goes on to put when its block was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +141,23 @@ def _is_left_over(store: Store, name: str) -> bool:
 def _without_schema(backend: Backend) -> list[_WasteFile]:
     """Find files of blocks that were deleted while somebody still wrote to them.
 
-    What was sealed has a record: if such a block has lost its schema, that is damage and stays.
+    A delete removes versions and sizes first, and a writer makes none without a schema. Where there
+    are such, the schema was lost: that is damage, and stays for `verify`.
     """
     found = []
     for address in block_addresses(backend):
         folder = address.folder
-        if backend.exists(schema_key(folder)) or head_keys(backend, folder):
+        if backend.exists(schema_key(folder)):
             continue
         files = dict(entries_below(backend, folder))
+        records = dict(entries_below(backend, f"{HEADS}/{folder}"))
+        kinds = {
+            None if (file := known_file(key)) is None else file.kind for key in (*files, *records)
+        }
         newest = max((entry.modified for entry in files.values()), default=0.0)
-        if all(map(known_file, files)) and time.time() - newest > YOUNG_SECONDS:
+        if kinds <= _UNFINISHED and time.time() - newest > YOUNG_SECONDS:
+            # Records first.
+            found += [_WasteFile(key, 0) for key in records]
             found += [_WasteFile(key, entry.size) for key, entry in files.items()]
     return found
 
