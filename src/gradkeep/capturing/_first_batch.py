@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
+
 from gradkeep._arguments import instance, number, one_of, optional, text
+from gradkeep.capturing._adjustments import NO_ADJUSTMENTS, Adjustments
+from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import choose_storage, storage_named
+from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs
 from gradkeep.capturing._rule_choice import Uncovered, choose_rules
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer
+from gradkeep.capturing._tracer import DENSE_RULES, Tracer, no_gradients
 from gradkeep.capturing.coordinates._keep import QUERIES, Keep, parse_keep
 from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.errors import CaptureError
+from gradkeep.factors import OuterRows
 from gradkeep.query import select_layers
 from gradkeep.store import Encoding
 
@@ -111,27 +117,61 @@ def prepare_capture(
     *,
     as_before: Mapping[str, Storage] | None = None,
     placed: bool = True,
+    adjustments: Adjustments = NO_ADJUSTMENTS,
+    proof_rows: int = PROOF_ROWS,
 ) -> PreparedCapture:
     """Find out and prove how each chosen layer is captured, and choose how it is kept.
 
     `as_before` gives the storage of layers that an earlier run of the same capture has chosen;
-    `placed` whether layers keep which tokens their positions are.
+    `placed` whether layers keep which tokens their positions are; `adjustments` what later batches
+    need; `proof_rows` how many rows of those are proved.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
-    settled = choose_rules(tracer, units, batch, uncovered=settings.uncovered)
-    tracer = dataclasses.replace(
-        tracer, units=settled.units, unused=settled.unused, aside=settled.aside
+    chosen = choose_rules(
+        tracer, units, batch, uncovered=settings.uncovered, single=adjustments.single
     )
-    wanted = storages_wanted(settled.units, settings.keep, as_before or {})
+    late = [unit for unit in chosen.unused if unit.name in adjustments.late]
+    like, rows = chosen.example, batch_size(batch)
+    pieces = chosen.pieces | {unit: no_gradients(unit, rows, like) for unit in late}
+    pieces = {
+        unit: _with_positions(piece) if unit.name in adjustments.ragged else piece
+        for unit, piece in pieces.items()
+    }
+    proofs = RuleProofs(
+        originals={unit.name: unit for unit in units},
+        forms={unit: piece.form for unit, piece in pieces.items()},
+        uncovered=settings.uncovered,
+        rows=proof_rows,
+    )
+    proofs.add_first(chosen)
+    for unit in late:
+        proofs.add_late(unit)
+    tracer = dataclasses.replace(
+        tracer,
+        units=tuple(pieces),
+        unused=tuple(unit for unit in chosen.unused if unit not in late),
+        aside=chosen.aside,
+        proofs=proofs,
+    )
+    wanted = storages_wanted(tracer.units, settings.keep, as_before or {})
+    wanted |= {unit: "dense" for unit in pieces if unit.name in adjustments.dense}
     kept = choose_storage(
-        settled.pieces,
+        pieces,
         encoding=settings.encoding,
         wanted=wanted,
         tolerance=settings.tolerance,
-        tokens=settled.tokens if placed else None,
+        tokens=chosen.tokens if placed else None,
     )
-    return PreparedCapture(tracer, tuple(kept), settled.skipped, settled.pieces)
+    return PreparedCapture(tracer, tuple(kept), chosen.skipped, pieces)
+
+
+def _with_positions(piece: LayerGradients) -> LayerGradients:
+    """The same rows, each with a number of positions of its own."""
+    rows = piece.rows
+    if isinstance(rows, OuterRows) and rows.offsets is None:
+        rows = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
+    return dataclasses.replace(piece, rows=rows)
 
 
 def storages_wanted(

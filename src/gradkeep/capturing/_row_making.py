@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from gradkeep.factors import form_to_fields
 from gradkeep.store import Layer, Ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -112,16 +113,16 @@ class GradientMaker:
     def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
         """The gradients and the other values of one batch."""
         own = to_device(batch, self.device)
-        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         light: Any = ()
         if self.recompute is not None and not alone:
             # A part of a batch lies elsewhere in it each time: to a plan that is another step.
             own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within, light = self.recompute.step(own), self.prepared.light
+            within, light = partial(self.recompute.step, own), self.prepared.light
         first = None if alone or self.moments is None else self.moments.during()
         soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
-        with within, seeing_outputs(self.watched) as seen:
-            traced = self.prepared.tracer.run(own, soon=first or soon, light=light)
+        with seeing_outputs(self.watched) as seen:
+            traced = self.prepared.tracer.run(own, soon=first or soon, light=light, within=within)
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
             lengths = norms(self.kept, factors).cpu()

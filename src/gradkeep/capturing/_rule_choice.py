@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,16 +17,16 @@ from torch import nn
 
 from gradkeep.capturing._arriving import told_of_gradients
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._calls import LayerCall, fill
+from gradkeep.capturing._calls import LayerCall, call_pattern, fill
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
 from gradkeep.capturing.rules._any_module import whole_model_gradients
-from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
+from gradkeep.capturing.rules._gradients import INTERLEAVED, SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import unit_gradients
 from gradkeep.capturing.rules._units import LayerUnit, holder_that_ran, watched
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
 
@@ -43,20 +42,30 @@ class ChosenRules:
 
     units: tuple[LayerUnit, ...]
     pieces: dict[LayerUnit, LayerGradients]
-    """Those of the first batch."""
+    """The gradients of the batch."""
+    patterns: dict[LayerUnit, tuple[Any, ...]]
+    """How each unit's modules were called, see `call_pattern`."""
     unused: tuple[LayerUnit, ...]
     aside: frozenset[LayerUnit]
     """Those of the unused whose modules the backward pass came by all the same."""
     skipped: tuple[LayerUnit, ...]
+    example: torch.Tensor
+    """A tensor of the dtype and device of gradients."""
     tokens: int | None
     """T, where samples have tokens `[B, T]`."""
 
 
 def choose_rules(
-    tracer: Tracer, units: Sequence[LayerUnit], batch: Any, *, uncovered: Uncovered
+    tracer: Tracer,
+    units: Sequence[LayerUnit],
+    batch: Any,
+    *,
+    uncovered: Uncovered,
+    single: Collection[str] = (),
 ) -> ChosenRules:
     """Choose a way for each unit that gives autograd's gradients on this batch.
 
+    Units named in `single` are captured by passes over single samples, whatever else would fit.
     Cost: one forward and two backward passes, and for what only the last resort covers, one pass
     per sample. Of autograd's gradients one layer's is held at a time, and those that no factors give.
     """
@@ -72,7 +81,7 @@ def choose_rules(
     found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
 
     def arrived(unit: LayerUnit, truth: torch.Tensor) -> None:
-        if not is_shared(unit, by_module, rows):
+        if unit.name not in single and not is_shared(unit, by_module, rows):
             ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
             cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
             settled = _first_that_fits(cheap, by_module, truth, weights, rows=rows)
@@ -84,6 +93,9 @@ def choose_rules(
     unused = told_of_gradients((target * weights).sum(), units, arrived)
     left: list[LayerUnit] = []
     for unit, truth in truths.items():
+        if unit.name in single:
+            left.append(unit)
+            continue
         if is_shared(unit, by_module, rows):
             shared = _spread(tracer, unit, truth, weights, batch, target)
             if shared is not None:
@@ -109,11 +121,20 @@ def choose_rules(
     return ChosenRules(
         units=tuple(found[unit][0] for unit in used if unit in found),
         pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
+        patterns={rule: _pattern(rule, by_module, rows) for rule, _ in found.values()},
         unused=tuple(unused),
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
+        example=target.detach(),
         tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
+
+
+def _pattern(
+    rule: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int
+) -> tuple[Any, ...]:
+    own = [call for module in dict.fromkeys(rule.modules) for call in calls.get(module, ())]
+    return call_pattern(own, rows, spread=rule.axis == "shared")
 
 
 def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
@@ -176,7 +197,7 @@ def ways_to_capture(
 ) -> Iterator[LayerUnit]:
     """Ways to capture a unit, the cheapest first."""
     if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
-        for axis in SAMPLE_AXES:
+        for axis in (*SAMPLE_AXES, *INTERLEAVED):
             own = [call for module in unit.modules for call in calls[module]]
             shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
             if all(possible(shape, rows, axis) for shape in shapes):

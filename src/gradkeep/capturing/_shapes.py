@@ -343,7 +343,7 @@ def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> L
         key = (_storage(from_), from_.storage_offset(), from_.shape, from_.stride(), from_.dtype)
         source = sources.setdefault(key, given[0])
     count = len(call.shapes)
-    return LayerCall(call.module, given, {}, call.shapes, (), [None] * count, source)
+    return LayerCall(call.module, given, {}, call.shapes, call.given, (), [None] * count, source)
 
 
 def _value_bytes(measured: Measured) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from gradkeep.factors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -101,14 +102,14 @@ class CoordinateMaker:
         """The coordinates and the other values of one batch."""
         own = to_device(batch, self.device)
         soon = CoordinatesSoon({unit: self.basis.layers[unit.name] for unit in self.tracer.units})
-        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         light: frozenset[nn.Module] = frozenset()
         if self.recompute is not None and not alone:
             own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within = self.recompute.step(own)
+            within = partial(self.recompute.step, own)
             light = frozenset(m for u in soon.units if u.rule not in DENSE_RULES for m in u.modules)
-        with within, seeing_outputs(self.watched) as seen:
-            traced = self.tracer.run(own, soon=soon, light=light)
+        with seeing_outputs(self.watched) as seen:
+            traced = self.tracer.run(own, soon=soon, light=light, within=within)
         with torch.no_grad():
             parts = {unit: _values(traced.pieces[unit]) for unit in self.tracer.units}
             whole = torch.cat(list(parts.values()), 1)

@@ -23,10 +23,12 @@ class LayerGradients:
     """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
 
 
-SampleAxis = Literal["first", "second", "flat", "shared"]
-"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, or `[B * T, ...]`; of a call that all
-samples share, such as positions `[T]`, none does until its output is spread to all of them."""
+SampleAxis = Literal["first", "second", "flat", "interleaved", "shared"]
+"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, `[B * T, ...]` or `[T * B, ...]`; of a
+call that all samples share, such as positions `[T]`, none does until its output is spread to all of them."""
 SAMPLE_AXES: tuple[SampleAxis, ...] = ("first", "second", "flat")
+INTERLEAVED: tuple[SampleAxis, ...] = ("interleaved",)
+"""Of time-major tensors that were flattened: sizes do not tell it from `flat`, only a proof does."""
 
 
 def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
@@ -39,7 +41,9 @@ def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
 
 
 def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
-    """The tensor as `[B, ...]`: `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`.
+    """The tensor as `[B, ...]`.
+
+    `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`, `interleaved` `[T * B, ...]`.
 
     >>> import torch
     >>> by_sample(torch.zeros(5, 2, 3), 2, "second").shape
@@ -49,4 +53,6 @@ def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor
         return tensor
     if axis == "second":
         return tensor.transpose(0, 1)
+    if axis == "interleaved":
+        return tensor.reshape(len(tensor) // rows, rows, *tensor.shape[1:]).transpose(0, 1)
     return tensor.reshape(rows, len(tensor) // rows, *tensor.shape[1:])
