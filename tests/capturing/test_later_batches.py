@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
+from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 
 WORDS, WIDTH = 11, 6
 
@@ -175,4 +176,103 @@ def test_experts_that_first_run_later_are_captured(store):
     assert {layer.name for layer in captured.layers} == {f"experts.{n}" for n in range(3)} | {
         "head"
     }
+    assert_right(store, model, batches)
+
+
+@pytest.mark.parametrize("keep", ["exact", "1KiB", "losses"])
+def test_a_capacity_that_overflows_later_is_refused(store, keep):
+    torch.manual_seed(0)
+    model = Experts(capacity=2)
+    batches = routed([0, 1, 2, 0, 1, 2], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1])
+    with pytest.raises(CaptureError, match="without the rest of its batch"):
+        capture(store, model, batches, keep=keep)
+    with pytest.raises(GradkeepError):
+        gk.gradients(store, split="train")
+
+
+@pytest.mark.parametrize("keep", ["exact", "1KiB", "losses"])
+def test_a_model_that_changes_later_is_refused(store, keep):
+    torch.manual_seed(0)
+    model = LateMixing(after=30)
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(6, WIDTH, generator=draw), torch.randn(6, 3, generator=draw))
+        for _ in range(60)
+    ]
+    with pytest.raises(CaptureError, match=r"rest of its batch|end of the capture"):
+        capture(store, model, batches, keep=keep)
+
+
+def test_rows_dropped_only_in_the_last_batch_are_found(store):
+    torch.manual_seed(0)
+    model = Experts(capacity=4)
+    batches = routed(*[[0, 1, 2, 0, 1, 2]] * 12, [0] * 64)
+    with pytest.raises(CaptureError, match="without the rest of its batch"):
+        capture(store, model, batches)
+
+
+OPTIONS = {
+    "coordinates": {"keep": "1KiB"},
+    "bytes": {"memory_budget": 1 << 22},
+    "fraction": {"memory_budget": 0.8},
+    "dense": {"keep": "dense"},
+    "factors": {"keep": "factors"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", ["sorted", "time-major", "experts"])
+def test_later_batches_are_right_or_refused_however_rows_are_kept(store, kind, options):
+    torch.manual_seed(0)
+    model, batches = {
+        "sorted": lambda: (ByLength(), of_lengths(*SORTED["other lengths"])),
+        "time-major": lambda: (TimeMajor(), sequences((1, 9), (8, 3), (8, 1))),
+        "experts": lambda: (Experts(), routed([0, 0, 0], [0, 1, 0, 1], [2, 2, 1])),
+    }[kind]()
+    try:
+        capture(store, model, batches, **options)
+    except BudgetError:
+        assert isinstance(options["memory_budget"], float)  # a model too small to drop anything of
+        return
+    if "keep" not in options or options["keep"] in ("dense", "factors"):
+        assert_right(store, model, batches)
+        return
+    exact = gk.open(store.location + "-exact")
+    capture(exact, model, batches)
+    assert_right(exact, model, batches)
+    kept = store.read(gk.gradients(store, split="train").key).column("norm")
+    assert (kept > 0).all()
+
+
+def test_a_capture_is_resumed_and_compared_with_its_adjustments(store):
+    torch.manual_seed(0)
+    model, batches = Experts(), routed([0, 0, 0], [0, 1, 0, 1], [2, 2, 1])
+    capture(store, model, batches)
+    assert capture(store, model, batches).reused_rows == 10
+    with pytest.raises(CaptureError):
+        capture(store, model, [(x * 2, e, y) for x, e, y in batches])
+
+
+class Interrupt(Exception):
+    pass
+
+
+def test_an_interrupted_capture_goes_on_with_batches_unlike_the_first(store):
+    torch.manual_seed(0)
+    draws = [[0] * 8, [0] * 8, [1, 0] * 4, [2, 1] * 4]
+    model, batches = Experts(), routed(*draws)
+
+    class Broken(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            for number, batch in enumerate(list.__iter__(self)):
+                if number == 2 and self.passes > 2:
+                    raise Interrupt
+                yield batch
+
+    with pytest.raises(Interrupt):
+        capture(store, model, Broken(batches))
+    capture(store, model, batches)
     assert_right(store, model, batches)

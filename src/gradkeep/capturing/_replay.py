@@ -19,6 +19,7 @@ import gradkeep.store as gs
 from gradkeep._progress import progress as shown
 from gradkeep.capturing._adjustments import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
 from gradkeep.capturing._at_hand import check_recomputable
+from gradkeep.capturing._audit import RowAudit, check_unchanged
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
 from gradkeep.capturing._crew import RowProof
@@ -213,7 +214,7 @@ class Replay:
                 by_others = crew is not None and earlier is not None and earlier.rows > 0
                 with crew.threads() if crew and by_others else contextlib.nullcontext():
                     reused, notes = self._write(
-                        key, schema, maker, at_once, earlier, again, passing, alarms
+                        key, schema, maker, made, at_once, earlier, again, passing, alarms
                     )
                 reused = reused if before is None else before
         block = self.store.read(key)
@@ -268,7 +269,7 @@ class Replay:
             without_columns(first), earlier, key, weights, adjustments
         )
         maker = keeping_columns(maker, first)
-        made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
+        made = maker.make(self._first_rows(), alone=True)
         return maker, at_once, made, steady
 
     def _maker(
@@ -282,7 +283,9 @@ class Replay:
         """What makes rows of batches, how many samples at once, and whether the model is steady."""
         if self.settings.keep == LOSSES:
             at_once, steady = batch_size(first), self._is_steady(first)
-            return LossMaker(self.model, self.task, self.watched, self.device), at_once, steady
+            audit = RowAudit(self.model, self.task) if steady else None
+            losses = LossMaker(self.model, self.task, self.watched, self.device, audit=audit)
+            return losses, at_once, steady
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
         tried = _FEW_TRIED if small or self.budget is not None else _TRIED
         rows = min(batch_size(first), tried)
@@ -309,14 +312,15 @@ class Replay:
         moments = None
         if not small and self.recompute is None:  # a plan wants every step to be the same
             moments = FirstMoments.wanted(prepared, self.budget)
+        audit = RowAudit(self.model, self.task, prepared.tracer) if steady else None
         maker: RowMaker = GradientMaker(
-            prepared, self.watched, self.recompute, self.device, moments
+            prepared, self.watched, self.recompute, self.device, moments, audit
         )
         at_once = rows_at_once(prepared, rows)
         if small:
             compressed = self._compressed(prepared, key, weights, batch)
             if compressed is not None:
-                maker, at_once = compressed, batch_size(first)
+                maker, at_once = compressed.audited() if steady else compressed, batch_size(first)
         if self.budget is None:
             return maker, at_once, steady
         if isinstance(maker, CoordinateMaker):
@@ -326,6 +330,10 @@ class Replay:
             return maker, min(at_once, within), steady
         footprint = row_footprint(prepared, batch, rows)
         return maker, min(at_once, rows_within(self.budget, footprint)), steady
+
+    def _first_rows(self) -> Any:
+        first = self.batches.first
+        return rows_of(first, 0, min(2, batch_size(first)))
 
     def _is_steady(self, first: Any) -> bool:
         return is_steady(self.model, self.task, first, self.mode)
@@ -419,6 +427,7 @@ class Replay:
         key: CaptureKey,
         schema: Schema,
         maker: RowMaker,
+        made: MadeRows,
         at_once: int,
         earlier: EarlierRun | None,
         again: RowsMadeAgain | None,
@@ -441,6 +450,8 @@ class Replay:
                     earlier.check(ids, found)
                 if again is not None:
                     again.look(ids, batch)
+                if maker.audit is not None:
+                    maker.audit.is_last = done + len(ids) == self.batches.num_rows
                 needed = writer.needs(len(ids))
                 reused += 0 if needed else len(ids)
                 if needed or (moments is not None and moments.open):
@@ -454,6 +465,9 @@ class Replay:
                     report(done, self.batches.num_rows or done)
             joined.flush()
             alarms.check_all_zero()
+            if maker.audit is not None:
+                again_first = maker.make(self._first_rows(), alone=True)
+                check_unchanged(made.values, again_first.values)
             weights = str(schema.fingerprints["weights"])
             kept = None if moments is None else moments.found(weights, np.concatenate(first))
             if kept is not None:

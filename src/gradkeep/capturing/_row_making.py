@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.capturing._audit import RowAudit
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._first_moments import FirstMoments
     from gradkeep.capturing._keeping import LayerKeeping
@@ -64,6 +66,10 @@ class RowMaker(Protocol):
         """Rows that are handed to a writer at once, at least."""
 
     @property
+    def audit(self) -> RowAudit | None:
+        """What checks some of the rows; None: nothing does."""
+
+    @property
     def kept(self) -> tuple[LayerKeeping, ...]:
         """How each layer is kept; empty where no gradients are."""
 
@@ -80,8 +86,11 @@ class RowMaker(Protocol):
     def facts(self) -> list[str]:
         """What stands in the report, beside the notes."""
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
-        """The rows of a batch; `alone` without the plan that a run of equal batches has."""
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
+        """The rows of a batch; `alone` without the plan that a run of equal batches has.
+
+        Some rows are checked where their `ids` are given.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +103,7 @@ class GradientMaker:
     device: torch.device
     moments: FirstMoments | None = None
     """What adds up moments of the first rows, where layers are kept dense."""
+    audit: RowAudit | None = None
 
     @property
     def joined(self) -> int:
@@ -110,8 +120,9 @@ class GradientMaker:
         """Bytes on disk of one row's gradients."""
         return self.prepared.row_bytes
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The gradients and the other values of one batch."""
+        started = time.perf_counter()
         own = to_device(batch, self.device)
         within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         light: Any = ()
@@ -123,6 +134,9 @@ class GradientMaker:
         soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
         with seeing_outputs(self.watched) as seen:
             traced = self.prepared.tracer.run(own, soon=first or soon, light=light, within=within)
+        if self.audit is not None and ids is not None:
+            losses = traced.measured.losses.detach()
+            self.audit.look(ids, own, losses, traced, time.perf_counter() - started)
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
             lengths = norms(self.kept, factors).cpu()
@@ -171,6 +185,7 @@ class LossMaker:
     device: torch.device
     joined: int = _MOST_JOINED
     """A row takes so little that handing it over would be a good part of its price."""
+    audit: RowAudit | None = None
 
     @property
     def kept(self) -> tuple[LayerKeeping, ...]:
@@ -182,13 +197,16 @@ class LossMaker:
         """About what the values of a row take."""
         return 512.0
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The values of one batch, without a backward pass."""
+        started = time.perf_counter()
         own = to_device(batch, self.device)
         with torch.no_grad(), seeing_outputs(self.watched) as seen:
             measured = self.task.measure_losses(self.model, own)
         rows = batch_size(batch)
         check_measured("losses", measured.losses, rows)
+        if self.audit is not None and ids is not None:
+            self.audit.look(ids, own, measured.losses, None, time.perf_counter() - started)
         values = measured_values(measured)
         logits = measured.logits
         if logits is not None and logits.shape[1] <= _MOST_CLASSES:
@@ -276,7 +294,7 @@ def append_rows(
             continue
         part = batch if stop - start == count else rows_of(batch, start, stop)
         try:
-            made = maker.make(part)
+            made = maker.make(part, ids=ids[start:stop])
         except (RuntimeError, MemoryError) as error:
             at_once = _half_of(stop - start, error)
             continue

@@ -171,6 +171,10 @@ class Tracer:
         """What is differentiated `[B]`."""
         return self._measure(batch)[1]
 
+    def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+        """What the task measures, and what of it is differentiated `[B]`."""
+        return self._measure(batch)
+
     def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
         """`[B]`: what makes the gradients of losses of those that are captured; None: they are."""
         if measured.slopes is None or not self._of_outputs(measured):
