@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradkeep.capturing._arriving import told_of_gradients
-from gradkeep.capturing._batches import batch_size, leaves, rows_of, with_leaves
+from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
 from gradkeep.capturing._proofs import rows_moved
 from gradkeep.errors import CaptureError
 
@@ -39,9 +39,8 @@ _FEW, _SHARE = 8, 16
 """Of other batches a sixteenth of the rows, at most so many."""
 _TIME_SHARE, _FREE_SECONDS = 0.01, 0.002
 """How much of a capture's time checks may take, beside those that are always made."""
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 _DOUBTED, _LOOSE = 1e-6, 0.3
-"""Relative errors that are accepted in double precision, and where nothing can be run in it."""
+"""Relative errors that are accepted in double precision, and where a model keeps to fewer bits."""
 _CHANGED = 1e-2
 """Share by which a loss may change while a capture runs."""
 
@@ -52,6 +51,7 @@ class RowAudit:
 
     model: nn.Module
     task: Task
+    device: torch.device
     tracer: Tracer | None = None
     """What makes gradients; None: losses alone are kept."""
     project: Projection | None = None
@@ -88,7 +88,7 @@ class RowAudit:
     def _due(self, batch: Any) -> int:
         """How many rows of a batch are checked; none of the first one, which is proved."""
         rows, self._batches = batch_size(batch), self._batches + 1
-        shape = tuple(x.shape for x in leaves(batch) if isinstance(x, torch.Tensor))
+        shape = tuple(x.shape for x in leaves(batch) if isinstance(x, torch.Tensor | np.ndarray))
         is_new = shape not in self._odd and len(self._odd) <= _MOST_ODD
         self._odd |= {shape} if is_new else set()
         is_last, self.is_last = self.is_last, False
@@ -120,19 +120,26 @@ class RowAudit:
             )
         if sure.layers:
             raise rows_moved(sure.layers, int(ids[part.start]))
-        self._slack = min(10 * self._slack, _LOOSE / 1e-3)  # rounding shows in these gradients
+        self._slack *= 10  # rounding shows in these gradients
+
+    def _tolerance(self) -> float:
+        """The relative error of a pass over some rows, in the precision that the model computes in."""
+        proofs = None if self.tracer is None else self.tracer.proofs
+        return (
+            1e-3 if proofs is None else 10 * proofs.tolerance if proofs.tolerance < 1e-3 else 1e-3
+        )
 
     def _differences(
         self, batch: Any, losses: Tensor, traced: Traced | None, part: slice, within: float = 0.0
     ) -> _Differences:
-        some = rows_of(batch, part.start, part.stop)
+        some = to_device(rows_of(batch, part.start, part.stop), self.device)
         count = part.stop - part.start
         if self.tracer is None or traced is None:
             with torch.no_grad():
                 alone = self.task.measure_losses(self.model, some).losses
             return _compared_losses(losses[part], alone, losses, within or 1e-3)
         measured, target = self.tracer.measure(some)
-        near = within or self._slack * _TOLERANCE.get(target.dtype, 1e-2)
+        near = within or self._slack * self._tolerance()
         found = _compared_losses(losses[part], measured.losses, losses, within or 1e-3)
         weights = torch.rand(count, generator=torch.Generator().manual_seed(1)).add_(0.5).to(target)
         units = {unit for unit in self.tracer.units if unit.rule != "whole"}
@@ -141,9 +148,8 @@ class RowAudit:
             if unit not in units or traced is None:
                 return
             piece = traced.pieces[unit]
-            own = piece.form.weighted_sum(
-                piece.rows.take(part.start, part.stop).widened(), weights.unsqueeze(0)
-            )[0]
+            rows = piece.rows.take(part.start, part.stop).widened()
+            own = piece.form.weighted_sum(rows, weights.unsqueeze(0).to(rows.example))[0]
             wanted = truth if self.project is None else self.project(unit, truth.unsqueeze(0))[0]
             error, scale = float((own.to(wanted) - wanted).norm()), float(wanted.norm())
             if not error <= near * max(scale, float(own.norm())):
@@ -159,27 +165,29 @@ class RowAudit:
 
     def _differences_in_double(self, batch: Any, part: slice, found: _Differences) -> _Differences:
         """The same in double precision, where rounding is no excuse."""
-        dtype = next(self.model.parameters()).dtype
-        if dtype == torch.float64:
-            return found
+        if next(self.model.parameters()).dtype == torch.float64:
+            return self._again(batch, part, _LOOSE) if self._tolerance() >= 1e-3 else found
         try:
             with _in_double(self.model):
-                own = with_leaves(batch, _doubled)
-                if self.tracer is None:
-                    with torch.no_grad():
-                        losses = self.task.measure_losses(self.model, own).losses
-                    return self._differences(own, losses, None, part, _DOUBTED)
-                traced = self.tracer.run(own)
-                plain, self.project = self.project, None
-                try:
-                    losses = traced.measured.losses.detach()
-                    return self._differences(own, losses, traced, part, _DOUBTED)
-                finally:
-                    self.project = plain
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, CaptureError):
-                raise
-            return found
+                return self._again(with_leaves(batch, _doubled), part, _DOUBTED)
+        except CaptureError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return self._again(batch, part, _LOOSE)  # it keeps to its own precision
+
+    def _again(self, batch: Any, part: slice, within: float) -> _Differences:
+        """Capture the whole batch once more, and compare some of its rows with themselves run apart."""
+        if self.tracer is None:
+            with torch.no_grad():
+                own = to_device(batch, self.device)
+                losses = self.task.measure_losses(self.model, own).losses
+            return self._differences(batch, losses, None, part, within)
+        traced = self.tracer.run(batch, device=self.device)
+        project, self.project = self.project, None
+        try:
+            return self._differences(batch, traced.measured.losses.detach(), traced, part, within)
+        finally:
+            self.project = project
 
 
 @dataclass(slots=True, eq=False)
@@ -240,5 +248,7 @@ def _in_double(model: nn.Module) -> Iterator[None]:
 
 
 def _doubled(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and leaf.dtype == np.float32:
+        return leaf.astype(np.float64)
     is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
     return leaf.double() if is_single else leaf

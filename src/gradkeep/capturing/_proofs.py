@@ -47,6 +47,8 @@ class RuleProofs:
     uncovered: Uncovered
     rows: int
     """Rows on which a new pattern is proved, at most."""
+    tolerance: float = 0.0
+    """The relative error that the proofs so far accepted."""
     proofs: int = 0
     """How many patterns were proved behind the first batch."""
     _rules: dict[LayerUnit, dict[Pattern, LayerUnit | None]] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class RuleProofs:
 
     def add_first(self, chosen: ChosenRules) -> None:
         """The rules that the first batch proved."""
+        self.tolerance = chosen.tolerance
         for unit in chosen.units:
             self._rules[unit] = {chosen.patterns[unit]: unit}
             self._modules.update(dict.fromkeys(watched([unit])))
@@ -105,6 +108,7 @@ class RuleProofs:
             some = rows_of(batch, 0, count)
             chosen = choose_rules(plain, originals, some, uncovered=uncovered)
             found = {unit.name: unit for unit in chosen.units}
+            self.tolerance = max(self.tolerance, chosen.tolerance)
             if all(unit.name in found for unit in ran):
                 break
         rules: Rules = {unit: found.get(unit.name) for unit in several}

@@ -283,7 +283,7 @@ class Replay:
         """What makes rows of batches, how many samples at once, and whether the model is steady."""
         if self.settings.keep == LOSSES:
             at_once, steady = batch_size(first), self._is_steady(first)
-            audit = RowAudit(self.model, self.task) if steady else None
+            audit = RowAudit(self.model, self.task, self.device) if steady else None
             losses = LossMaker(self.model, self.task, self.watched, self.device, audit=audit)
             return losses, at_once, steady
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
@@ -312,7 +312,7 @@ class Replay:
         moments = None
         if not small and self.recompute is None:  # a plan wants every step to be the same
             moments = FirstMoments.wanted(prepared, self.budget)
-        audit = RowAudit(self.model, self.task, prepared.tracer) if steady else None
+        audit = RowAudit(self.model, self.task, self.device, prepared.tracer) if steady else None
         maker: RowMaker = GradientMaker(
             prepared, self.watched, self.recompute, self.device, moments, audit
         )

@@ -7,12 +7,10 @@ import math
 import time
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._keeping import rows_to_store
@@ -123,20 +121,19 @@ class GradientMaker:
     def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The gradients and the other values of one batch."""
         started = time.perf_counter()
-        own = to_device(batch, self.device)
-        within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
         light: Any = ()
         if self.recompute is not None and not alone:
-            # A part of a batch lies elsewhere in it each time: to a plan that is another step.
-            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within, light = partial(self.recompute.step, own), self.prepared.light
+            within, light = self.recompute.step, self.prepared.light
         first = None if alone or self.moments is None else self.moments.during()
         soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
         with seeing_outputs(self.watched) as seen:
-            traced = self.prepared.tracer.run(own, soon=first or soon, light=light, within=within)
+            traced = self.prepared.tracer.run(
+                batch, soon=first or soon, light=light, device=self.device, within=within
+            )
         if self.audit is not None and ids is not None:
             losses = traced.measured.losses.detach()
-            self.audit.look(ids, own, losses, traced, time.perf_counter() - started)
+            self.audit.look(ids, batch, losses, traced, time.perf_counter() - started)
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
             lengths = norms(self.kept, factors).cpu()
@@ -206,7 +203,7 @@ class LossMaker:
         rows = batch_size(batch)
         check_measured("losses", measured.losses, rows)
         if self.audit is not None and ids is not None:
-            self.audit.look(ids, own, measured.losses, None, time.perf_counter() - started)
+            self.audit.look(ids, batch, measured.losses, None, time.perf_counter() - started)
         values = measured_values(measured)
         logits = measured.logits
         if logits is not None and logits.shape[1] <= _MOST_CLASSES:

@@ -7,6 +7,7 @@ batch dimension or samples that influence each other do not pass.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ Uncovered = Literal["dense", "error", "skip"]
 """What to do with parameters that no factor rule covers."""
 _OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
+_LOW = 1e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +51,8 @@ class ChosenRules:
     aside: frozenset[LayerUnit]
     """Those of the unused whose modules the backward pass came by all the same."""
     skipped: tuple[LayerUnit, ...]
+    tolerance: float
+    """The relative error that a proof accepts, by the precision that the model computes in."""
     example: torch.Tensor
     """A tensor of the dtype and device of gradients."""
     tokens: int | None
@@ -71,7 +75,9 @@ def choose_rules(
     """
     rows = batch_size(batch)
     modules = [*watched(units), *tracer.model.modules()]
-    measured, target, calls = tracer.forward(modules, batch)
+    with _seeing_precision() as precision:
+        measured, target, calls = tracer.forward(modules, batch)
+    tolerance = precision.tolerance(target.dtype)
     weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
     fill(calls, target, retain=True)
     by_module: dict[nn.Module, list[LayerCall]] = {}
@@ -84,7 +90,7 @@ def choose_rules(
         if unit.name not in single and not is_shared(unit, by_module, rows):
             ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
             cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
-            settled = _first_that_fits(cheap, by_module, truth, weights, rows=rows)
+            settled = _first_that_fits(cheap, by_module, truth, weights, rows, tolerance)
             if settled is not None:
                 found[unit] = settled
                 return
@@ -97,13 +103,13 @@ def choose_rules(
             left.append(unit)
             continue
         if is_shared(unit, by_module, rows):
-            shared = _spread(tracer, unit, truth, weights, batch, target)
+            shared = _spread(tracer, unit, truth, weights, batch, target, tolerance)
             if shared is not None:
                 found[unit] = shared
                 continue
         with torch.no_grad():
             ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
-            settled = _first_that_fits(ways, by_module, truth, weights, rows=rows)
+            settled = _first_that_fits(ways, by_module, truth, weights, rows, tolerance)
         if settled is None:
             left.append(unit)
         else:
@@ -117,7 +123,7 @@ def choose_rules(
             found.pop(unit, None)
         left = []
     if left:
-        found |= _by_the_last_resort(tracer, left, truths, weights, batch, rows=rows)
+        found |= _by_the_last_resort(tracer, left, truths, weights, batch, tolerance)
     return ChosenRules(
         units=tuple(found[unit][0] for unit in used if unit in found),
         pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
@@ -125,9 +131,34 @@ def choose_rules(
         unused=tuple(unused),
         aside=frozenset(unit for unit in unused if passed(unit, by_module)),
         skipped=tuple(dense) if uncovered == "skip" else (),
+        tolerance=tolerance,
         example=target.detach(),
         tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
+
+
+@dataclass(slots=True)
+class _Precision:
+    """The dtypes of what autograd saves: a model may compute parts of itself with fewer bits."""
+
+    dtypes: set[torch.dtype]
+
+    def tolerance(self, own: torch.dtype) -> float:
+        """The relative error of the least precise dtype."""
+        known = {dtype for dtype in self.dtypes if dtype.is_floating_point} | {own}
+        return max(_TOLERANCE.get(dtype, _LOW) for dtype in known)
+
+
+@contextlib.contextmanager
+def _seeing_precision() -> Iterator[_Precision]:
+    seen = _Precision(set())
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.dtypes.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield seen
 
 
 def _pattern(
@@ -152,6 +183,7 @@ def _spread(
     weights: torch.Tensor,
     batch: Any,
     target: torch.Tensor,
+    tolerance: float,
 ) -> tuple[LayerUnit, LayerGradients] | None:
     """The unit with its output spread to all samples, if the model then says and learns the same."""
     rows = batch_size(batch)
@@ -164,10 +196,10 @@ def _spread(
         fill(calls, again)
         with torch.no_grad():
             piece = unit_gradients(candidate, calls, rows=rows)
-            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
+            total = _weighted_sum(piece, weights)
     except _OTHER_WAYS:
         return None
-    return (candidate, piece) if _fits(total, truth) else None
+    return (candidate, piece) if fits(total, truth, tolerance) else None
 
 
 def _first_that_fits(
@@ -175,19 +207,19 @@ def _first_that_fits(
     calls: dict[nn.Module, list[LayerCall]],
     truth: torch.Tensor,
     weights: torch.Tensor,
-    *,
     rows: int,
+    tolerance: float,
 ) -> tuple[LayerUnit, LayerGradients] | None:
     for candidate in ways:
         own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
         try:
             piece = unit_gradients(candidate, own, rows=rows)
-            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
+            total = _weighted_sum(piece, weights)
         except _OTHER_WAYS:
             # A layer that is called in another way than its rule or its first sample expects:
             # the next way is tried, and the last one works for every model.
             continue
-        if _fits(total, truth):
+        if fits(total, truth, tolerance):
             return candidate, piece
     return None
 
@@ -222,15 +254,15 @@ def _by_the_last_resort(
     truths: dict[LayerUnit, torch.Tensor],
     weights: torch.Tensor,
     batch: Any,
-    *,
-    rows: int,
+    tolerance: float,
 ) -> dict[LayerUnit, tuple[LayerUnit, LayerGradients]]:
+    rows = batch_size(batch)
     whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
     pieces = whole_model_gradients(list(whole), tracer.target, tracer.model, batch, rows=rows)
     found = {}
     for unit, piece in pieces.items():
-        total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
-        if not _fits(total, truths[whole[unit]]):
+        total = _weighted_sum(piece, weights)
+        if not fits(total, truths[whole[unit]], tolerance):
             raise CaptureError(
                 f"layer {unit.name}: the gradients of single samples do not add up to the batch's",
                 found="samples that influence each other, or randomness in the model",
@@ -241,13 +273,18 @@ def _by_the_last_resort(
     return found
 
 
-def _fits(found: torch.Tensor, truth: torch.Tensor) -> bool:
+def _weighted_sum(piece: LayerGradients, weights: torch.Tensor) -> torch.Tensor:
+    return piece.form.weighted_sum(piece.rows, weights.unsqueeze(0).to(piece.rows.example))[0]
+
+
+def fits(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
+    """Whether a captured sum is autograd's, up to rounding."""
     if found.shape != truth.shape:
         return False
     scale = float(truth.norm())
     error = float((found.to(truth.dtype) - truth).norm())
     # Not "error > bound": a NaN must not pass, unless autograd finds the same.
-    if error <= _TOLERANCE.get(truth.dtype, 1e-2) * scale:
+    if error <= tolerance * scale:
         return True
     return bool(torch.equal(found.isfinite(), truth.isfinite()) and not truth.isfinite().all())
 

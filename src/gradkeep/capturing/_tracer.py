@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._calls import LayerCall, fill, watching
 from gradkeep.capturing._pooling import fast_pooling
 from gradkeep.capturing._refit import in_form
@@ -61,24 +61,28 @@ class Tracer:
         *,
         soon: MadeSoon | None = None,
         light: Collection[nn.Module] = (),
-        within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        device: torch.device | None = None,
+        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Traced:
         """The gradients of every unit for every sample of the batch, by rules that are proved.
 
         What `soon` makes of its units is made as soon as the backward pass comes by, and their
         factors are given back; the inputs of `light` modules are left to autograd meanwhile. A batch
-        whose layers are called as never before is proved first. The passes that are not proofs run
-        inside of the context that `within` makes.
+        whose layers are called as never before is proved first. Every pass has a copy of the batch on
+        the `device`, without one the batch itself. Passes that are not proofs run inside of the
+        context that `within` makes of what they are given.
         """
+        own = batch if device is None else to_device(batch, device)
         try:
-            with within():
-                return self._run(batch, None, soon, light)
+            with within(own):
+                return self._run(own, None, soon, light)
         except _Unproved as unproved:
             ran = unproved.ran
-        proofs = self._proved()
-        rules = proofs.prove(self, self.units, batch, ran)
-        with within():
-            return self._run(batch, rules, soon, light)
+        own = batch if device is None else to_device(batch, device)
+        rules = self._proved().prove(self, self.units, own, ran)
+        own = batch if device is None else to_device(batch, device)
+        with within(own):
+            return self._run(own, rules, soon, light)
 
     def _run(
         self,

@@ -6,14 +6,12 @@ import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from gradkeep.capturing._audit import RowAudit
-from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import LayerKeeping, arrays_of
 from gradkeep.capturing._row_making import MadeRows
 from gradkeep.capturing._row_values import measured_values, seeing_outputs, vectors
@@ -104,7 +102,7 @@ class CoordinateMaker:
             piece = LayerGradients(form, DenseRows(dense))
             return _values(self._soon().make(unit, piece, None))
 
-        audit = RowAudit(self.tracer.model, self.tracer.task, self.tracer, project)
+        audit = RowAudit(self.tracer.model, self.tracer.task, self.device, self.tracer, project)
         return dataclasses.replace(self, audit=audit)
 
     def _soon(self) -> CoordinatesSoon:
@@ -124,20 +122,20 @@ class CoordinateMaker:
 
     def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The coordinates and the other values of one batch."""
-        own = to_device(batch, self.device)
         started = time.perf_counter()
         soon = self._soon()
-        within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
         light: frozenset[nn.Module] = frozenset()
         if self.recompute is not None and not alone:
-            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within = partial(self.recompute.step, own)
+            within = self.recompute.step
             light = frozenset(m for u in soon.units if u.rule not in DENSE_RULES for m in u.modules)
         with seeing_outputs(self.watched) as seen:
-            traced = self.tracer.run(own, soon=soon, light=light, within=within)
+            traced = self.tracer.run(
+                batch, soon=soon, light=light, device=self.device, within=within
+            )
         if self.audit is not None and ids is not None:
             losses = traced.measured.losses.detach()
-            self.audit.look(ids, own, losses, traced, time.perf_counter() - started)
+            self.audit.look(ids, batch, losses, traced, time.perf_counter() - started)
         with torch.no_grad():
             parts = {unit: _values(traced.pieces[unit]) for unit in self.tracer.units}
             whole = torch.cat(list(parts.values()), 1)

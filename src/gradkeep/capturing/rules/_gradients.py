@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from gradkeep.factors import AnyForm, GradientRows
 
@@ -21,6 +22,20 @@ class LayerGradients:
     """The tensor that the prefix was read from, untouched: layers that read one share it."""
     sequence: int | None = None
     """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
+
+
+def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of one of the classes, or of a subclass that has their `forward`.
+
+    >>> import torch
+    >>> class Scaled(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)
+    >>> runs_as(torch.nn.Linear(2, 3), torch.nn.Linear), runs_as(Scaled(2, 3), torch.nn.Linear)
+    (True, False)
+    """
+    own = type(module)
+    return any(issubclass(own, kind) and own.forward is kind.forward for kind in kinds)
 
 
 SampleAxis = Literal["first", "second", "flat", "interleaved", "shared"]
