@@ -33,6 +33,7 @@ from gradkeep.capturing._footprint import (
     rows_within,
     segment_bytes,
 )
+from gradkeep.capturing._function import fingerprint_function
 from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
@@ -386,9 +387,17 @@ class Replay:
                 "mode": "train" if self.model.training else "eval",
                 "model": type(self.model).__name__,
                 **maker.fingerprints(values),
+                **self._function(earlier),
                 **({"adjustments": adjustments.to_text()} if adjustments else {}),
             },
         )
+
+    def _function(self, earlier: EarlierRun | None) -> dict[str, str]:
+        """The fingerprint of the model's function; that of an earlier run, whose rows are made again."""
+        if earlier is None:
+            return {"function": fingerprint_function(self.model)}
+        known = earlier.schema.fingerprints.get("function")
+        return {} if known is None else {"function": str(known)}
 
     def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
