@@ -421,9 +421,9 @@ def test_a_budget_in_bytes_counts_what_coordinates_hold(tmp_path, monkeypatch):
     ran = []
     make = CoordinateMaker.make
 
-    def seen(self, batch, *, alone=False):
+    def seen(self, batch, **options):
         ran.append(batch_size(batch))
-        return make(self, batch, alone=alone)
+        return make(self, batch, **options)
 
     monkeypatch.setattr(CoordinateMaker, "make", seen)
     store = gk.open(tmp_path)

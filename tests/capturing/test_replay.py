@@ -85,10 +85,8 @@ def test_hooks_do_not_change_results(store, model, data):
 
     class Listening(gk.Classification):
         def measure(self, model, batch):
-            if (
-                torch.is_grad_enabled()
-            ):  # else a few rows are run to see whether they come out the same
-                assert any(module._forward_hooks for module in model.modules())
+            # Else a few rows are run apart, to see whether they come out the same.
+            if any(module._forward_hooks for module in model.modules()):
                 watched.append((batch[0].clone(), model(batch[0]).detach()))
             return super().measure(model, batch)
 

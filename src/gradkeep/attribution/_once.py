@@ -128,7 +128,7 @@ def attribute_once(
         ids = []
         total = rows.num_rows
         for own, batch in rows:
-            tracer.run(to_device(batch, device), soon=passing)
+            tracer.run(batch, device=device, soon=passing)
             passing.finish(len(own))
             ids.append(own)
             if progress:
@@ -258,7 +258,7 @@ def _held(
     factors: dict[LayerUnit, list[OuterRows]] = {}
     ids: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     for own, batch in asked:
-        traced = tracer.run(to_device(batch, device))
+        traced = tracer.run(batch, device=device)
         if not ids:
             for unit in tracer.units:
                 single = not dense and _has_one_position(traced.pieces[unit])

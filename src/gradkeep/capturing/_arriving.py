@@ -83,7 +83,9 @@ def _one_by_one(
 
 def _flat(unit: LayerUnit, own: dict[nn.Parameter, Tensor]) -> Tensor:
     parts = [
-        own[weight].reshape(-1) if weight in own else torch.zeros_like(weight).reshape(-1)
+        own[weight].to_dense().reshape(-1)  # of embeddings with sparse=True
+        if weight in own
+        else torch.zeros_like(weight).reshape(-1)
         for weight in unit.weights
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

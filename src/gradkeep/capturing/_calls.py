@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from gradkeep.remat import stash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from gradkeep.remat import StashedTensor
 
@@ -28,6 +28,8 @@ class LayerCall:
     kwargs: dict[str, Any]
     shapes: tuple[torch.Size, ...]
     """The shapes of the output tensors that carry gradients."""
+    given: torch.Size
+    """The shape of the first input tensor."""
     edges: tuple[GradientEdge, ...]
     """Where the gradients of those tensors will pass, as they were before any in-place change."""
     suffixes: list[torch.Tensor | None] = field(default_factory=list)
@@ -88,7 +90,8 @@ def watching(
     calls: list[LayerCall] = []
 
     def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if module in spread:
+        is_spread = module in spread and _is_shared(args[0], rows)
+        if is_spread:
             args, output = (spread_to(args[0], rows), *args[1:]), spread_to(output, rows)
         outputs = [t for t in _tensors(output) if t.requires_grad]
         if not outputs:
@@ -103,6 +106,7 @@ def watching(
             args=args,
             kwargs=kwargs,
             shapes=tuple(t.shape for t in outputs),
+            given=inputs[0].shape if inputs else torch.Size(),
             edges=() if by_hooks else tuple(get_gradient_edge(t) for t in outputs),
             original=inputs[0] if inputs else None,
         )
@@ -114,7 +118,7 @@ def watching(
             call.stashed = stash(inputs[0])
             call.args, call.original = (), None
         calls.append(call)
-        return output if module in spread else None
+        return output if is_spread else None
 
     with contextlib.ExitStack() as stack:
         for module in dict.fromkeys(modules):
@@ -138,6 +142,34 @@ def spread_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """A view `[B, ...]` of what all samples share, `[...]` or `[1, ...]`."""
     one = tensor if tensor.shape[0] == 1 else tensor.unsqueeze(0)
     return one.expand(rows, *one.shape[1:])
+
+
+def _is_shared(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether a tensor of positions is `[T]` or `[1, T]` and not one of the samples' own."""
+    return tensor.dim() == 1 or tensor.shape[0] != rows
+
+
+def _spread_shape(shape: torch.Size, rows: int) -> torch.Size:
+    return torch.Size((rows, *(shape[1:] if shape[0] == 1 else shape)))
+
+
+def call_pattern(calls: Iterable[LayerCall], rows: int, *, spread: bool = False) -> tuple[Any, ...]:
+    """What a rule's validity depends on: one row or several, one call or several, their shapes."""
+    seen = []
+    for call in calls:
+        pair = call.given, call.shapes[0]
+        if spread:
+            pair = (_spread_shape(pair[0], rows), _spread_shape(pair[1], rows))
+        seen.append(tuple((len(shape), _size_class(shape, rows)) for shape in pair))
+    return (rows == 1, len(seen) > 1, frozenset(seen)) if seen else ()
+
+
+def _size_class(shape: Sequence[int], rows: int) -> int:
+    """How the first dimension counts the samples."""
+    if not shape:
+        return 3
+    size = shape[0]
+    return 0 if size == rows else 1 if size == 1 else 2 if rows and size % rows == 0 else 3
 
 
 def fill(

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._columns import Columns
-    from gradkeep.capturing._first_batch import KeepChoice, Uncovered
+    from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._loader import Batches, Ids
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing._report import Captured
+    from gradkeep.capturing._rule_choice import Uncovered
     from gradkeep.farm import Engine
     from gradkeep.query import GradientOf, LayerChoice
     from gradkeep.store import Encoding, Store

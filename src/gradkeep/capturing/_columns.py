@@ -18,6 +18,7 @@ from gradkeep.store import Ragged
 
 if TYPE_CHECKING:
     from gradkeep._preview import Preview
+    from gradkeep.capturing._audit import RowAudit
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._row_making import RowMaker
 
@@ -173,9 +174,14 @@ class ColumnMaker:
         """What stands in the report, beside the notes."""
         return self.maker.facts()
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+    @property
+    def audit(self) -> RowAudit | None:
+        """What checks some of the rows."""
+        return self.maker.audit
+
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The rows of a batch, with their columns."""
-        made = self.maker.make(without_columns(batch), alone=alone)
+        made = self.maker.make(without_columns(batch), alone=alone, ids=ids)
         columns = batch.columns if isinstance(batch, WithColumns) else {}
         added = {name: _as_kept(name, values) for name, values in columns.items()}
         return MadeRows(made.values | added, made.gradients, made.layers)

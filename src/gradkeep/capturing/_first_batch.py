@@ -1,261 +1,37 @@
-"""The first batch: find out how each unit can be captured, and prove it against autograd.
-
-With random weights w, autograd's gradient of sum_n w_n target_n must equal sum_n w_n gradient_n of
-the captured rows. One backward pass checks all rows of all layers at once: a wrong rule, a mistaken
-batch dimension or samples that influence each other do not pass.
-"""
+"""Preparing a capture on its first batch: how each layer is captured, and how it is kept."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from torch import nn
 
 from gradkeep._arguments import instance, number, one_of, optional, text
-from gradkeep.capturing._arriving import told_of_gradients
+from gradkeep.capturing._adjustments import NO_ADJUSTMENTS, Adjustments
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._keeping import choose_storage, storage_named
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
+from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs
+from gradkeep.capturing._rule_choice import Uncovered, choose_rules
+from gradkeep.capturing._tracer import DENSE_RULES, Tracer, no_gradients
 from gradkeep.capturing.coordinates._keep import QUERIES, Keep, parse_keep
-from gradkeep.capturing.rules._any_module import whole_model_gradients
-from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
-from gradkeep.capturing.rules._rules import unit_gradients
-from gradkeep.capturing.rules._units import (
-    HINT,
-    LayerUnit,
-    holder_that_ran,
-    units_of,
-    watched,
-)
+from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.errors import CaptureError
+from gradkeep.factors import OuterRows
 from gradkeep.query import select_layers
 from gradkeep.store import Encoding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from torch import nn
 
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Task
     from gradkeep.factors import Storage
     from gradkeep.query import GradientOf, LayerChoice
-
-Uncovered = Literal["dense", "error", "skip"]
-"""What to do with parameters that no factor rule covers."""
-_OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChosenRules:
-    """How every unit is captured from now on."""
-
-    units: tuple[LayerUnit, ...]
-    pieces: dict[LayerUnit, LayerGradients]
-    """Those of the first batch."""
-    unused: tuple[LayerUnit, ...]
-    aside: frozenset[LayerUnit]
-    """Those of the unused whose modules the backward pass came by all the same."""
-    skipped: tuple[LayerUnit, ...]
-    tokens: int | None
-    """T, where samples have tokens `[B, T]`."""
-
-
-def choose_rules(
-    tracer: Tracer, units: Sequence[LayerUnit], batch: Any, *, uncovered: Uncovered
-) -> ChosenRules:
-    """Choose a way for each unit that gives autograd's gradients on this batch.
-
-    Cost: one forward and two backward passes, and for what only the last resort covers, one pass
-    per sample. Of autograd's gradients one layer's is held at a time, and those that no factors give.
-    """
-    rows = batch_size(batch)
-    modules = [*watched(units), *tracer.model.modules()]
-    measured, target, calls = tracer.forward(modules, batch)
-    weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
-    fill(calls, target, retain=True)
-    by_module: dict[nn.Module, list[LayerCall]] = {}
-    for call in calls:
-        by_module.setdefault(call.module, []).append(call)
-    truths: dict[LayerUnit, torch.Tensor] = {}
-    found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
-
-    def arrived(unit: LayerUnit, truth: torch.Tensor) -> None:
-        if not is_shared(unit, by_module, rows):
-            ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
-            cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
-            settled = _first_that_fits(cheap, by_module, truth, weights, rows=rows)
-            if settled is not None:
-                found[unit] = settled
-                return
-        truths[unit] = truth  # of what runs the layer once more, when the pass is over
-
-    unused = told_of_gradients((target * weights).sum(), units, arrived)
-    left: list[LayerUnit] = []
-    for unit, truth in truths.items():
-        if is_shared(unit, by_module, rows):
-            shared = _spread(tracer, unit, truth, weights, batch, target)
-            if shared is not None:
-                found[unit] = shared
-                continue
-        with torch.no_grad():
-            ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
-            settled = _first_that_fits(ways, by_module, truth, weights, rows=rows)
-        if settled is None:
-            left.append(unit)
-        else:
-            found[unit] = settled
-    used = [unit for unit in units if unit in found or unit in truths]
-    dense = [unit for unit in used if unit in left or found[unit][0].rule in DENSE_RULES]
-    if dense and uncovered != "dense":
-        if uncovered == "error":
-            raise _uncovered(dense)
-        for unit in dense:
-            found.pop(unit, None)
-        left = []
-    if left:
-        found |= _by_the_last_resort(tracer, left, truths, weights, batch, rows=rows)
-    return ChosenRules(
-        units=tuple(found[unit][0] for unit in used if unit in found),
-        pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
-        unused=tuple(unused),
-        aside=frozenset(unit for unit in unused if passed(unit, by_module)),
-        skipped=tuple(dense) if uncovered == "skip" else (),
-        tokens=None if measured.tokens is None else measured.tokens.shape[1],
-    )
-
-
-def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
-    """Whether an embedding is read once for all samples, as positions `[T]` or `[1, T]` are."""
-    if unit.rule != "embedding" or rows < 2:
-        return False
-    own = [call for module in unit.modules for call in calls.get(module, ())]
-    return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
-
-
-def _spread(
-    tracer: Tracer,
-    unit: LayerUnit,
-    truth: torch.Tensor,
-    weights: torch.Tensor,
-    batch: Any,
-    target: torch.Tensor,
-) -> tuple[LayerUnit, LayerGradients] | None:
-    """The unit with its output spread to all samples, if the model then says and learns the same."""
-    rows = batch_size(batch)
-    candidate = dataclasses.replace(unit, axis="shared")
-    alone = dataclasses.replace(tracer, units=[candidate])
-    try:
-        _, again, calls = alone.forward(list(unit.modules), batch)
-        if not torch.equal(again, target):
-            return None
-        fill(calls, again)
-        with torch.no_grad():
-            piece = unit_gradients(candidate, calls, rows=rows)
-            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
-    except _OTHER_WAYS:
-        return None
-    return (candidate, piece) if _fits(total, truth) else None
-
-
-def _first_that_fits(
-    ways: Iterable[LayerUnit],
-    calls: dict[nn.Module, list[LayerCall]],
-    truth: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    rows: int,
-) -> tuple[LayerUnit, LayerGradients] | None:
-    for candidate in ways:
-        own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
-        try:
-            piece = unit_gradients(candidate, own, rows=rows)
-            total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
-        except _OTHER_WAYS:
-            # A layer that is called in another way than its rule or its first sample expects:
-            # the next way is tried, and the last one works for every model.
-            continue
-        if _fits(total, truth):
-            return candidate, piece
-    return None
-
-
-def ways_to_capture(
-    model: nn.Module, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], *, rows: int
-) -> Iterator[LayerUnit]:
-    """Ways to capture a unit, the cheapest first."""
-    if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
-        for axis in SAMPLE_AXES:
-            own = [call for module in unit.modules for call in calls[module]]
-            shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
-            if all(possible(shape, rows, axis) for shape in shapes):
-                yield dataclasses.replace(unit, axis=axis)
-    holder = holder_that_ran(model, unit, set(calls)) if unit.modules[0] not in calls else None
-    module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
-    if module is None or len(unit.modules) > 1:
-        return
-    first = getattr(module, "batch_first", True)
-    lays: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
-    for axis in lays:
-        yield dataclasses.replace(unit, rule="module", modules=(module,), axis=axis)
-    if module is not model:
-        # Of the whole model, the last resort does the same.
-        for axis in lays:
-            yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
-
-
-def _by_the_last_resort(
-    tracer: Tracer,
-    units: Sequence[LayerUnit],
-    truths: dict[LayerUnit, torch.Tensor],
-    weights: torch.Tensor,
-    batch: Any,
-    *,
-    rows: int,
-) -> dict[LayerUnit, tuple[LayerUnit, LayerGradients]]:
-    whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
-    pieces = whole_model_gradients(list(whole), tracer.target, tracer.model, batch, rows=rows)
-    found = {}
-    for unit, piece in pieces.items():
-        total = piece.form.weighted_sum(piece.rows, weights.unsqueeze(0))[0]
-        if not _fits(total, truths[whole[unit]]):
-            raise CaptureError(
-                f"layer {unit.name}: the gradients of single samples do not add up to the batch's",
-                found="samples that influence each other, or randomness in the model",
-                expected="a loss per sample that depends on that sample alone",
-                fix="capture in eval mode (mode='eval'), without statistics over the batch",
-            )
-        found[whole[unit]] = (unit, piece)
-    return found
-
-
-def _fits(found: torch.Tensor, truth: torch.Tensor) -> bool:
-    if found.shape != truth.shape:
-        return False
-    scale = float(truth.norm())
-    error = float((found.to(truth.dtype) - truth).norm())
-    # Not "error > bound": a NaN must not pass, unless autograd finds the same.
-    if error <= _TOLERANCE.get(truth.dtype, 1e-2) * scale:
-        return True
-    return bool(torch.equal(found.isfinite(), truth.isfinite()) and not truth.isfinite().all())
-
-
-def _uncovered(units: Sequence[LayerUnit]) -> CaptureError:
-    names = ", ".join(f"{unit.name} ({unit.type})" for unit in units)
-    return CaptureError(
-        "some parameters are covered by no factor rule",
-        found=names,
-        expected="layers with a rule: linear, convolution, embedding, normalisation",
-        fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
-    )
-
 
 KeepChoice = str | int | Keep | Mapping[str, str] | None
 """A way to keep all layers, a way for each glob of layers, or bytes a row; None: the smallest exact."""
@@ -341,27 +117,61 @@ def prepare_capture(
     *,
     as_before: Mapping[str, Storage] | None = None,
     placed: bool = True,
+    adjustments: Adjustments = NO_ADJUSTMENTS,
+    proof_rows: int = PROOF_ROWS,
 ) -> PreparedCapture:
     """Find out and prove how each chosen layer is captured, and choose how it is kept.
 
     `as_before` gives the storage of layers that an earlier run of the same capture has chosen;
-    `placed` whether layers keep which tokens their positions are.
+    `placed` whether layers keep which tokens their positions are; `adjustments` what later batches
+    need; `proof_rows` how many rows of those are proved.
     """
     units = select_layers(units_of(model), settings.layers, error=CaptureError, hint=HINT)
     tracer = Tracer(model, task, settings.of)
-    settled = choose_rules(tracer, units, batch, uncovered=settings.uncovered)
-    tracer = dataclasses.replace(
-        tracer, units=settled.units, unused=settled.unused, aside=settled.aside
+    chosen = choose_rules(
+        tracer, units, batch, uncovered=settings.uncovered, single=adjustments.single
     )
-    wanted = storages_wanted(settled.units, settings.keep, as_before or {})
+    late = [unit for unit in chosen.unused if unit.name in adjustments.late]
+    like, rows = chosen.example, batch_size(batch)
+    pieces = chosen.pieces | {unit: no_gradients(unit, rows, like) for unit in late}
+    pieces = {
+        unit: _with_positions(piece) if unit.name in adjustments.ragged else piece
+        for unit, piece in pieces.items()
+    }
+    proofs = RuleProofs(
+        originals={unit.name: unit for unit in units},
+        forms={unit: piece.form for unit, piece in pieces.items()},
+        uncovered=settings.uncovered,
+        rows=proof_rows,
+    )
+    proofs.add_first(chosen)
+    for unit in late:
+        proofs.add_late(unit)
+    tracer = dataclasses.replace(
+        tracer,
+        units=tuple(pieces),
+        unused=tuple(unit for unit in chosen.unused if unit not in late),
+        aside=chosen.aside,
+        proofs=proofs,
+    )
+    wanted = storages_wanted(tracer.units, settings.keep, as_before or {})
+    wanted |= {unit: "dense" for unit in pieces if unit.name in adjustments.dense}
     kept = choose_storage(
-        settled.pieces,
+        pieces,
         encoding=settings.encoding,
         wanted=wanted,
         tolerance=settings.tolerance,
-        tokens=settled.tokens if placed else None,
+        tokens=chosen.tokens if placed else None,
     )
-    return PreparedCapture(tracer, tuple(kept), settled.skipped, settled.pieces)
+    return PreparedCapture(tracer, tuple(kept), chosen.skipped, pieces)
+
+
+def _with_positions(piece: LayerGradients) -> LayerGradients:
+    """The same rows, each with a number of positions of its own."""
+    rows = piece.rows
+    if isinstance(rows, OuterRows) and rows.offsets is None:
+        rows = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
+    return dataclasses.replace(piece, rows=rows)
 
 
 def storages_wanted(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradkeep.capturing._adjustments import Adjustments, BatchUnlikeFirst
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows, Outer, OuterRows
+from gradkeep.factors import Dense, DenseRows, Outer, OuterRows, TiedRows
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def rows_to_store(
         piece = pieces[keeping.unit]
         form, rows = stored(keeping.unit.name, piece, keeping.storage, tolerance=keeping.tolerance)
         _check_same(keeping, form)
-        factors[keeping.unit] = rows
+        factors[keeping.unit] = _with_offsets(keeping, rows)
     used = _drop_idle_positions(kept, factors, pieces)
     arrays: dict[str, Any] = {}
     for keeping in kept:
@@ -252,18 +253,22 @@ def _drop_idle_positions(
     for group in groups.values():
         first = factors[group[0].unit]
         assert isinstance(first, OuterRows)
+        for keeping in group[1:]:
+            rows = factors[keeping.unit]
+            assert isinstance(rows, OuterRows)
+            if not _reads(pieces, keeping, group[0], rows, first):
+                raise BatchUnlikeFirst.needing(
+                    Adjustments(dense=frozenset({keeping.unit.name})),
+                    f"layers {group[0].unit.name} and {keeping.unit.name} read the same input in "
+                    f"the first batch, but not in this one",
+                    fix="capture them one by one, with layers= and another capture name",
+                )
         if first.offsets is None:
             continue
         used = torch.zeros(len(first.g), dtype=torch.bool, device=first.g.device)
         for keeping in group:
             rows = factors[keeping.unit]
             assert isinstance(rows, OuterRows)
-            if keeping is not group[0] and not _reads(pieces, keeping, group[0], rows, first):
-                raise CaptureError(
-                    f"layers {group[0].unit.name} and {keeping.unit.name} read the same input in "
-                    f"the first batch, but not in this one",
-                    fix="capture them one by one, with layers= and another capture name",
-                )
             used |= (rows.g != 0).any(1)
         for keeping in group:
             rows = factors[keeping.unit]
@@ -314,12 +319,34 @@ def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
     if form.prefix_array is not None and expected.prefix_array is not None:
         form = form.with_prefix(expected.prefix_array)
     if form != expected:
-        raise CaptureError(
+        raise BatchUnlikeFirst.needing(
+            Adjustments(dense=frozenset({keeping.unit.name})),
             f"layer {keeping.unit.name} has another shape in this batch than in the first one",
             found=str(form),
             expected=str(expected),
             fix=f"pass keep={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
         )
+
+
+def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
+    """The rows with or without a number of positions each, as the layer's arrays have them."""
+    if isinstance(rows, TiedRows) or not isinstance(rows, OuterRows):
+        return rows
+    ragged = any(array.ragged for array in keeping.arrays if array.name in keeping.form.arrays)
+    if rows.offsets is None:
+        with_offsets = OuterRows(rows.x, rows.g, torch.arange(len(rows.x) + 1))
+        return with_offsets if ragged else rows
+    if ragged:
+        return rows
+    if bool((rows.offsets.diff() == 1).all()):
+        return OuterRows(rows.x, rows.g)
+    raise BatchUnlikeFirst.needing(
+        Adjustments(ragged=frozenset({keeping.unit.name})),
+        f"layer {keeping.unit.name} has several positions for a row of this batch",
+        expected="one position for each row, as in the first batch",
+        fix="begin with a batch of sequences longer than one; or pass "
+        f"keep={{{keeping.unit.name!r}: 'dense'}}",
+    )
 
 
 def arrays_of(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import logging
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -11,10 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
+from gradkeep.capturing._adjustments import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
 from gradkeep.capturing._at_hand import check_recomputable
+from gradkeep.capturing._audit import RowAudit, check_unchanged
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
 from gradkeep.capturing._crew import RowProof
@@ -28,6 +33,7 @@ from gradkeep.capturing._footprint import (
     rows_within,
     segment_bytes,
 )
+from gradkeep.capturing._function import fingerprint_function
 from gradkeep.capturing._mode import device_of, in_mode
 from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
@@ -45,6 +51,7 @@ from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
 from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
 from gradkeep.capturing.coordinates._maker import CoordinateMaker, coordinate_maker
+from gradkeep.capturing.rules._units import units_of
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -61,6 +68,7 @@ if TYPE_CHECKING:
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Schema, Store
 
+_log = logging.getLogger(__name__)
 _TRIED, _FEW_TRIED = 16, 2
 """Samples with which it is found out how each layer is captured: few where memory may be short."""
 _WAITING = 8
@@ -101,7 +109,59 @@ class Replay:
     def one(
         self, key: CaptureKey, *, step: int | None, lr: float | None, crew: Crew | None = None
     ) -> Captured:
-        """Capture the weights that the model has now, by oneself or with others."""
+        """Capture the weights that the model has now, by oneself or with others.
+
+        A batch that does not fit what was chosen on the first one makes it begin again, adjusted.
+        """
+        started, cpu = time.perf_counter(), time.process_time()
+        adjustments = NO_ADJUSTMENTS
+        while True:
+            try:
+                captured = self._attempt(key, step, lr, crew, adjustments)
+            except BatchUnlikeFirst as error:
+                more = adjustments | error.adjustments
+                earlier = earlier_run(self.store, key)
+                if more == adjustments or (earlier is not None and earlier.sealed):
+                    raise
+                if error.candidates:
+                    more |= Adjustments(late=self._used_layers(error.candidates))
+                _log.info("beginning again, as %s", error.what)
+                if earlier is not None:
+                    more |= earlier.adjustments
+                    self.store.delete(key)
+                adjustments = more
+                continue
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+            return dataclasses.replace(captured, seconds=seconds, cpu_seconds=cpu_seconds)
+
+    def _used_layers(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of the layers that run in any batch; one forward pass over the data."""
+        units = [unit for unit in units_of(self.model) if unit.name in names]
+        ran: set[str] = set()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ready(self.model))
+            stack.enter_context(in_mode(self.model, self.mode))
+            stack.enter_context(buffers_kept(self.model))
+            for unit in units:
+                for module in unit.modules:
+                    hook = _adding(ran, unit.name)
+                    stack.callback(module.register_forward_hook(hook).remove)
+            for _, batch in self.batches:
+                with torch.no_grad():
+                    own = to_device(without_columns(batch), self.device)
+                    self.task.measure_losses(self.model, own)
+                if len(ran) == len(units):
+                    break
+        return frozenset(ran)
+
+    def _attempt(
+        self,
+        key: CaptureKey,
+        step: int | None,
+        lr: float | None,
+        crew: Crew | None,
+        adjustments: Adjustments,
+    ) -> Captured:
         started, cpu = time.perf_counter(), time.process_time()
         packed = b"" if crew is None else crew.packed()
         with (
@@ -121,8 +181,10 @@ class Replay:
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
             first = self.batches.first
-            maker, at_once, made, steady = self._tried(key, weights, earlier)
-            schema = self._schema(maker, made, weights, earlier)
+            if earlier is not None:
+                adjustments = adjustments | earlier.adjustments
+            maker, at_once, made, steady = self._tried(key, weights, earlier, adjustments)
+            schema = self._schema(maker, made, weights, earlier, adjustments)
             proof = maker if steady else None
             if earlier is not None and earlier.sealed:
                 earlier.schema.require_same(schema, path=earlier.path)
@@ -153,7 +215,7 @@ class Replay:
                 by_others = crew is not None and earlier is not None and earlier.rows > 0
                 with crew.threads() if crew and by_others else contextlib.nullcontext():
                     reused, notes = self._write(
-                        key, schema, maker, at_once, earlier, again, passing, alarms
+                        key, schema, maker, made, at_once, earlier, again, passing, alarms
                     )
                 reused = reused if before is None else before
         block = self.store.read(key)
@@ -186,31 +248,45 @@ class Replay:
                 path=self.store.backend.describe(key.folder),
                 fix="run the whole capture again",
             )
-        maker, at_once, made, _ = self._tried(key, weights, earlier)
+        adjustments = earlier.adjustments
+        maker, at_once, made, _ = self._tried(key, weights, earlier, adjustments)
         proof.check(RowProof.of(self.batches.first, made.values))
-        schema = self._schema(maker, made, weights, earlier)
+        schema = self._schema(maker, made, weights, earlier, adjustments)
         return PartReplay(self, key, schema, maker, at_once, stack)
 
     def _tried(
-        self, key: CaptureKey, weights: str, earlier: EarlierRun | None
+        self,
+        key: CaptureKey,
+        weights: str,
+        earlier: EarlierRun | None,
+        adjustments: Adjustments,
     ) -> tuple[RowMaker, int, MadeRows, bool]:
         """What makes rows of batches, of how many samples at once, and a few rows made by it.
 
         And whether rows come out the same when they are made again.
         """
         first = self.batches.first
-        maker, at_once, steady = self._maker(without_columns(first), earlier, key, weights)
+        maker, at_once, steady = self._maker(
+            without_columns(first), earlier, key, weights, adjustments
+        )
         maker = keeping_columns(maker, first)
-        made = maker.make(rows_of(first, 0, min(2, batch_size(first))), alone=True)
+        made = maker.make(self._first_rows(), alone=True)
         return maker, at_once, made, steady
 
     def _maker(
-        self, first: Any, earlier: EarlierRun | None, key: CaptureKey, weights: str
+        self,
+        first: Any,
+        earlier: EarlierRun | None,
+        key: CaptureKey,
+        weights: str,
+        adjustments: Adjustments,
     ) -> tuple[RowMaker, int, bool]:
         """What makes rows of batches, how many samples at once, and whether the model is steady."""
         if self.settings.keep == LOSSES:
             at_once, steady = batch_size(first), self._is_steady(first)
-            return LossMaker(self.model, self.task, self.watched, self.device), at_once, steady
+            audit = RowAudit(self.model, self.task, self.device) if steady else None
+            losses = LossMaker(self.model, self.task, self.watched, self.device, audit=audit)
+            return losses, at_once, steady
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
         tried = _FEW_TRIED if small or self.budget is not None else _TRIED
         rows = min(batch_size(first), tried)
@@ -219,7 +295,14 @@ class Replay:
         settings = self.settings.exact if small else self.settings
         placed = earlier is None or earlier.placed  # a capture that was begun without goes on so
         prepared = prepare_capture(
-            self.model, self.task, batch, settings, as_before=as_before, placed=placed
+            self.model,
+            self.task,
+            batch,
+            settings,
+            as_before=as_before,
+            placed=placed,
+            adjustments=adjustments,
+            proof_rows=tried,
         )
         if not prepared.kept:
             raise CaptureError(
@@ -230,14 +313,15 @@ class Replay:
         moments = None
         if not small and self.recompute is None:  # a plan wants every step to be the same
             moments = FirstMoments.wanted(prepared, self.budget)
+        audit = RowAudit(self.model, self.task, self.device, prepared.tracer) if steady else None
         maker: RowMaker = GradientMaker(
-            prepared, self.watched, self.recompute, self.device, moments
+            prepared, self.watched, self.recompute, self.device, moments, audit
         )
         at_once = rows_at_once(prepared, rows)
         if small:
             compressed = self._compressed(prepared, key, weights, batch)
             if compressed is not None:
-                maker, at_once = compressed, batch_size(first)
+                maker, at_once = compressed.audited() if steady else compressed, batch_size(first)
         if self.budget is None:
             return maker, at_once, steady
         if isinstance(maker, CoordinateMaker):
@@ -247,6 +331,10 @@ class Replay:
             return maker, min(at_once, within), steady
         footprint = row_footprint(prepared, batch, rows)
         return maker, min(at_once, rows_within(self.budget, footprint)), steady
+
+    def _first_rows(self) -> Any:
+        first = self.batches.first
+        return rows_of(first, 0, min(2, batch_size(first)))
 
     def _is_steady(self, first: Any) -> bool:
         return is_steady(self.model, self.task, first, self.mode)
@@ -278,7 +366,12 @@ class Replay:
         )
 
     def _schema(
-        self, maker: RowMaker, made: MadeRows, weights: str, earlier: EarlierRun | None
+        self,
+        maker: RowMaker,
+        made: MadeRows,
+        weights: str,
+        earlier: EarlierRun | None,
+        adjustments: Adjustments,
     ) -> Schema:
         values = made.values | {"example": digests(self.batches.first)[:0]}
         gradients = tuple(array for keeping in maker.kept for array in keeping.arrays)
@@ -294,8 +387,17 @@ class Replay:
                 "mode": "train" if self.model.training else "eval",
                 "model": type(self.model).__name__,
                 **maker.fingerprints(values),
+                **self._function(earlier),
+                **({"adjustments": adjustments.to_text()} if adjustments else {}),
             },
         )
+
+    def _function(self, earlier: EarlierRun | None) -> dict[str, str]:
+        """The fingerprint of the model's function; that of an earlier run, whose rows are made again."""
+        if earlier is None:
+            return {"function": fingerprint_function(self.model)}
+        known = earlier.schema.fingerprints.get("function")
+        return {} if known is None else {"function": str(known)}
 
     def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
@@ -334,6 +436,7 @@ class Replay:
         key: CaptureKey,
         schema: Schema,
         maker: RowMaker,
+        made: MadeRows,
         at_once: int,
         earlier: EarlierRun | None,
         again: RowsMadeAgain | None,
@@ -356,6 +459,8 @@ class Replay:
                     earlier.check(ids, found)
                 if again is not None:
                     again.look(ids, batch)
+                if maker.audit is not None:
+                    maker.audit.is_last = done + len(ids) == self.batches.num_rows
                 needed = writer.needs(len(ids))
                 reused += 0 if needed else len(ids)
                 if needed or (moments is not None and moments.open):
@@ -369,6 +474,9 @@ class Replay:
                     report(done, self.batches.num_rows or done)
             joined.flush()
             alarms.check_all_zero()
+            if maker.audit is not None:
+                again_first = maker.make(self._first_rows(), alone=True)
+                check_unchanged(made.values, again_first.values)
             weights = str(schema.fingerprints["weights"])
             kept = None if moments is None else moments.found(weights, np.concatenate(first))
             if kept is not None:
@@ -420,6 +528,13 @@ def _random_with_workers() -> CaptureError:
         found="dropout in train mode",
         fix="pass mode='eval', or leave workers= out",
     )
+
+
+def _adding(names: set[str], name: str) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        names.add(name)
+
+    return hook
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradkeep.capturing._adjustments import Adjustments
 from gradkeep.capturing._batches import rows_of
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows, named
 from gradkeep.errors import CaptureError, NotSealed
@@ -65,6 +66,11 @@ class EarlierRun:
         for layer in self.schema.layers:
             found[layer.name] = form_from_fields(layer.form).storage
         return found
+
+    @property
+    def adjustments(self) -> Adjustments:
+        """What its later batches needed beyond the first one."""
+        return Adjustments.from_text(str(self.schema.fingerprints.get("adjustments", "")))
 
     @property
     def placed(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._keeping import rows_to_store
@@ -22,11 +22,12 @@ from gradkeep.factors import form_to_fields
 from gradkeep.store import Layer, Ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
 
+    from gradkeep.capturing._audit import RowAudit
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._first_moments import FirstMoments
     from gradkeep.capturing._keeping import LayerKeeping
@@ -63,6 +64,10 @@ class RowMaker(Protocol):
         """Rows that are handed to a writer at once, at least."""
 
     @property
+    def audit(self) -> RowAudit | None:
+        """What checks some of the rows; None: nothing does."""
+
+    @property
     def kept(self) -> tuple[LayerKeeping, ...]:
         """How each layer is kept; empty where no gradients are."""
 
@@ -79,8 +84,11 @@ class RowMaker(Protocol):
     def facts(self) -> list[str]:
         """What stands in the report, beside the notes."""
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
-        """The rows of a batch; `alone` without the plan that a run of equal batches has."""
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
+        """The rows of a batch; `alone` without the plan that a run of equal batches has.
+
+        Some rows are checked where their `ids` are given.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +101,7 @@ class GradientMaker:
     device: torch.device
     moments: FirstMoments | None = None
     """What adds up moments of the first rows, where layers are kept dense."""
+    audit: RowAudit | None = None
 
     @property
     def joined(self) -> int:
@@ -109,19 +118,22 @@ class GradientMaker:
         """Bytes on disk of one row's gradients."""
         return self.prepared.row_bytes
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The gradients and the other values of one batch."""
-        own = to_device(batch, self.device)
-        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        started = time.perf_counter()
+        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
         light: Any = ()
         if self.recompute is not None and not alone:
-            # A part of a batch lies elsewhere in it each time: to a plan that is another step.
-            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within, light = self.recompute.step(own), self.prepared.light
+            within, light = self.recompute.step, self.prepared.light
         first = None if alone or self.moments is None else self.moments.during()
         soon = DenseSoon(self.prepared.dense) if self.prepared.dense else None
-        with within, seeing_outputs(self.watched) as seen:
-            traced = self.prepared.tracer.run(own, soon=first or soon, light=light)
+        with seeing_outputs(self.watched) as seen:
+            traced = self.prepared.tracer.run(
+                batch, soon=first or soon, light=light, device=self.device, within=within
+            )
+        if self.audit is not None and ids is not None:
+            losses = traced.measured.losses.detach()
+            self.audit.look(ids, batch, losses, traced, time.perf_counter() - started)
         with torch.no_grad():
             factors, gradients = rows_to_store(self.kept, traced.pieces)
             lengths = norms(self.kept, factors).cpu()
@@ -170,6 +182,7 @@ class LossMaker:
     device: torch.device
     joined: int = _MOST_JOINED
     """A row takes so little that handing it over would be a good part of its price."""
+    audit: RowAudit | None = None
 
     @property
     def kept(self) -> tuple[LayerKeeping, ...]:
@@ -181,13 +194,16 @@ class LossMaker:
         """About what the values of a row take."""
         return 512.0
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The values of one batch, without a backward pass."""
+        started = time.perf_counter()
         own = to_device(batch, self.device)
         with torch.no_grad(), seeing_outputs(self.watched) as seen:
             measured = self.task.measure_losses(self.model, own)
         rows = batch_size(batch)
         check_measured("losses", measured.losses, rows)
+        if self.audit is not None and ids is not None:
+            self.audit.look(ids, batch, measured.losses, None, time.perf_counter() - started)
         values = measured_values(measured)
         logits = measured.logits
         if logits is not None and logits.shape[1] <= _MOST_CLASSES:
@@ -275,7 +291,7 @@ def append_rows(
             continue
         part = batch if stop - start == count else rows_of(batch, start, stop)
         try:
-            made = maker.make(part)
+            made = maker.make(part, ids=ids[start:stop])
         except (RuntimeError, MemoryError) as error:
             at_once = _half_of(stop - start, error)
             continue

@@ -18,14 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gradkeep.capturing._batches import batch_size, with_leaves
 from gradkeep.capturing._calls import LayerCall, fill
-from gradkeep.capturing._first_batch import (
-    PreparedCapture,
-    is_shared,
-    storages_wanted,
-    ways_to_capture,
-)
+from gradkeep.capturing._first_batch import PreparedCapture, storages_wanted
 from gradkeep.capturing._keeping import choose_storage
 from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._rule_choice import is_shared, ways_to_capture
 from gradkeep.capturing._stand_ins import LOW
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer
 from gradkeep.capturing.rules._embedding import tied_pieces
@@ -347,7 +343,7 @@ def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> L
         key = (_storage(from_), from_.storage_offset(), from_.shape, from_.stride(), from_.dtype)
         source = sources.setdefault(key, given[0])
     count = len(call.shapes)
-    return LayerCall(call.module, given, {}, call.shapes, (), [None] * count, source)
+    return LayerCall(call.module, given, {}, call.shapes, call.given, (), [None] * count, source)
 
 
 def _value_bytes(measured: Measured) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._calls import LayerCall, fill, watching
 from gradkeep.capturing._pooling import fast_pooling
+from gradkeep.capturing._refit import in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.capturing.rules._rules import unit_gradients
@@ -19,10 +21,13 @@ from gradkeep.errors import CaptureError
 from gradkeep.factors import Dense, DenseRows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from gradkeep.capturing._proofs import RuleProofs, Rules
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.factors import AnyForm
     from gradkeep.query import GradientOf
 
 
@@ -47,54 +52,118 @@ class Tracer:
     """Units that the loss did not depend on when the first batch ran."""
     aside: frozenset[LayerUnit] = frozenset()
     """Those of them whose modules take part, such as the whole model that holds a spare scale."""
+    proofs: RuleProofs | None = None
+    """The rules of the units, by the pattern of their calls; None: the tracer only runs forward."""
 
     def run(
-        self, batch: Any, *, soon: MadeSoon | None = None, light: Collection[nn.Module] = ()
+        self,
+        batch: Any,
+        *,
+        soon: MadeSoon | None = None,
+        light: Collection[nn.Module] = (),
+        device: torch.device | None = None,
+        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Traced:
-        """The gradients of every unit for every sample of the batch.
+        """The gradients of every unit for every sample of the batch, by rules that are proved.
 
         What `soon` makes of its units is made as soon as the backward pass comes by, and their
-        factors are given back; the inputs of `light` modules are left to autograd meanwhile.
+        factors are given back; the inputs of `light` modules are left to autograd meanwhile. A batch
+        whose layers are called as never before is proved first. Every pass has a copy of the batch on
+        the `device`, without one the batch itself. Passes that are not proofs run inside of the
+        context that `within` makes of what they are given.
         """
-        rows = batch_size(batch)
-        modules = watched([*self.units, *self.unused])
-        measured, target, calls = self.forward(modules, batch, light=light)
+        own = batch if device is None else to_device(batch, device)
+        try:
+            with within(own):
+                return self._run(own, None, soon, light)
+        except _Unproved as unproved:
+            ran = unproved.ran
+        own = batch if device is None else to_device(batch, device)
+        rules = self._proved().prove(self, self.units, own, ran)
+        own = batch if device is None else to_device(batch, device)
+        with within(own):
+            return self._run(own, rules, soon, light)
+
+    def _run(
+        self,
+        batch: Any,
+        rules: Rules | None,
+        soon: MadeSoon | None,
+        light: Collection[nn.Module],
+    ) -> Traced:
+        rows, proofs = batch_size(batch), self._proved()
+        modules = [*watched([*self.units, *self.unused]), *proofs.modules]
+        spread = proofs.spread(self.units)
+        if rules is not None:
+            new = [rule for rule in rules.values() if rule is not None and rule.axis == "shared"]
+            spread |= {module for rule in new for module in rule.modules}
+        measured, target, calls = self.forward(modules, batch, light=light, spread=spread)
         by_module: dict[nn.Module, list[LayerCall]] = {}
         for call in calls:
             by_module.setdefault(call.module, []).append(call)
+        if rules is None:
+            rules = proofs.rules(self.units, by_module, rows)
+            if rules is None:
+                raise _Unproved([u for u in self.units if any(m in by_module for m in u.modules)])
+        else:
+            proofs.add(rules, by_module, rows)
         pieces: dict[LayerUnit, LayerGradients] = {}
         if soon is None:
             fill(calls, target)
         else:
-            passing = DuringBackward(soon, by_module, measured, rows)
+            passing = DuringBackward(soon, by_module, measured, rules, proofs.forms, rows)
             fill(calls, target, arrived=passing.arrived)
             with torch.no_grad():
                 pieces |= passing.finished()
         self._check_unused(by_module)
-        again: dict[tuple[Any, ...], list[LayerUnit]] = {}
+        again: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
+        whole: dict[LayerUnit, LayerUnit] = {}
         with torch.no_grad():
             for unit in self.units:
+                rule = rules[unit]
                 if unit in pieces:
                     continue
-                if unit.rule in ("module", "one by one"):
-                    again.setdefault((unit.modules[0], unit.rule, unit.axis), []).append(unit)
-                elif unit.rule != "whole":
-                    pieces[unit] = unit_gradients(unit, self._calls(unit, by_module), rows=rows)
+                if rule is None:
+                    pieces[unit] = no_gradients(unit, rows, target)
+                elif rule.rule in ("module", "one by one"):
+                    same = again.setdefault((rule.modules[0], rule.rule, rule.axis), {})
+                    same[rule] = unit
+                elif rule.rule == "whole":
+                    whole[rule] = unit
+                else:
+                    pieces[unit] = unit_gradients(rule, _calls(rule, by_module), rows=rows)
             for units in again.values():
-                pieces |= module_gradients(units, self._calls(units[0], by_module), rows=rows)
-        if whole := [unit for unit in self.units if unit.rule == "whole"]:
-            pieces |= whole_model_gradients(whole, self.target, self.model, batch, rows=rows)
-        if soon is not None:
-            for unit in soon.units:
-                if unit.rule in DENSE_RULES:
+                own = _calls(next(iter(units)), by_module)
+                found = module_gradients(list(units), own, rows=rows)
+                pieces |= {units[rule]: piece for rule, piece in found.items()}
+        if whole:
+            found = whole_model_gradients(list(whole), self.target, self.model, batch, rows=rows)
+            pieces |= {whole[rule]: piece for rule, piece in found.items()}
+        with torch.no_grad():
+            for unit in self.units:
+                made = soon is not None and unit in soon.units
+                if made and not _is_late(rules[unit]):
+                    continue
+                pieces[unit] = in_form(pieces[unit], proofs.forms[unit])
+                if made and soon is not None:
                     pieces[unit] = soon.make(unit, pieces[unit], measured)
         return Traced(measured, {unit: pieces[unit] for unit in self.units})
 
+    def _proved(self) -> RuleProofs:
+        assert self.proofs is not None, "a tracer runs once its rules are proved"
+        return self.proofs
+
     def forward(
-        self, modules: Sequence[nn.Module], batch: Any, *, light: Collection[nn.Module] = ()
+        self,
+        modules: Sequence[nn.Module],
+        batch: Any,
+        *,
+        light: Collection[nn.Module] = (),
+        spread: Collection[nn.Module] | None = None,
     ) -> tuple[Measured, torch.Tensor, list[LayerCall]]:
         """Run the batch forward, watching the modules: what it measured, its target, the calls."""
-        spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
+        if spread is None:
+            spread = {m for unit in self.units if unit.axis == "shared" for m in unit.modules}
         with (
             fast_pooling(self.model),
             watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls,
@@ -105,6 +174,10 @@ class Tracer:
     def target(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """What is differentiated `[B]`."""
         return self._measure(batch)[1]
+
+    def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+        """What the task measures, and what of it is differentiated `[B]`."""
+        return self._measure(batch)
 
     def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
         """`[B]`: what makes the gradients of losses of those that are captured; None: they are."""
@@ -139,22 +212,35 @@ class Tracer:
         _check_shape("outputs", outputs, rows)
         return measured, outputs
 
-    def _calls(self, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> list[LayerCall]:
-        own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
-        if not own:
-            raise CaptureError(
-                f"layer {unit.name} did not run for this batch, but did for the first one",
-                fix="leave the layer out with layers='!...'",
-            )
-        return own
-
     def _check_unused(self, calls: dict[nn.Module, list[LayerCall]]) -> None:
-        for unit in self.unused:
-            if unit not in self.aside and passed(unit, calls):
-                raise CaptureError(
-                    f"layer {unit.name} is used by this batch, but not by the first one",
-                    fix="leave the layer out, or begin with a batch that uses it",
-                )
+        unused = [unit for unit in self.unused if unit not in self.aside]
+        used = [unit for unit in unused if passed(unit, calls)]
+        if used:
+            raise self._proved().unused_before(used, unused)
+
+
+class _Unproved(Exception):
+    """A batch shows a pattern of calls that no rule is proved for."""
+
+    def __init__(self, ran: list[LayerUnit]) -> None:
+        super().__init__()
+        self.ran = ran
+
+
+def _calls(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
+    return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
+
+
+def _is_late(rule: LayerUnit | None) -> bool:
+    """Whether gradients are made when the backward pass is over."""
+    return rule is None or rule.rule in DENSE_RULES
+
+
+def no_gradients(unit: LayerUnit, rows: int, like: torch.Tensor) -> LayerGradients:
+    """Gradients of zero, in the memory of a single value."""
+    values = torch.zeros((), dtype=like.dtype, device=like.device).expand(rows, unit.size)
+    form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
+    return LayerGradients(form, DenseRows(values))
 
 
 def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
@@ -232,17 +318,21 @@ class DuringBackward:
         soon: MadeSoon,
         calls: Mapping[nn.Module, list[LayerCall]],
         measured: Measured,
+        rules: Rules,
+        forms: Mapping[LayerUnit, AnyForm],
         rows: int,
     ) -> None:
-        self._soon, self._measured, self._rows = soon, measured, rows
+        self._soon, self._measured, self._rules, self._rows = soon, measured, rules, rows
+        self._forms = forms
         self._pieces: dict[LayerUnit, LayerGradients] = {}
         self._calls = calls
         self._waiting: dict[nn.Module, set[LayerUnit]] = {}
         self._missing: dict[LayerUnit, int] = {}
         for unit in soon.units:
-            if unit.rule in DENSE_RULES:
+            rule = rules[unit]
+            if rule is None or rule.rule in DENSE_RULES:
                 continue
-            modules = list(dict.fromkeys(unit.modules))
+            modules = list(dict.fromkeys(rule.modules))
             self._missing[unit] = sum(len(calls.get(module, ())) for module in modules)
             for module in modules:
                 self._waiting.setdefault(module, set()).add(unit)
@@ -260,15 +350,16 @@ class DuringBackward:
     def finished(self) -> dict[LayerUnit, LayerGradients]:
         """All that was made, when the pass is over: units that it ended at come last."""
         for unit in self._missing:
-            if unit not in self._pieces and any(self._calls.get(m) for m in unit.modules):
+            if unit not in self._pieces:
                 self._make(unit)
         return self._pieces
 
     def _make(self, unit: LayerUnit) -> None:
-        modules = list(dict.fromkeys(unit.modules))
-        own = [call for module in modules for call in self._calls[module]]
-        made = unit_gradients(unit, own, rows=self._rows)
-        self._pieces[unit] = self._soon.make(unit, made, self._measured)
+        rule = self._rules[unit]
+        assert rule is not None
+        modules = list(dict.fromkeys(rule.modules))
+        made = unit_gradients(rule, _calls(rule, self._calls), rows=self._rows)
+        self._pieces[unit] = self._soon.make(unit, in_form(made, self._forms[unit]), self._measured)
         for module in modules:
             self._waiting[module].discard(unit)
             if not self._waiting[module]:

@@ -10,6 +10,8 @@ import torch
 from gradkeep.factors._weights import WeightVector
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from gradkeep.factors._form import Form, GradientRows
@@ -92,11 +94,16 @@ class LayerProjection:
         """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks if block is not None)
 
-    def applied(self, form: Form[GradientRows], rows: GradientRows) -> Tensor:
-        """The coordinates `[B, size]` of some rows."""
+    def applied(
+        self,
+        form: Form[GradientRows],
+        rows: GradientRows,
+        blocks: Sequence[WeightBlock] | None = None,
+    ) -> Tensor:
+        """The coordinates `[B, size]` of some rows; `blocks` are those of the form by default."""
         parts = [
             own.applied(form, rows, block)
-            for own, block in zip(self.blocks, form.weight_blocks(), strict=True)
+            for own, block in zip(self.blocks, blocks or form.weight_blocks(), strict=True)
             if own is not None
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

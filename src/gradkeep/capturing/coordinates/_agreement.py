@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep._ranks import rank_correlation
-from gradkeep.capturing._batches import to_device
 from gradkeep.factors import (
     PACKED,
     BitRows,
@@ -56,7 +55,7 @@ def measure_agreement(
     if _LEAST * size > held:
         return None, 0
     for batch in sample:
-        traced = tracer.run(to_device(batch, device))
+        traced = tracer.run(batch, device=device)
         parts.append(traced)
         rows += len(traced.measured.losses)
         if rows >= _MOST or (rows + 4) * size > held:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing._audit import RowAudit
+from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import LayerKeeping, arrays_of
 from gradkeep.capturing._row_making import MadeRows
 from gradkeep.capturing._row_values import measured_values, seeing_outputs, vectors
@@ -27,7 +28,7 @@ from gradkeep.factors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors import BitWidth, LayerProjection
+    from gradkeep.factors import AnyForm, BitWidth, LayerProjection
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Encoding
 
@@ -59,16 +60,21 @@ class CoordinatesSoon:
     """Makes coordinates of factors while the backward pass goes on."""
 
     projections: Mapping[LayerUnit, LayerProjection]
+    forms: Mapping[LayerUnit, AnyForm]
+    """The forms that the projections were found with."""
 
     @property
     def units(self) -> list[LayerUnit]:
         """All that have coordinates."""
         return list(self.projections)
 
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+    def make(
+        self, unit: LayerUnit, piece: LayerGradients, measured: Measured | None
+    ) -> LayerGradients:
         """The coordinates `[B, k]` of a unit's gradients."""
         del measured
-        values = self.projections[unit].applied(piece.form, piece.rows.widened()).float()
+        blocks = self.forms[unit].weight_blocks()
+        values = self.projections[unit].applied(piece.form, piece.rows.widened(), blocks).float()
         return LayerGradients(Dense(piece.form.parameters, "", values.shape[1]), DenseRows(values))
 
 
@@ -86,6 +92,23 @@ class CoordinateMaker:
     kept: tuple[LayerKeeping, ...]
     left_out: tuple[str, ...]
     joined: int = 1
+    audit: RowAudit | None = None
+
+    def audited(self) -> CoordinateMaker:
+        """The same, with some of its rows checked."""
+
+        def project(unit: LayerUnit, dense: Tensor) -> Tensor:
+            form = Dense(unit.parameters, "", dense.shape[1])
+            piece = LayerGradients(form, DenseRows(dense))
+            return _values(self._soon().make(unit, piece, None))
+
+        audit = RowAudit(self.tracer.model, self.tracer.task, self.device, self.tracer, project)
+        return dataclasses.replace(self, audit=audit)
+
+    def _soon(self) -> CoordinatesSoon:
+        assert self.tracer.proofs is not None
+        units = {unit: self.basis.layers[unit.name] for unit in self.tracer.units}
+        return CoordinatesSoon(units, self.tracer.proofs.forms)
 
     @property
     def group(self) -> int:
@@ -97,18 +120,22 @@ class CoordinateMaker:
         """Bytes on disk of one row's coordinates."""
         return sum(keeping.row_bytes for keeping in self.kept)
 
-    def make(self, batch: Any, *, alone: bool = False) -> MadeRows:
+    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
         """The coordinates and the other values of one batch."""
-        own = to_device(batch, self.device)
-        soon = CoordinatesSoon({unit: self.basis.layers[unit.name] for unit in self.tracer.units})
-        within: AbstractContextManager[Any] = contextlib.nullcontext()
+        started = time.perf_counter()
+        soon = self._soon()
+        within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
         light: frozenset[nn.Module] = frozenset()
         if self.recompute is not None and not alone:
-            own = tree_map_only(torch.Tensor, torch.Tensor.clone, own)
-            within = self.recompute.step(own)
+            within = self.recompute.step
             light = frozenset(m for u in soon.units if u.rule not in DENSE_RULES for m in u.modules)
-        with within, seeing_outputs(self.watched) as seen:
-            traced = self.tracer.run(own, soon=soon, light=light)
+        with seeing_outputs(self.watched) as seen:
+            traced = self.tracer.run(
+                batch, soon=soon, light=light, device=self.device, within=within
+            )
+        if self.audit is not None and ids is not None:
+            losses = traced.measured.losses.detach()
+            self.audit.look(ids, batch, losses, traced, time.perf_counter() - started)
         with torch.no_grad():
             parts = {unit: _values(traced.pieces[unit]) for unit in self.tracer.units}
             whole = torch.cat(list(parts.values()), 1)

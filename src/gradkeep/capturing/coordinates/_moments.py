@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.capturing._batches import batch_size, to_device
+from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.errors import CaptureError
 from gradkeep.factors import Dense, DenseRows, WeightMatrix
@@ -62,7 +62,7 @@ def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device)
     found = MomentsSoon(tracer)
     for batch in sample:
         found.rows += batch_size(batch)
-        losses = tracer.run(to_device(batch, device), soon=found).measured.losses
+        losses = tracer.run(batch, device=device, soon=found).measured.losses
         if not bool(losses.isfinite().all()):
             raise CaptureError(
                 "the loss of a row that the basis is found with is not a number",

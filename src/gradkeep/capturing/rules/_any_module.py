@@ -129,7 +129,9 @@ def _one(
         allow_unused=True,
     )
     flat = [
-        torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
+        torch.zeros_like(weight).reshape(-1)
+        if gradient is None
+        else gradient.to_dense().reshape(-1)
         for weight, gradient in zip(own.values(), found, strict=True)
     ]
     return torch.cat(flat)
@@ -179,7 +181,9 @@ def whole_model_gradients(
         value = target(model, rows_of(batch, row, row + 1)).sum()
         gradients = torch.autograd.grad(value, weights, allow_unused=True)
         flat = [
-            torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
+            torch.zeros_like(weight).reshape(-1)
+            if gradient is None
+            else gradient.to_dense().reshape(-1)
             for weight, gradient in zip(weights, gradients, strict=True)
         ]
         found.append(torch.cat(flat))

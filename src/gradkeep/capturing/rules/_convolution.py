@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
 from gradkeep.factors import Convolution, ConvolutionRows, Dense, DenseRows
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 def is_convolution(module: nn.Module) -> bool:
     """The convolutions of torch, whatever their stride, padding, dilation and groups."""
-    return isinstance(module, _PLAIN + _TURNED)
+    return runs_as(module, *_PLAIN, *_TURNED)
 
 
 def convolution_gradients(

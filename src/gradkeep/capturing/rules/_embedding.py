@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
 from gradkeep.capturing.rules._linear import linear_gradients
 from gradkeep.errors import CaptureError
 from gradkeep.factors import Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def is_embedding(module: nn.Module) -> bool:
     """`nn.Embedding`; one that renormalises its table while reading has no such gradient."""
-    return isinstance(module, nn.Embedding) and module.max_norm is None
+    return runs_as(module, nn.Embedding) and module.max_norm is None
 
 
 def embedding_gradients(

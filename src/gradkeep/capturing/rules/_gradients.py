@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from gradkeep.factors import AnyForm, GradientRows
 
@@ -23,10 +24,26 @@ class LayerGradients:
     """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
 
 
-SampleAxis = Literal["first", "second", "flat", "shared"]
-"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, or `[B * T, ...]`; of a call that all
-samples share, such as positions `[T]`, none does until its output is spread to all of them."""
+def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of one of the classes, or of a subclass that has their `forward`.
+
+    >>> import torch
+    >>> class Scaled(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)
+    >>> runs_as(torch.nn.Linear(2, 3), torch.nn.Linear), runs_as(Scaled(2, 3), torch.nn.Linear)
+    (True, False)
+    """
+    own = type(module)
+    return any(issubclass(own, kind) and own.forward is kind.forward for kind in kinds)
+
+
+SampleAxis = Literal["first", "second", "flat", "interleaved", "shared"]
+"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, `[B * T, ...]` or `[T * B, ...]`; of a
+call that all samples share, such as positions `[T]`, none does until its output is spread to all of them."""
 SAMPLE_AXES: tuple[SampleAxis, ...] = ("first", "second", "flat")
+INTERLEAVED: tuple[SampleAxis, ...] = ("interleaved",)
+"""Of time-major tensors that were flattened: sizes do not tell it from `flat`, only a proof does."""
 
 
 def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
@@ -39,7 +56,9 @@ def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
 
 
 def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
-    """The tensor as `[B, ...]`: `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`.
+    """The tensor as `[B, ...]`.
+
+    `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`, `interleaved` `[T * B, ...]`.
 
     >>> import torch
     >>> by_sample(torch.zeros(5, 2, 3), 2, "second").shape
@@ -49,4 +68,6 @@ def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor
         return tensor
     if axis == "second":
         return tensor.transpose(0, 1)
+    if axis == "interleaved":
+        return tensor.reshape(len(tensor) // rows, rows, *tensor.shape[1:]).transpose(0, 1)
     return tensor.reshape(rows, len(tensor) // rows, *tensor.shape[1:])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
 from gradkeep.factors import Outer, OuterRows
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def is_linear(module: nn.Module) -> bool:
     """`nn.Linear`, and the `Conv1D` of Hugging Face, which is a linear layer laid out the other way."""
-    return isinstance(module, nn.Linear) or is_turned(module)
+    return runs_as(module, nn.Linear) or is_turned(module)
 
 
 def is_turned(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradkeep.capturing.rules._gradients import LayerGradients, by_sample
+from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
 from gradkeep.factors import Dense, DenseRows, widened
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def is_norm(module: nn.Module) -> bool:
     """Layer, group, RMS and (with running statistics) batch normalisation."""
     if isinstance(module, _BATCH):
-        return module.running_mean is not None
-    return isinstance(module, nn.LayerNorm | nn.GroupNorm) or _is_rms(module)
+        return runs_as(module, *_BATCH) and module.running_mean is not None
+    return runs_as(module, nn.LayerNorm, nn.GroupNorm) or _is_rms(module)
 
 
 def norm_gradients(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from gradkeep.capturing.rules._embedding import is_embedding
+from gradkeep.capturing.rules._gradients import runs_as
 from gradkeep.capturing.rules._rules import rule_for
 from gradkeep.factors import Parameter
 
@@ -130,7 +131,7 @@ def _is_tied_head(modules: Sequence[nn.Module], weights: dict[nn.Parameter, str]
         return False
     kinds = {is_embedding(module) for module in modules}
     head = modules[1] if is_embedding(modules[0]) else modules[0]
-    return kinds == {True, False} and isinstance(head, nn.Linear)
+    return kinds == {True, False} and runs_as(head, nn.Linear)
 
 
 def watched(units: Sequence[LayerUnit]) -> list[nn.Module]:
