@@ -278,3 +278,18 @@ def test_a_checked_step_leaves_the_loop_as_it_is(tmp_path):
             [*model.parameters(), *[p.grad for p in model.parameters()], model.calls, torch.rand(3)]
         )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_steps_under_autocast_are_recorded(tmp_path):
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
+        torch.randn(6, 2, 6),
+    )
+
+    def step(start, stop):
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        out.float().square().sum(1).mean().backward()
+
+    assert len(record(tmp_path, model, step, steps=2)) == 12

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep._public import renamed_arguments
@@ -179,6 +180,7 @@ class GradientRecording:
         sums: WeightGradients,
     ) -> None:
         by_module: dict[nn.Module, list[LayerCall]] = {}
+        autocast: set[nn.Module] = set()
         for call in calls:
             if all(suffix is None for suffix in call.suffixes):
                 continue
@@ -189,6 +191,13 @@ class GradientRecording:
                     expected="one backward pass of losses, which reaches every layer once",
                     fix="record the batches without it; or replay the checkpoint with gk.capture",
                 )
+            dtype = next(call.module.parameters()).dtype
+            if _has_fewer_bits(call, dtype):  # under autocast
+                autocast.add(call.module)
+                call.args, call.kwargs = tree_map_only(
+                    torch.Tensor, functools.partial(_widened, dtype), (call.args, call.kwargs)
+                )
+                call.suffixes = [s if s is None else _widened(dtype, s) for s in call.suffixes]
             call.suffixes = [None if s is None else s.detach() * scale for s in call.suffixes]
             by_module.setdefault(call.module, []).append(call)
         if not by_module:
@@ -204,7 +213,7 @@ class GradientRecording:
             for unit, axis in axes.items()
         }
         if sums.complete:
-            sums.check(pieces, rows=len(ids), scale=scale)
+            sums.check(pieces, rows=len(ids), scale=scale, autocast=autocast)
         if self._writer is None:
             _tell_flat(axes, by_module, len(ids))
         if self._kept is None:
@@ -369,6 +378,15 @@ def recording(
         rec.abandon()
         raise
     rec.finish()
+
+
+def _has_fewer_bits(call: LayerCall, dtype: torch.dtype) -> bool:
+    tensors = [call.input, *(s for s in call.suffixes if s is not None)]
+    return any(t.is_floating_point() and t.dtype.itemsize < dtype.itemsize for t in tensors)
+
+
+def _widened(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _tell_flat(

@@ -20,13 +20,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from gradkeep.capturing._batches import copied, leaves, with_leaves
-from gradkeep.capturing._first_batch import _fits
+from gradkeep.capturing._rule_choice import fits
 from gradkeep.capturing._steadiness import buffers_kept
 from gradkeep.capturing.rules._gradients import by_sample
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.autograd.graph import GradientEdge
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
     from gradkeep.capturing.rules._units import LayerUnit
 
+_SUM_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-7}
+_FEW_BITS = 2e-2
+"""Relative error of a sum of rows by the dtype that it was computed in, and for 16 bits."""
 _ROUNDING = 1e-3
 """Share of a layer's largest input by which another sample may change: routing changes the sizes of
 products, and products of other sizes round differently."""
@@ -75,8 +78,22 @@ class WeightGradients:
 
         return add
 
-    def check(self, pieces: Mapping[LayerUnit, LayerGradients], *, rows: int, scale: float) -> None:
-        """Compare the sum of each layer's recorded rows with the gradient of its weights."""
+    def check(
+        self,
+        pieces: Mapping[LayerUnit, LayerGradients],
+        *,
+        rows: int,
+        scale: float,
+        autocast: Collection[nn.Module],
+    ) -> None:
+        """Compare the sum of each layer's recorded rows with the gradient of its weights.
+
+        Args:
+            pieces: The gradients of each layer's rows.
+            rows: The number of samples.
+            scale: What rows were multiplied by.
+            autocast: Modules that computed with fewer bits than their weights have.
+        """
         for unit, piece in pieces.items():
             parts = [
                 self._totals.get(weight, torch.zeros_like(weight)).reshape(-1)
@@ -84,7 +101,10 @@ class WeightGradients:
             ]
             weights = torch.full((1, rows), 1 / scale, dtype=parts[0].dtype, device=parts[0].device)
             total = piece.form.weighted_sum(piece.rows, weights)[0]
-            if not _fits(total, torch.cat(parts)):
+            truth = torch.cat(parts)
+            few_bits = any(module in autocast for module in unit.modules)
+            tolerance = _FEW_BITS if few_bits else _SUM_ERRORS.get(truth.dtype, _FEW_BITS)
+            if not fits(total, truth, tolerance):
                 raise CaptureError(
                     f"layer {unit.name}: the recorded rows do not add up to the gradient that "
                     "backward() computed",
