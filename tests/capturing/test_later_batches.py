@@ -276,3 +276,20 @@ def test_an_interrupted_capture_goes_on_with_batches_unlike_the_first(store):
         capture(store, model, Broken(batches))
     capture(store, model, batches)
     assert_right(store, model, batches)
+
+
+def test_subclasses_with_a_forward_of_their_own_go_the_general_way(store):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Named(nn.Linear):
+        pass
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Doubled(WIDTH, 5), nn.Tanh(), Named(5, 3))
+    draw = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(4, WIDTH, generator=draw), torch.randn(4, 3, generator=draw))]
+    captured = capture(store, model, batches)
+    assert [layer.storage for layer in captured.layers] == ["dense", "factors"]
+    assert_right(store, model, batches)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from gradkeep.capturing._stand_ins import (
     LOW,
@@ -48,7 +49,22 @@ def weights_at_hand(model: nn.Module) -> Iterator[list[str]]:
         yield []
         return
     with _own_forward(model), standing_in(model, sources):
-        yield _notes(model, sources)
+        hook = model.register_forward_pre_hook(_widened, with_kwargs=True)
+        try:
+            yield _notes(model, sources)
+        finally:
+            hook.remove()
+
+
+def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Inputs of 16 bits as wide as the weights are computed with."""
+    del module
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in LOW else tensor
+
+    found: tuple[Any, Any] = tree_map_only(torch.Tensor, wide, (args, kwargs))
+    return found
 
 
 def _itself(parameter: nn.Parameter) -> torch.Tensor:

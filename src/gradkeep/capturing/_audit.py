@@ -20,6 +20,7 @@ import torch
 from gradkeep.capturing._arriving import told_of_gradients
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
 from gradkeep.capturing._proofs import rows_moved
+from gradkeep.capturing.tasks._task import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -135,8 +136,7 @@ class RowAudit:
         some = to_device(rows_of(batch, part.start, part.stop), self.device)
         count = part.stop - part.start
         if self.tracer is None or traced is None:
-            with torch.no_grad():
-                alone = self.task.measure_losses(self.model, some).losses
+            alone = losses_alone(self.task, self.model, some).losses
             return _compared_losses(losses[part], alone, losses, within or 1e-3)
         measured, target = self.tracer.measure(some)
         near = within or self._slack * self._tolerance()
@@ -178,9 +178,7 @@ class RowAudit:
     def _again(self, batch: Any, part: slice, within: float) -> _Differences:
         """Capture the whole batch once more, and compare some of its rows with themselves run apart."""
         if self.tracer is None:
-            with torch.no_grad():
-                own = to_device(batch, self.device)
-                losses = self.task.measure_losses(self.model, own).losses
+            losses = losses_alone(self.task, self.model, to_device(batch, self.device)).losses
             return self._differences(batch, losses, None, part, within)
         traced = self.tracer.run(batch, device=self.device)
         project, self.project = self.project, None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
@@ -52,6 +51,7 @@ from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
 from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
 from gradkeep.capturing.coordinates._maker import CoordinateMaker, coordinate_maker
 from gradkeep.capturing.rules._units import units_of
+from gradkeep.capturing.tasks._task import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -147,9 +147,8 @@ class Replay:
                     hook = _adding(ran, unit.name)
                     stack.callback(module.register_forward_hook(hook).remove)
             for _, batch in self.batches:
-                with torch.no_grad():
-                    own = to_device(without_columns(batch), self.device)
-                    self.task.measure_losses(self.model, own)
+                own = to_device(without_columns(batch), self.device)
+                losses_alone(self.task, self.model, own)
                 if len(ran) == len(units):
                     break
         return frozenset(ran)

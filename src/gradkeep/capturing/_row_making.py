@@ -17,6 +17,7 @@ from gradkeep.capturing._keeping import rows_to_store
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._row_values import measured_values, norms, plain, seeing_outputs, vectors
 from gradkeep.capturing._tracer import DenseSoon, check_measured
+from gradkeep.capturing.tasks._task import losses_alone
 from gradkeep.errors import CaptureError
 from gradkeep.factors import form_to_fields
 from gradkeep.store import Layer, Ragged
@@ -198,8 +199,8 @@ class LossMaker:
         """The values of one batch, without a backward pass."""
         started = time.perf_counter()
         own = to_device(batch, self.device)
-        with torch.no_grad(), seeing_outputs(self.watched) as seen:
-            measured = self.task.measure_losses(self.model, own)
+        with seeing_outputs(self.watched) as seen:
+            measured = losses_alone(self.task, self.model, own)
         rows = batch_size(batch)
         check_measured("losses", measured.losses, rows)
         if self.audit is not None and ids is not None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     ArrayKind = Literal["text", "embedding", "scalar"]
 
 Values = dict[str, Any]
+_TINY = 1e-18
+"""Length of a gradient whose square is next to the smallest number of float32."""
 
 
 def measured_values(measured: Measured) -> Values:
@@ -174,12 +176,19 @@ class RowAlarms:
         self.rows += len(total)
         zero = total == 0
         self.zero += int(zero.sum())
-        self.tiny += int(((total > 0) & (total < 1e-30)).sum())
+        self.tiny += int(((total > 0) & (total < _TINY)).sum())
         if self.example is None and zero.any():
             self.example = int(ids[zero.argmax()])
 
     def check_all_zero(self) -> None:
         """Raise before anything is sealed if there was not a single gradient."""
+        if self.tiny and self.zero + self.tiny == self.rows:
+            raise CaptureError(
+                f"all gradients are shorter than {_TINY:g}: products of them are zero in float32",
+                found=f"{self.rows} samples",
+                expected="losses whose gradients can be multiplied with each other",
+                fix="multiply the loss of the task by a constant, such as 1e20",
+            )
         if self.rows and self.zero == self.rows:
             raise CaptureError(
                 "all gradients are zero: there is nothing to answer questions with",
@@ -197,5 +206,5 @@ class RowAlarms:
                 f"is {self.example}: no method can say anything about them"
             )
         if self.tiny:
-            found.append(f"{self.tiny} samples have gradients below 1e-30: they may underflow")
+            found.append(f"{self.tiny} samples have gradients below {_TINY:g}: they may underflow")
         return found

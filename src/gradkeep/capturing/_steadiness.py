@@ -14,6 +14,7 @@ import torch
 
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._mode import device_of, draws_at_random
+from gradkeep.capturing.tasks._task import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 def _losses(model: nn.Module, task: Task, batch: Any, count: int) -> Tensor:
     own = to_device(rows_of(batch, 0, count), device_of(model))
-    with torch.no_grad():
-        return task.measure_losses(model, own).losses.detach().double()
+    return losses_alone(task, model, own).losses.detach().double()
 
 
 def _near(one: Tensor, other: Tensor, by: float) -> bool:

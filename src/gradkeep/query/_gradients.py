@@ -188,7 +188,7 @@ class Gradients:
             begin = 0
             for parameter in form.parameters:
                 part = dense[:, begin : begin + parameter.size]
-                found[parameter.name] = part.reshape(-1, *parameter.shape)
+                found[parameter.name] = part.reshape(len(part), *parameter.shape)
                 begin += parameter.size
         return found
 

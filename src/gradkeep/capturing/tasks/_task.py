@@ -35,6 +35,12 @@ class Measured:
     logits: torch.Tensor | None = None
     """`[B, C]`: of which softmax makes the probabilities of the classes"""
 
+    def detached(self) -> Measured:
+        """The same without graphs."""
+        parts: dict[str, Any] = {p.name: getattr(self, p.name) for p in dataclasses.fields(self)}
+        kept: dict[str, Any] = {name: v if v is None else v.detach() for name, v in parts.items()}
+        return Measured(**kept)
+
 
 class Task(abc.ABC):
     """What to measure; subclass it and give `losses(model, batch) -> [B]`.
@@ -85,6 +91,18 @@ class Task(abc.ABC):
     def trained_as(self) -> str:
         """The description of the task that training rows are captured with; a query may ask for less."""
         return self.describe()
+
+
+def losses_alone(task: Task, model: nn.Module, batch: Any) -> Measured:
+    """What a task measures, without a graph; with one for tasks that differentiate by themselves."""
+    try:
+        with torch.no_grad():
+            return task.measure_losses(model, batch)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return task.measure_losses(model, batch).detached()
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
