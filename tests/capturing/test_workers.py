@@ -369,3 +369,33 @@ def test_a_ray_cluster_of_two_workers_loses_a_node(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert of its label."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 10) for _ in range(3))
+
+    def forward(self, x):
+        flat, chosen = x.flatten(1), (x[:, 0, 0, 0] * 1e3).long() % 3
+        out = flat.new_zeros(len(flat), 10)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_copy(0, rows, expert(flat[rows]))
+        return out
+
+
+def test_layers_that_first_run_in_a_workers_batch_are_captured(tmp_path):
+    torch.manual_seed(0)
+    loader = batches(32, 4)
+    loader[0][0][:, 0, 0, 0] = 0.0  # all to the first expert
+    model = Experts().eval()
+    captured(tmp_path / "alone", loader, model)
+    captured(tmp_path / "many", loader, model, engine=Forked())
+    assert contents(tmp_path / "many") == contents(tmp_path / "alone")
+    (key,) = gk.open(tmp_path / "many").captures()
+    names = [layer.name for layer in gk.open(tmp_path / "many").read(key).schema.layers]
+    assert sorted(names) == ["experts.0", "experts.1", "experts.2"]

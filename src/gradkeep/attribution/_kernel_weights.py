@@ -100,7 +100,10 @@ def loss_slopes(
 
 
 def _is_margin(block: Block) -> bool:
-    """Whether the loss is that of a margin: log(1 + exp(-output))."""
+    """Tell whether the loss is that of a margin: log(1 + exp(-output))."""
+    if "output" not in block.names:  # imported from TRAK, which keeps only the slopes
+        slopes = column(block, "slope", method="kernel")
+        return bool(((slopes >= -1) & (slopes <= 0)).all())
     outputs = column(block, "output", method="kernel").double()
     expected = torch.nn.functional.softplus(-outputs)
     return torch.allclose(

@@ -25,6 +25,7 @@ import gradkeep.store as gs
 from gradkeep import farm
 from gradkeep._progress import progress as shown
 from gradkeep._surroundings import torch_threads
+from gradkeep.capturing._adjustments import BatchUnlikeFirst
 from gradkeep.capturing._batches import digests
 from gradkeep.capturing._mode import device_of
 from gradkeep.capturing._row_values import RowAlarms
@@ -45,6 +46,8 @@ _NEAR = 1e-3
 _TOLD = ("rows", "zero", "tiny", "example")
 _ARRAYS = tuple(gs.Array(name, "int64", nan="keep") for name in _TOLD)
 """What a range tells: how many rows, and how many of them without a gradient to speak of."""
+_UNLIKE_FIRST = -2
+"""Example of a range with a batch that the choices of the first one do not fit: it was not made."""
 _PACKAGES = ("gradkeep", "torch", "numpy")
 
 
@@ -170,6 +173,11 @@ class Crew:
                     fix="repair what it says and run the same again: whole segments stay, and are "
                     "not made twice",
                 ) from error
+        if (np.asarray(found["example"]) == _UNLIKE_FIRST).any():
+            raise BatchUnlikeFirst(
+                "a batch does not fit what was chosen on the first one",
+                fix="capture without workers=",
+            )
         return _added(found)
 
 
@@ -231,7 +239,11 @@ class _RangeMaker:
         """Make these ranges, and tell what looked wrong in their rows."""
         found = []
         for number in numbers:
-            alarms = self.part.make(range(*self.ranges[number]))
+            try:
+                alarms = self.part.make(range(*self.ranges[number]))
+            except BatchUnlikeFirst:
+                found.append(dict(zip(_TOLD, (0, 0, 0, _UNLIKE_FIRST), strict=True)))
+                continue
             example = -1 if alarms.example is None else alarms.example
             told = (alarms.rows, alarms.zero, alarms.tiny, example)
             found.append(dict(zip(_TOLD, told, strict=True)))

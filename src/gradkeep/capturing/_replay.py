@@ -111,7 +111,8 @@ class Replay:
     ) -> Captured:
         """Capture the weights that the model has now, by oneself or with others.
 
-        A batch that does not fit what was chosen on the first one makes it begin again, adjusted.
+        A batch that does not fit what was chosen on the first one makes it begin again, adjusted and
+        in this process alone.
         """
         started, cpu = time.perf_counter(), time.process_time()
         adjustments = NO_ADJUSTMENTS
@@ -121,7 +122,13 @@ class Replay:
             except BatchUnlikeFirst as error:
                 more = adjustments | error.adjustments
                 earlier = earlier_run(self.store, key)
-                if more == adjustments or (earlier is not None and earlier.sealed):
+                if earlier is not None and earlier.sealed:
+                    raise
+                if crew is not None:
+                    crew = None  # this process finds out what the batch needs
+                    if not error.adjustments:
+                        continue
+                elif more == adjustments:
                     raise
                 if error.candidates:
                     more |= Adjustments(late=self._used_layers(error.candidates))
