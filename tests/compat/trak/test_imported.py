@@ -143,6 +143,6 @@ def test_imported_gradients_can_be_asked(tmp_path):
     assert np.allclose(dots.values, queries @ (weight[:, None] * train).T, atol=1e-4)
     kept = gk.gradients(store, split="train", run="trak", of="output")
     assert len(kept) == N
-    for method in ("cos", "self"):
+    for method in ("cos", "self", "kernel", "trak"):
         assert np.isfinite(gk.attribute(store, method=method, **asked).values).all()
     assert gk.store.verify(store).healthy

@@ -45,12 +45,20 @@ def import_save_dir(
 ) -> ImportedScores:
     """Bring the results of the released TRAK package into a store.
 
-    Of every model id that is featurized, a capture of the split `train` with `projection` `[k]`
-    (the projected gradient of the output), `weight`, and `slope` (minus the weight: the slope of the
-    loss); of every experiment, one of its targets under its name, whose loss is minus the output. Both
-    answer `gk.gradients` and `gk.attribute(store, queries=NAME, run="trak", method="dot")`. Further
-    and `Scores` `[m, n]` (queries x train, the transpose of the released file), which
-    `Scores.load` reads. What is incomplete is not imported, and named in `skipped`. Files are mapped, never unpickled.
+    Every featurized model id becomes a capture of the split `train`: `projection` `[k]`, the
+    projected gradient of the output, and `slope`, the slope of the loss (minus `weight`, which
+    TRAK keeps). Every experiment becomes a capture of its targets under its name, whose loss is
+    minus the output. Both answer `gk.gradients` and `gk.attribute(store, queries=NAME, run="trak")`.
+    Saved scores become `Scores` `[targets, train]`, the transpose of the released file. Files are
+    mapped, never unpickled.
+
+    Args:
+        save_dir: Folder that a `TRAKer` of the released package saved to.
+        store: Where to put the results.
+        run: The run that the captures belong to.
+
+    Returns:
+        What was imported, and what was skipped because it is incomplete.
     """
     folder = Path(save_dir)
     about = _json(folder / "metadata.json")
