@@ -186,6 +186,11 @@ class Replay:
                     path=self.store.backend.describe(key.folder),
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
+            # Rows of an earlier run are made again and compared, whatever the code looks like now.
+            checkpoint = gs.Checkpoint(
+                *(key.run, key.checkpoint, weights, step, lr),
+                function=fingerprint_function(self.model) if earlier is None else None,
+            )
             first = self.batches.first
             if earlier is not None:
                 adjustments = adjustments | earlier.adjustments
@@ -194,14 +199,14 @@ class Replay:
             proof = maker if steady else None
             if earlier is not None and earlier.sealed:
                 earlier.schema.require_same(schema, path=earlier.path)
-                self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+                self.store.add_checkpoint(checkpoint)
                 with self._bar(f"compare {key.split} at {key.checkpoint}") as report:
                     earlier.check_all(self._delivered(report), proof)
                 reused, notes = earlier.rows, list[str]()
             else:
                 delivered = self._delivered(None)
                 begin = next(delivered)  # what it refuses leaves no trace in the store
-                self.store.add_checkpoint(gs.Checkpoint(key.run, key.checkpoint, weights, step, lr))
+                self.store.add_checkpoint(checkpoint)
                 alarms, before = RowAlarms(), None
                 if crew is not None:
                     delivered.close()
@@ -393,17 +398,9 @@ class Replay:
                 "mode": "train" if self.model.training else "eval",
                 "model": type(self.model).__name__,
                 **maker.fingerprints(values),
-                **self._function(earlier),
                 **({"adjustments": adjustments.to_text()} if adjustments else {}),
             },
         )
-
-    def _function(self, earlier: EarlierRun | None) -> dict[str, str]:
-        """The fingerprint of the model's function; that of an earlier run, whose rows are made again."""
-        if earlier is None:
-            return {"function": fingerprint_function(self.model)}
-        known = earlier.schema.fingerprints.get("function")
-        return {} if known is None else {"function": str(known)}
 
     def _rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""

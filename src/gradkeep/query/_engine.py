@@ -306,16 +306,6 @@ def _mapped(side: Gradients) -> int:
     return max((entry.bytes for entry in side.block.manifest.segments), default=0)
 
 
-def _is_same_function(one: str | None, other: str | None) -> bool:
-    """Whether two fingerprints may be of one function.
-
-    Captures of before have none, and of another Python the same code has another one.
-    """
-    if one is None or other is None:
-        return True
-    return one == other or one.split()[0] != other.split()[0]
-
-
 @checked(QueryError)
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
@@ -329,15 +319,6 @@ def check_pairs(pairs: Sequence[GradientPair]) -> None:
                 found=f"{queries.key.checkpoint} and {train.key.checkpoint}",
                 expected="one checkpoint",
                 fix=f"capture {queries.key.split} at checkpoint {train.key.checkpoint!r} too",
-            )
-        if not _is_same_function(queries.function, train.function):
-            raise QueryError(
-                "queries and training rows were captured with different functions of the same weights",
-                path=queries.block.path,
-                found="other activations, settings or forward code of the model",
-                expected=f"the model that {train.key.split} was captured with",
-                fix=f"capture {queries.key.split} again with that model: "
-                "gk.capture(..., name=) beside this one, or after store.delete(key)",
             )
         if list(queries.forms) != list(train.forms):
             differing = sorted(set(queries.forms) ^ set(train.forms))

@@ -74,12 +74,6 @@ class Gradients:
         return str(self.block.schema.fingerprints.get("weights"))
 
     @property
-    def function(self) -> str | None:
-        """The fingerprint of the model's function; None: captured before there was one."""
-        found = self.block.schema.fingerprints.get("function")
-        return None if found is None else str(found)
-
-    @property
     def size(self) -> int:
         """P, the number of parameters of the chosen layers."""
         return sum(form.gradient_size for form in self.forms.values())

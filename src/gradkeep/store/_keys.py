@@ -253,6 +253,8 @@ class Checkpoint:
     step: int | None = None
     lr: float | None = None
     parent: str | None = None
+    function: str | None = None
+    """The fingerprint of the function that the model computes with the weights."""
 
     def __post_init__(self) -> None:
         check_fields(self, StoreError)

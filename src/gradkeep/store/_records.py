@@ -46,7 +46,7 @@ def checked_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as it is recorded; raises `StoreError` if it cannot be."""
     checked_name("run", checkpoint.run)
     checked_name("checkpoint", checkpoint.name)
-    _check_texts("checkpoint", checkpoint, "parent")
+    _check_texts("checkpoint", checkpoint, "parent", "function")
     if not isinstance(checkpoint.weights, str):
         raise _wrong("checkpoint", checkpoint.name, "weights", checkpoint.weights, "a text")
     step, lr = checkpoint.step, checkpoint.lr
@@ -119,6 +119,7 @@ def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
         fields.optional_integer("step"),
         fields.optional_number("lr"),
         fields.optional_text("parent"),
+        fields.optional_text("function") if "function" in fields.values else None,
     )
     if (found.run, found.name) != (run, name):
         raise fields.wrong("the record of another checkpoint")

@@ -170,9 +170,26 @@ class Store:
 
     @_annotations.checked(StoreError)
     def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Record a checkpoint of a run."""
+        """Record a checkpoint of a run; adding it again is free, adding another one is refused.
+
+        Raises:
+            SchemaMismatch: Another checkpoint has that name: other weights, or another function of
+                the same weights, such as a model with another activation.
+        """
         recorded = checked_checkpoint(checkpoint)
         folder = checkpoint_folder(recorded.run, recorded.name)
+        known = read_checkpoint(self.backend, recorded.run, recorded.name)
+        if known is not None and known.weights == recorded.weights:
+            if not _may_be_same_function(known.function, recorded.function):
+                raise SchemaMismatch(
+                    "this checkpoint was captured with another function of the same weights",
+                    path=self.backend.describe(folder),
+                    found="other activations, settings or forward code of the model",
+                    expected="the model that the checkpoint was first captured with",
+                    fix="capture with that model, or capture every split with this one under "
+                    "another checkpoints= name",
+                )
+            recorded = dataclasses.replace(recorded, function=known.function)
         self._put_record(folder, "ckpt.json", recorded)
         return recorded
 
@@ -405,6 +422,8 @@ class Store:
 
     def _put_record(self, folder: str, name: str, record: Run | Checkpoint) -> None:
         key, fields = f"{folder}/{name}", dataclasses.asdict(record)
+        if fields.get("function", "") is None:
+            del fields["function"]  # as records were written before there was one
         data = _document.to_bytes(fields)
         _document.check_size(data, f"the record of {record.name!r}")
         try:
@@ -424,6 +443,16 @@ class Store:
             ) from None
         xxh3 = xxhash.xxh3_128_hexdigest(data)
         record_head(self.backend, folder, 0, xxh3, durability=self.durability)
+
+
+def _may_be_same_function(one: str | None, other: str | None) -> bool:
+    """Tell whether two fingerprints may be of one function.
+
+    Early records have none, and the same code has another one in another version of Python.
+    """
+    if one is None or other is None:
+        return True
+    return one == other or one.split(" ")[0] != other.split(" ")[0]
 
 
 @_annotations.checked(StoreError)
