@@ -294,7 +294,7 @@ class StepPlanner:
         if done is None or not (done.over or done.gave_up):
             return
         why = (
-            "more was recomputed than is worth it, so eviction was given up"
+            f"{done.reason}, so eviction was given up"
             if done.gave_up
             else "nothing was left to evict"
         )
@@ -383,6 +383,7 @@ class OnlineFallback:
             return None
         if self.peak == 0:
             self.peak = online.live.peak
+            online.reset_peak()
             online.limit_to(self._bytes())
         self.latest = online.report()
         return self.latest
