@@ -46,7 +46,7 @@ from gradkeep.remat.tracing._tensors import has_storage
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from _zoo_models import ZooItem
+    from bench._zoo_models import ZooItem
 
 MODES = ("auto", "online")
 RATIOS = (0.8, 0.6, 0.4)
@@ -221,7 +221,7 @@ def verdict(
 
 def items(names: list[str]) -> Iterator[ZooItem]:
     """One item of each model, with the last of its patterns: the first is often the plainest."""
-    from _zoo_models import zoo
+    from bench._zoo_models import zoo
 
     chosen = {item.model: item for item in zoo()}
     for item in chosen.values():
@@ -280,13 +280,13 @@ def main(arguments: list[str]) -> int:
     begin = time.monotonic()
     with results.open("a") as file:
         while set(wanted) - done:
-            found, crash = run(asked.names, wanted, done)
-            for one in found:
+            before = len(verdicts)
+            for one in run(asked.names, wanted, done):
                 file.write(json.dumps(asdict(one)) + "\n")
-            file.flush()
-            verdicts += found
-            done |= {one.name for one in found}
-            if not found and crash is None:
+                file.flush()
+                verdicts.append(one)
+            done |= {one.name for one in verdicts}
+            if len(verdicts) == before:
                 sys.exit("a worker ended without a verdict")
     print(f"{len(wanted)} models, {time.monotonic() - begin:.0f} s, verdicts in {results}")
     return summary(verdicts)
@@ -296,14 +296,11 @@ def read_lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def run(
-    names: list[str], wanted: list[str], done: set[str]
-) -> tuple[list[Verdict], dict[str, Any] | None]:
+def run(names: list[str], wanted: list[str], done: set[str]) -> Iterator[Verdict]:
     """Start a worker on what is left; if it dies, whatever had begun is counted as crashed."""
     state = Path(f"/tmp/zoo_budgets-{time.time_ns()}.json")
     state.write_text(json.dumps({"done": sorted(done), "only": wanted}))
-    command = [sys.executable, __file__, *names, "--work", str(state)]
-    found: list[Verdict] = []
+    command = [sys.executable, "-m", "bench.zoo_budgets", *names, "--work", str(state)]
     began: dict[str, Any] | None = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -314,16 +311,19 @@ def run(
             elif "ends" in message:
                 began = None
             elif "kind" in message:
-                found.append(Verdict(**message))
-                if found[-1].kind in BAD:
-                    print(shown(found[-1]), flush=True)
+                yield said(Verdict(**message))
     state.unlink()
     if process.returncode and began is not None:
         mode, ratio = began.get("mode", ""), began.get("ratio", 0)
         detail = f"exit code {process.returncode}"
-        found.append(Verdict(began["begins"], mode, ratio, "crashed", detail))
-        print(shown(found[-1]), flush=True)
-    return found, began
+        yield said(Verdict(began["begins"], mode, ratio, "crashed", detail))
+
+
+def said(one: Verdict) -> Verdict:
+    """Print it if it is bad."""
+    if one.kind in BAD:
+        print(shown(one), flush=True)
+    return one
 
 
 def shown(one: Verdict) -> str:

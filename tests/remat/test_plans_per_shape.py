@@ -190,3 +190,53 @@ def test_classification_of_changing_masks_keeps_its_loss():
         warnings.simplefilter("ignore", BudgetWarning)
         with budget:
             assert_same_bits(run(ours), expected)
+
+
+class Spare(nn.Module):
+    """Has a layer that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = Tagger(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_parameters_that_no_operator_touches_count():
+    net = Spare()
+    spare = 4 * (64 * 64 + 64)
+    with gk.memory_budget(1.0) as budget:
+        for number in range(4):
+            net.zero_grad()
+            net(batch(16, number)).square().mean().backward()
+    with gk.memory_budget(1.0) as other:
+        for number in range(4):
+            net.zero_grad()
+            net.used(batch(16, number)).square().mean().backward()
+    assert budget.report().measured_peak == other.report().measured_peak + spare
+
+
+def test_batches_that_are_passed_by_name_are_told_apart_and_count():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Tagger()
+
+        def forward(self, *, x):
+            return self.net(x.transpose(0, 1).contiguous())
+
+    net = Named()
+    with gk.memory_budget(1.0) as budget:
+        for number in range(8):
+            net.zero_grad()
+            x = batch(16 + 8 * (number % 2), number)
+            net(x=x).square().mean().backward()
+    assert (budget.report().recorded, budget.report().planned) == (6, 2)
+    with gk.memory_budget(1.0) as other:
+        for number in range(4):
+            net.zero_grad()
+            x = None
+            net.net(batch(24, number).transpose(0, 1).contiguous()).square().mean().backward()
+    assert budget.report().measured_peak == other.report().measured_peak + 4 * 24 * 4 * 8
+    assert x is None

@@ -170,6 +170,8 @@ class LiveCore(EvictionCore):
         """The present value of each storage that is alive, by the id of torch's storage."""
         self.died: list[Node] = []
         self.over = 0
+        self.exhausted = False
+        """Nothing was left to evict where room was needed."""
         self.gave_up = False
         self.reason = ""
         """Why it gave up."""
@@ -384,6 +386,7 @@ class LiveCore(EvictionCore):
             self._evict(self._victim())
         over = int(min(self.memory + need - self.budget, 1 << 62))
         self.over = max(self.over, over)
+        self.exhausted |= over > 0
         self.search_time += perf_counter_ns() - began
         if over > 0 and self.strict:
             raise BudgetError(

@@ -37,6 +37,7 @@ from gradkeep.remat.tracing._rerun import (
     FirstResultRerun,
     OperatorRerun,
     compared,
+    has_workspace,
     leaves_unwritten,
     rerun_of,
 )
@@ -186,6 +187,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             copy_seconds=live.copy_time / 1e9,
             gave_up=live.gave_up,
             reason=live.reason,
+            exhausted=live.exhausted,
         )
 
     def live_bytes(self) -> int:
@@ -304,6 +306,8 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if not _may_be_evicted(tensor) and has_storage(tensor):
                 node = self.live.node_of(tensor)
+                if has_workspace(node.op.name):
+                    continue
                 self._pinned += not node.storage.pinned
                 self.live.keep(node)
 
@@ -389,7 +393,9 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
             operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
         made = self.live.ran(operator, nodes, storages)
-        evicted = [_may_be_evicted(result) for _, result in fresh] + [True for _ in ran.changed]
+        workspace = has_workspace(ran.name)
+        evicted = [workspace or _may_be_evicted(result) for _, result in fresh]
+        evicted += [True for _ in ran.changed]
         for node, may_go in zip(made, evicted, strict=True):
             if operator.run is None or not may_go:
                 self._pinned += not node.storage.pinned
@@ -520,6 +526,8 @@ class OnlineReport:
     gave_up: bool
     """From some operator on nothing was evicted, for the `reason`."""
     reason: str = ""
+    exhausted: bool = False
+    """Nothing was left to evict where room was needed: the simulator calls that out of memory."""
 
     def __str__(self) -> str:
         limit = (

@@ -6,6 +6,7 @@ are called with tell batches apart before anything is dropped.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,27 @@ _task = torch._C._current_graph_task_id
 Shapes = tuple[tuple[int, ...], ...]
 
 
+def _named_arguments(module: torch.nn.Module) -> dict[str, Any]:
+    """The keyword arguments of the call of a module whose global hooks run, which torch does not pass on.
+
+    They are read from the frame that calls the hooks; empty if torch has none that looks like it.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        found = frame.f_locals
+        if found.get("self") is module and isinstance(found.get("kwargs"), dict):
+            named: dict[str, Any] = found["kwargs"]
+            return named
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return {}
+
+
+_FRAMES = 6
+"""How far away that frame may be: the compiler's wrapper lies between."""
+
+
 class BatchShapes:
     """Shapes of the tensors that the first module of a forward pass is called with."""
 
@@ -31,7 +53,7 @@ class BatchShapes:
     ) -> None:
         self.shapes: Shapes = ()
         self.outer: list[torch.nn.Module] = []
-        """Modules that were called before without tensors, or with named ones, which hooks do not see."""
+        """Modules that were called before, without tensors."""
         self._backward_began = backward_began
         self._callback = callback
         self._fresh = True
@@ -58,9 +80,8 @@ class BatchShapes:
             return
         if _task() != -1 or not torch.is_grad_enabled():
             return
-        found = tuple(
-            tuple(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
-        )
+        leaves = tree_leaves((args, _named_arguments(module)))
+        found = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
         if found:
             self.shapes, self._fresh = found, False
             running = (*self.outer, module)

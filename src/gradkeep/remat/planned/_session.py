@@ -273,7 +273,7 @@ class BudgetSession:
 
     def _measure(self) -> None:
         """The first step of a plan shows whether it keeps what it promises."""
-        self._meter = StepRecorder(cloning=False, inputs=self._inputs)
+        self._meter = StepRecorder(cloning=False, inputs=self._inputs, running=self._running)
         self._mode.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -73,7 +73,7 @@ export function Memory({ place, session }) {
   const timeline = useAnswer(view?.curves.length ? "api/memory/timeline" : null, { log: view?.log, heuristic, ratio });
   const time = timeline.data;
   if (view && !view.logs.length)
-    return html`<h1>Memory budget</h1><${Empty} title="No training step is recorded" command=${["gradkeep remat record train.py:step --out step.log", `gradkeep serve ${session?.location ?? "STORE"} --log step.log`]}>A recorded step says what every memory budget would cost. Logs in the store's folder <code>remat/</code> are found by themselves.</${Empty}>`;
+    return html`<h1>Memory budget</h1><${Empty} title="No training step is recorded" command=${["gradkeep remat record train.py --log step.log", `gradkeep serve ${session?.location ?? "STORE"} --log step.log`]}>A recorded step says what every memory budget would cost. Logs in the store's folder <code>remat/</code> are found by themselves.</${Empty}>`;
   return html`<header class="split-head"><h1>Memory budget</h1><div class="tools row">${view && view.logs.length > 1 && !isReport && html`<label>step <select aria-label="Recorded step" value=${view.log} onChange=${(event) => keep({ log: event.target.value })}>${view.logs.map((one) => html`<option selected=${one.name === view.log} value=${one.name}>${one.name}</option>`)}</select></label>`}
       ${view && view.logs.length === 1 && html`<code>${view.log}</code>`}</div></header>
     ${!view || curves.problem ? html`<${Waiting} answer=${curves} />` : ""}
