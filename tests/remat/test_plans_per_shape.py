@@ -192,31 +192,6 @@ def test_classification_of_changing_masks_keeps_its_loss():
             assert_same_bits(run(ours), expected)
 
 
-class Spare(nn.Module):
-    """Has a layer that it does not use."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.spare = Tagger(), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-def test_parameters_that_no_operator_touches_count():
-    net = Spare()
-    spare = 4 * (64 * 64 + 64)
-    with gk.memory_budget(1.0) as budget:
-        for number in range(4):
-            net.zero_grad()
-            net(batch(16, number)).square().mean().backward()
-    with gk.memory_budget(1.0) as other:
-        for number in range(4):
-            net.zero_grad()
-            net.used(batch(16, number)).square().mean().backward()
-    assert budget.report().measured_peak == other.report().measured_peak + spare
-
-
 def test_batches_that_are_passed_by_name_are_told_apart_and_count():
     class Named(nn.Module):
         def __init__(self):
@@ -240,3 +215,27 @@ def test_batches_that_are_passed_by_name_are_told_apart_and_count():
             net.net(batch(24, number).transpose(0, 1).contiguous()).square().mean().backward()
     assert budget.report().measured_peak == other.report().measured_peak + 4 * 24 * 4 * 8
     assert x is None
+
+
+def test_a_step_that_is_refused_leaves_no_hooks_behind():
+    from torch.nn.modules.module import _global_forward_pre_hooks
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    net, budget, before = (
+        Tagger(),
+        gk.memory_budget(0.05, effort=0.05),
+        len(_global_forward_pre_hooks),
+    )
+
+    def step():
+        with budget.step():
+            net.zero_grad()
+            net(batch(16, 0)).square().mean().backward()
+
+    for _ in range(3):
+        step()
+    with pytest.raises(gk.errors.BudgetError):
+        step()
+    assert len(_global_forward_pre_hooks) == before
+    net(batch(16, 0)).sum().backward()
+    assert _get_current_dispatch_mode() is None

@@ -144,14 +144,6 @@ class ModuleTracker:
         found = {id(p): p for module in self.seen.values() for p in module.parameters()}
         return tuple(weakref.ref(parameter) for parameter in found.values())
 
-    def tensors(self) -> list[Tensor]:
-        """The parameters and buffers of all modules that were called, and of the modules inside them."""
-        found: dict[int, Tensor] = {}
-        for module in self.seen.values():
-            found |= {id(tensor): tensor for tensor in module.parameters()}
-            found |= {id(tensor): tensor for tensor in module.buffers()}
-        return list(found.values())
-
     def changed(self) -> tuple[weakref.ref[Tensor], ...]:
         """The buffers that the step changed."""
         with torch._C._DisableTorchDispatch():

@@ -91,8 +91,8 @@ class BudgetSession:
                 "a memory budget is already in force here",
                 fix="leave the outer block first: budgets cannot be nested",
             )
+        self._begin()  # raises where no plan keeps the budget: nothing is switched on yet
         self._batch.open()
-        self._begin()
         _active.session = self
         self._hooks.__enter__()
         if self._automatic:

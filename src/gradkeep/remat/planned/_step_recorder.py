@@ -488,10 +488,6 @@ class StepRecorder:
         self.modules.close()
         end = len(self._events)
         optimizer_bytes = 0 if states is None else self._count_states(states)
-        for tensor in self.modules.tensors():
-            # Parameters that no operator touched are there too.
-            if has_storage(tensor):
-                self._value_of(tensor)
         for alive in self._alive.values():
             old = self._storages[alive.number]
             if old.death < 0:
