@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradkeep.remat import heuristics
 from gradkeep.remat.online import OnlineRuntime
-from gradkeep.remat.online._runtime import GUARDED
+from gradkeep.remat.online._guards import GUARDED
 
 LABELS = torch.arange(8) % 5
 

@@ -475,7 +475,7 @@ def test_half_of_the_steps_should_follow_plans_after_forty_recordings(recorded, 
     planner = StepPlanner(BudgetSettings(0.5))
     planner.counts.recorded, planner.counts.planned = recorded, planned
     nothing = SimpleNamespace(peak=77, slots=())
-    planner.add(SimpleNamespace(finish=lambda: nothing), ())
+    planner.add(SimpleNamespace(finish=lambda _: nothing), ())
     assert planner.online_fallback.chosen == online
     assert planner.online_fallback.peak == 77
     assert planner.counts.recorded == recorded, "a step that saves nothing is none"

@@ -37,6 +37,26 @@ def test_a_sweep_does_every_case_once_and_resumes(tmp_path, monkeypatch):
     assert sweep(wanted, table) == again
 
 
+def test_fewer_ratios_leave_earlier_rows_in_the_table(tmp_path):
+    table = tmp_path / "table.csv"
+    every = sweep_cases([LOG], heuristics=("lru",), ratios=(0.9, 0.8, 0.7))
+    sweep(every, table, workers=1)
+    fewer = sweep_cases([LOG], heuristics=("lru",), ratios=(0.8,))
+    assert [row.case for row in sweep(fewer, table, workers=1)] == fewer
+    assert {row.case for row in read_table(table)} == set(every)
+
+
+def test_the_page_names_a_command_that_records(tmp_path):
+    page = Path(_sweep.__file__).parents[2] / "web" / "static" / "memory.js"
+    command = page.read_text().split('"gradkeep remat record ')[1].split('"')[0]
+    (tmp_path / "train.py").write_text("import torch\ndef step():\n    torch.ones(9) * 2\n")
+    words = [str(tmp_path / "train.py"), "--log", str(tmp_path / "step.log")]
+    assert [Path(word).name for word in words] == command.split()
+    done = gradkeep("remat", "record", *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "step.log").is_file()
+
+
 def test_a_row_is_the_simulation():
     row = run_case(SweepCase(str(LOG), "dtr", 0.65, limit=3.0))
     assert row.status in ("ok", "oom", "thrash")

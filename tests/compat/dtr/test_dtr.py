@@ -22,7 +22,7 @@ def nothing_in_force():
 def trained(budget):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
-    x = dtr.checkpoint(torch.randn(16, 32))
+    x = dtr.checkpoint(torch.randn(64, 32))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     dtr.set_memory_budget(budget)
     for _ in range(3):
@@ -41,7 +41,7 @@ def test_a_script_trains_to_the_bit_in_fewer_bytes(toggle):
     assert dtr.base_compute_time() == 0
     if toggle is not None:
         toggle(on=True)
-    found = trained("73kB")
+    found = trained("110kB")
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     assert dtr.remat_compute_time() > 0
     assert dtr.base_compute_time() > 0
@@ -65,7 +65,7 @@ def test_pinned_tensors_are_no_longer_checkpoints():
 
 def test_profiles_can_be_switched_off():
     dtr.toggle_profile(on=False)
-    trained("73kB")
+    trained("110kB")
     dtr.toggle_profile(on=True)
     assert dtr.base_compute_time() == 0
 
@@ -84,7 +84,7 @@ def test_a_log_begins_at_its_last_start(tmp_path):
 
 def test_a_log_in_a_budget_is_that_of_the_step_without_one(tmp_path):
     torch.manual_seed(0)
-    net, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]), torch.randn(16, 32)
+    net, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]), torch.randn(64, 32)
 
     def logged(budget, name):
         net.zero_grad(set_to_none=True)
@@ -103,6 +103,6 @@ def test_a_log_in_a_budget_is_that_of_the_step_without_one(tmp_path):
         return sorted(made), sum(op.cost for op in ops)
 
     plain, _ = logged(None, "plain.log")
-    within, cost = logged("60kB", "within.log")
+    within, cost = logged("110kB", "within.log")
     assert within == plain
     assert cost > 0

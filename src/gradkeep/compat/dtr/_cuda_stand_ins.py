@@ -44,7 +44,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _live_bytes(*_: Any, **__: Any) -> int:
-    return 0 if STATE.online is None else STATE.online.live.memory
+    return 0 if STATE.online is None else STATE.online.live_bytes()
 
 
 def _most_bytes(*_: Any, **__: Any) -> int:
@@ -53,7 +53,7 @@ def _most_bytes(*_: Any, **__: Any) -> int:
 
 def _count_anew(*_: Any, **__: Any) -> None:
     if STATE.online is not None:
-        STATE.online.live.peak = STATE.online.live.memory
+        STATE.online.reset_peak()
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:

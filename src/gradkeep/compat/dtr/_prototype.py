@@ -101,7 +101,18 @@ def remember(online: OnlineRuntime) -> None:
 
 
 def set_memory_budget(budget: float | str | None) -> None:
-    """Keep the live bytes of this thread's tensors within a budget from now on; None ends it."""
+    """Keep the live bytes of this thread's tensors within a budget from now on; None ends it.
+
+    Args:
+        budget: Bytes, as a number or as text such as `"2GiB"`.
+
+    Raises:
+        BudgetError: The budget is not positive. The same error is raised by a later operator where nothing
+            is left to evict, as the prototype runs out of memory there.
+
+    Warns:
+        BudgetWarning: More is recomputed than is worth it: from there on nothing is evicted.
+    """
     size = None if budget is None else parse_bytes(budget)
     if size is not None and size <= 0:
         raise BudgetError("a budget must be positive", found=size, fix="None ends a budget")
@@ -112,7 +123,7 @@ def set_memory_budget(budget: float | str | None) -> None:
 
     STATE.chooser = SampledHeuristic(heuristic("dtr-eq"))
     _look()
-    STATE.online = OnlineRuntime(size, heuristic=STATE.chooser)
+    STATE.online = OnlineRuntime(size, heuristic=STATE.chooser, strict=True)
     STATE.online.__enter__()
 
 

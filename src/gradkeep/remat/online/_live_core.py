@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gradkeep.errors import RematError
+from gradkeep._budgets import format_bytes
+from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat.simulator._core import EvictionCore, Storage
 from gradkeep.remat.tracing._content import hash_bytes
 from gradkeep.remat.tracing._tensors import StorageRef, run_operator
@@ -86,6 +87,39 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
     return value
 
 
+def predicted_bytes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool
+) -> int:
+    """Estimate the bytes of an operator's results before it runs for the first time.
+
+    Torch knows the shapes of most results without computing them; for the others the largest argument
+    is a guess.
+    """
+    given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
+    guess = max((tensor.nbytes for tensor in given), default=0)
+    names = {argument.name for argument in func._schema.arguments}
+    if not any("Tensor" in str(result.type) for result in func._schema.returns):
+        return 0
+    if random or not (given or "device" in names) or not func._schema.name.startswith("aten::"):
+        return guess
+    named = {name: mapped(value, _without_content, torch.Tensor) for name, value in kwargs.items()}
+    if "device" in names:
+        named["device"] = torch.device("meta")
+    try:
+        out = func(*mapped(args, _without_content, torch.Tensor), **named)
+        return sum({id(s): s.nbytes() for s in map(_storage, tensors_in(out))}.values())
+    except Exception:
+        return guess
+
+
+def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
 _PATIENCE = 50_000_000
 """Nanoseconds of recomputation that are too few to judge by."""
 
@@ -118,13 +152,17 @@ class LiveCore(EvictionCore):
     between two of them.
     """
 
-    def __init__(self, heuristic: Heuristic, *, budget: float, limit: float) -> None:
+    def __init__(
+        self, heuristic: Heuristic, *, budget: float, limit: float, strict: bool = False
+    ) -> None:
         super().__init__(heuristic, budget=budget, policy="eager")
         self.limit = limit
+        self.strict = strict
+        """Raise where nothing is left to evict."""
         # Here edges go too, once nothing needs them any more.
         self._followed = False
         self._allowed = budget
-        self._settled = False
+        self.settled = False
         """Everything is back, and stays."""
         self._spent_before = 0
         self.bytes: dict[Storage, StorageBytes] = {}
@@ -132,7 +170,11 @@ class LiveCore(EvictionCore):
         """The present value of each storage that is alive, by the id of torch's storage."""
         self.died: list[Node] = []
         self.over = 0
+        self.exhausted = False
+        """Nothing was left to evict where room was needed."""
         self.gave_up = False
+        self.reason = ""
+        """Why it gave up."""
         self.search_time = self.copy_time = 0
 
     def limit_to(self, budget: float) -> None:
@@ -141,7 +183,10 @@ class LiveCore(EvictionCore):
 
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The value that a tensor shows; one never seen before is a constant."""
-        storage = tensor.untyped_storage()
+        return self.node_on(tensor.untyped_storage())
+
+    def node_on(self, storage: torch.UntypedStorage) -> Node:
+        """The present value of a storage."""
         found = self.latest.get(id(storage))
         return self._constant(storage) if found is None else found
 
@@ -182,7 +227,7 @@ class LiveCore(EvictionCore):
     def tidy(self) -> None:
         """What is done between two operators."""
         self.bury()
-        if self.gave_up and not self._settled:
+        if self.gave_up and not self.settled:
             self.everything_back()
         self.room(0)
 
@@ -339,8 +384,17 @@ class LiveCore(EvictionCore):
         began = perf_counter_ns()
         while self.memory + need > self.budget and self.pool:
             self._evict(self._victim())
-        self.over = max(self.over, int(min(self.memory + need - self.budget, 1 << 62)))
+        over = int(min(self.memory + need - self.budget, 1 << 62))
+        self.over = max(self.over, over)
+        self.exhausted |= over > 0
         self.search_time += perf_counter_ns() - began
+        if over > 0 and self.strict:
+            raise BudgetError(
+                "out of memory: nothing is left to evict",
+                found=f"{format_bytes(self.memory + need)} in use",
+                expected=f"at most the budget of {format_bytes(int(self.budget))}",
+                fix="raise the budget, or make the batch smaller",
+            )
 
     def _evict(self, storage: Storage) -> None:
         super()._evict(storage)
@@ -375,6 +429,7 @@ class LiveCore(EvictionCore):
         if spent > self.limit * max(self.base_compute, _PATIENCE):
             # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
             self.gave_up, self.budget = True, math.inf
+            self.reason = "more was recomputed than is worth it"
 
     def _again(self, operator: OnlineOperator) -> Any:
         if operator.run is None:
@@ -419,7 +474,8 @@ class LiveCore(EvictionCore):
     def everything_back(self) -> None:
         """Bring back whatever somebody still has, whatever it takes; from here on nothing is evicted."""
         self.bury()
-        self.budget, self._spent_before, self._settled = self._allowed, self.remat_compute, True
+        self.budget, self._spent_before, self.settled = self._allowed, self.remat_compute, True
+        self.strict = False
         failed: BaseException | None = None
         # The oldest first: then whatever a later one is made from is there, or was nobody's. What
         # was nobody's still comes and goes within the budget.

@@ -1,13 +1,17 @@
 """The dispatch mode: every operator passes here, and finds its arguments in memory.
 
-Ways to a tensor's bytes that pass no operator, such as `.numpy()`, bring the bytes back first.
+Only plain tensors of floating-point or complex numbers are evicted. Integers and booleans (lengths,
+indices, offsets, batch sizes), tensors of a few bytes, tensor subclasses and the parts of sparse and
+nested tensors stay: host code of operators reads them without passing the dispatcher. Ways to a tensor's
+bytes that pass no operator, such as `.numpy()`, bring the bytes back first (`_guards.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+import threading
+import warnings
 from dataclasses import dataclass
 from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any, Self
@@ -17,11 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradkeep._budgets import format_bytes
+from gradkeep.errors import BudgetWarning
+from gradkeep.remat.online._guards import lower_guards, raise_guards
 from gradkeep.remat.online._live_core import (
     LiveCore,
     OnlineArgument,
     OnlineOperator,
     mapped,
+    predicted_bytes,
     tensors_in,
 )
 from gradkeep.remat.online._pace import Pace
@@ -30,6 +37,7 @@ from gradkeep.remat.tracing._rerun import (
     FirstResultRerun,
     OperatorRerun,
     compared,
+    has_workspace,
     leaves_unwritten,
     rerun_of,
 )
@@ -39,6 +47,7 @@ from gradkeep.remat.tracing._tensors import (
     has_storage,
     run_operator,
     signature_of,
+    storages_of,
     written_tensors,
 )
 
@@ -52,6 +61,11 @@ if TYPE_CHECKING:
 
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
 """Views that look at no byte and at no bound of their argument's storage."""
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_AMPLE = 8
+"""Times the largest argument: few operators give more than that."""
+_SMALL = 8
+"""Bytes of a single number, which host code likes to read and which is not worth evicting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,28 +105,34 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         *,
         heuristic: str | Heuristic = "dtr-eq",
         limit: float = 4.0,
+        strict: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.budget = budget
         self.heuristic, self.limit = heuristic, limit
+        self.strict = strict
+        """Raise where nothing is left to evict, and warn when evicting is given up."""
         self.live = self._new()
+        # Threads that are begun inside run inside: one operator at a time.
+        self._lock = threading.RLock()
+        self._on = False
         self._signatures: dict[Any, OperatorSignature] = {}
         self._sizes: dict[Any, int] = {}
         """Bytes that an operator asks for, by what it is given; known once it has run."""
         self.slow: str | None = None
         """Why a plan is better here, if operators are so small that deciding takes most of the time."""
-        self._quiet = False
         self._hooks: list[Any] = []
         self._parameters: set[int] = set()
         self._operators = self._pinned = 0
         self._took = 0
         # By this thread's own clock: waiting for a core or another thread is nobody's pace.
-        self._own = 0
+        self._own = self._predicting = 0
         self._pace: Pace | None = Pace()
 
     def _new(self) -> LiveCore:
         named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
-        return LiveCore(named or self.heuristic, budget=self.budget, limit=self.limit)  # type: ignore[arg-type]
+        chosen: Any = named or self.heuristic
+        return LiveCore(chosen, budget=self.budget, limit=self.limit, strict=self.strict)
 
     def __enter__(self) -> Self:
         # Parameters take their bytes from the beginning, not from when an operator reads them.
@@ -123,6 +143,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         del known
         self._parameters.clear()
         self._operators = self._pinned = 0
+        self._on = True
         raise_guards(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -138,8 +159,10 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
         self._hooks.clear()
         try:
-            self.live.everything_back()
+            with self._lock:
+                self.live.everything_back()
         finally:
+            self._on = False
             lower_guards(self)
 
     def limit_to(self, budget: float) -> None:
@@ -153,7 +176,7 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         return OnlineReport(
             budget=self.budget,
             peak=live.peak,
-            over=max(0, live.over),
+            over=0 if math.isinf(self.budget) else max(0, live.over, int(live.peak - self.budget)),
             operators=self._operators,
             evictions=live.evictions,
             rematerializations=live.rematerializations,
@@ -163,17 +186,48 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
             search_seconds=live.search_time / 1e9,
             copy_seconds=live.copy_time / 1e9,
             gave_up=live.gave_up,
+            reason=live.reason,
+            exhausted=live.exhausted,
         )
+
+    def live_bytes(self) -> int:
+        """Count the bytes in memory now, without tensors that died since the last operator."""
+        with self._lock, _disable_current_modes():
+            self.live.bury()
+            return self.live.memory
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self.live.peak = self.live_bytes()
+        self.live.over = 0
 
     def pin(self, tensor: Tensor) -> None:
         """Never evict a tensor."""
-        self._quiet = True
-        try:
-            # What it takes to bring it back is nobody else's: a recorder may lie upon this mode.
-            with _disable_current_modes():
-                self.live.keep(self.live.node_of(tensor))
-        finally:
-            self._quiet = False
+        # What it takes to bring it back is nobody else's: a recorder may lie upon this mode.
+        with self._lock, _disable_current_modes():
+            for storage in storages_of(tensor):
+                self.live.keep(self.live.node_on(storage))
+
+    def has_seen(self, leaves: set[int]) -> bool:
+        """Whether an operator was given one of these leaves, by id."""
+        return not self._parameters.isdisjoint(leaves)
+
+    def stop_evicting(self, reason: str) -> None:
+        """Bring everything back and evict nothing any more until it is entered again."""
+        with self._lock, _disable_current_modes():
+            if not self.live.gave_up:
+                self.live.gave_up, self.live.reason = True, reason
+                self.live.everything_back()
+                self._warn_given_up()
+
+    def _warn_given_up(self) -> None:
+        if self.strict:
+            warnings.warn(
+                f"memory budget: evicting is given up, so the budget of "
+                f"{format_bytes(int(self.budget))} no longer holds: {self.live.reason}; raise the budget",
+                BudgetWarning,
+                stacklevel=3,
+            )
 
     def bytes_of(self, storage: torch.UntypedStorage) -> int:
         """The bytes of a storage, be it in memory or not."""
@@ -189,61 +243,73 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         node = self.live.latest.get(id(tensor.untyped_storage()))
         if node is None or (node.defined and self.live.bytes[node.storage].was is None):
             return
-        self._quiet = True
-        try:
-            with _disable_current_modes():
-                self.live.hold([node])
-                self.live.keep(node)
-                self.live.let_go([node])
-        finally:
-            self._quiet = False
+        with self._lock, _disable_current_modes():
+            self.live.hold([node])
+            self.live.keep(node)
+            self.live.let_go([node])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._quiet:
-            return run_operator(func, args, kwargs)
-        self._quiet = True
-        try:
+        with self._lock:
+            if not self._on:
+                return run_operator(func, args, kwargs)
             if self._pace is None:
                 return self._pass(func, args, kwargs)
             began = thread_time_ns()
             out = self._pass(func, args, kwargs)
-            if self._pace.known(thread_time_ns() - began, self._own):
+            if self._pace.known(thread_time_ns() - began - self._predicting, self._own):
                 self.slow = self._pace.warning()
                 self._pace = None
             return out
-        finally:
-            self._quiet = False
+
+    def _tidy(self) -> None:
+        settled = self.live.settled
+        self.live.tidy()
+        if self.live.settled and not settled:
+            self._warn_given_up()
 
     def _pass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         live = self.live
-        live.tidy()
+        self._tidy()
         self._operators += 1
-        self._took = self._own = 0
+        self._took = self._own = self._predicting = 0
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = signature_of(func)
         name = func._schema.name
         given = tensors_in(args) + tensors_in(tuple(kwargs.values()))
+        self._watch_gradients(given)
+        written = written_tensors(signature, args, kwargs)
         if not all(map(has_storage, given)):
-            return self._beside(func, args, kwargs, given)
+            return self._beside(func, args, kwargs, given, written)
         if name in _FREE and not signature.writes:
             for tensor in given:
                 live.node_of(tensor)
-            return run_operator(func, args, kwargs)
+            out = run_operator(func, args, kwargs)
+            self._keep_metadata([*given, *tensors_in(out)])
+            return out
         nodes = [live.node_of(tensor) for tensor in given]
-        self._watch_gradients(given)
-        written = written_tensors(signature, args, kwargs)
         for tensor in written:
             live.about_to_change(live.node_of(tensor))
         live.hold(nodes)
         try:
+            self._keep_metadata(given)
             return self._run(func, args, kwargs, given, nodes, written)
         finally:
             live.let_go(nodes)
-            live.tidy()
+            self._tidy()
+
+    def _keep_metadata(self, tensors: list[Tensor]) -> None:
+        """Never evict what host code may read without an operator."""
+        for tensor in tensors:
+            if not _may_be_evicted(tensor) and has_storage(tensor):
+                node = self.live.node_of(tensor)
+                if has_workspace(node.op.name):
+                    continue
+                self._pinned += not node.storage.pinned
+                self.live.keep(node)
 
     def _run(
         self,
@@ -255,9 +321,19 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         written: list[Tensor],
     ) -> Any:
         live = self.live
-        key = (func, tuple((tensor.shape, tensor.dtype) for tensor in given))
-        live.room(self._sizes.get(key, 0))
+        # Before it runs: afterwards a tensor may show another storage, as `set_` does.
+        changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
         random = torch.Tag.nondeterministic_seeded in func.tags
+        key = (func, tuple((tensor.shape, tensor.dtype) for tensor in given))
+        need = self._sizes.get(key)
+        if need is None:
+            largest = max((tensor.nbytes for tensor in given), default=0)
+            # Where there is ample room, nobody has to know.
+            tight = not written and live.memory + _AMPLE * largest > self.budget
+            began = thread_time_ns()
+            need = predicted_bytes(func, args, kwargs, random=random) if tight or not given else 0
+            self._predicting = thread_time_ns() - began
+        live.room(need)
         state = torch.get_rng_state() if random else None
         grad_mode = torch.is_grad_enabled()
         began, own = perf_counter_ns(), thread_time_ns()
@@ -266,10 +342,13 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._took = cost = perf_counter_ns() - began
         results = tensors_in(out)
         if not all(map(has_storage, results)):
+            # A sparse or nested tensor holds its parts, and shows none of them to the dispatcher.
+            for node in nodes:
+                live.keep(node)
+            self._keep_parts(results)
             return out
         fresh = self._fresh(results)
         self._sizes[key] = sum(result.untyped_storage().nbytes() for _, result in fresh)
-        changed = list(dict.fromkeys(live.node_of(tensor).storage for tensor in written))
         if fresh or changed:
             recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
             name = func._schema.name
@@ -314,8 +393,11 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
             operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
         made = self.live.ran(operator, nodes, storages)
-        if operator.run is None:
-            for node in made:
+        workspace = has_workspace(ran.name)
+        evicted = [workspace or _may_be_evicted(result) for _, result in fresh]
+        evicted += [True for _ in ran.changed]
+        for node, may_go in zip(made, evicted, strict=True):
+            if operator.run is None or not may_go:
                 self._pinned += not node.storage.pinned
                 self.live.keep(node)
         return made
@@ -373,67 +455,49 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and has_storage(parameter.grad):
+        if parameter.grad is not None:
             self.pin(parameter.grad)
 
     def _beside(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        written: list[Tensor],
     ) -> Any:
-        """An operator on tensors without a storage: its other arguments must be there, no more."""
-        nodes = [self.live.node_of(t) for t in given if has_storage(t)]
-        self.live.hold(nodes)
-        try:
-            out = run_operator(func, args, kwargs)
-        finally:
-            self.live.let_go(nodes)
+        """Run an operator on sparse, nested or wrapping tensors: all that it is given stays."""
+        live = self.live
+        for tensor in written:
+            live.about_to_change(live.node_of(tensor))
+        self._keep_parts(given)
+        out = run_operator(func, args, kwargs)
+        self._keep_parts(tensors_in(out))
+        self._tidy()
         return out
+
+    def _keep_parts(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                node = self.live.node_on(storage)
+                self.live.hold([node])
+                self.live.keep(node)
+                self.live.let_go([node])
+
+
+def _may_be_evicted(tensor: Tensor) -> bool:
+    """Whether only operators read this tensor: plain floating-point numbers, and enough of them."""
+    dtype = tensor.dtype
+    return (
+        (dtype.is_floating_point or dtype.is_complex)
+        and type(tensor) in _PLAIN
+        and tensor.nbytes > _SMALL
+    )
 
 
 def _shows_all(result: Tensor) -> bool:
     """Whether a result shows every byte of its storage."""
     return result.numel() * result.element_size() == result.untyped_storage().nbytes()
-
-
-GUARDED = (
-    "numpy",
-    "tolist",
-    "data_ptr",
-    "__array__",
-    "__dlpack__",
-    "__reduce_ex__",
-    "share_memory_",
-)
-_active: list[OnlineRuntime] = []
-_plain: dict[str, Any] = {}
-
-
-def raise_guards(online: OnlineRuntime) -> None:
-    """From now on these methods of tensors ask the runtime first."""
-    if not _active:
-        for name in GUARDED:
-            _plain[name] = getattr(torch.Tensor, name)
-            setattr(torch.Tensor, name, _guarded(_plain[name]))
-    _active.append(online)
-
-
-def lower_guards(online: OnlineRuntime) -> None:
-    """They are torch's own again once no runtime is left."""
-    _active.remove(online)
-    if not _active:
-        for name, plain in _plain.items():
-            setattr(torch.Tensor, name, plain)
-        _plain.clear()
-
-
-def _guarded(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.nn.parameter.is_lazy(self) and has_storage(self):
-            for online in _active:
-                online.bring_back(self)
-        return plain(self, *args, **kwargs)
-
-    return method
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +524,10 @@ class OnlineReport:
     copy_seconds: float
     """Putting values back where they belong."""
     gave_up: bool
-    """More was recomputed than the limit allows: from there on nothing was evicted."""
+    """From some operator on nothing was evicted, for the `reason`."""
+    reason: str = ""
+    exhausted: bool = False
+    """Nothing was left to evict where room was needed: the simulator calls that out of memory."""
 
     def __str__(self) -> str:
         limit = (
@@ -472,7 +539,7 @@ class OnlineReport:
             f"{self.remat_seconds / max(self.base_seconds, 1e-9):.1%} of the time of the rest"
         )
         if self.gave_up:
-            return f"{lines}; gave up: more was recomputed than is worth it"
+            return f"{lines}; gave up: {self.reason}"
         if self.over:
             return f"{lines}; {format_bytes(self.over)} over, as nothing was left to evict"
         return lines

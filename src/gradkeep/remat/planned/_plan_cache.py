@@ -21,6 +21,7 @@ from gradkeep.remat.planned._trace import (
     agreed_trace,
     cheaper_trace,
     difference_of,
+    with_larger_tail,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradkeep.remat.planned._batch_shapes import Shapes
     from gradkeep.remat.planned._programs import CompiledPlan
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
@@ -48,13 +50,22 @@ class StepSignature:
     """Whether there were gradients already, which take bytes."""
     inputs: tuple[tuple[int, ...], ...]
     """Shapes of what was handed over."""
+    batch: tuple[tuple[int, ...], ...]
+    """Shapes of what the first module was called with."""
 
-    def begins(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+    def begins(self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> bool:
         """Whether a step whose first saved tensor this is may be of this kind."""
         return (
             tensor.shape == self.size
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
+            and self.may_begin(inputs, batch)
+        )
+
+    def may_begin(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
+        """Whether a step of which nothing is saved yet may be of this kind; None: no module ran yet."""
+        return (
+            batch in (None, self.batch)
             and self.inputs == tuple(tuple(given.shape) for given in inputs)
             and all(flag.holds() for flag in self.flags)
             and self.gradients == has_gradients(self.parameters)
@@ -70,6 +81,7 @@ class StepSignature:
             and all(map(ModuleFlag.like, self.flags, other.flags))
             and self.gradients == other.gradients
             and self.inputs == other.inputs
+            and self.batch == other.batch
         )
 
 
@@ -107,11 +119,12 @@ class StepRecordings:
                 if found is not None:
                     for other in (*self.kept, *self.cloned):
                         found = cheaper_trace(found, other)
+                        found = with_larger_tail(found, other)
                     return found
         return None
 
 
-_MEASURED_AGAIN = frozenset(32**power for power in range(1, 8))
+_MEASURED_AGAIN = frozenset((8, *(32**power for power in range(1, 8))))
 """After so many steps of a plan the next one is measured too."""
 
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, BudgetWarning
 from gradkeep.remat.planned._evaluate import PlanEvaluator
+from gradkeep.remat.planned._optimizer_states import OptimizerStates
 from gradkeep.remat.planned._plan_cache import StepPlan, StepRecordings, StepSignature, digest_of
 from gradkeep.remat.planned._problem import problem_of
 from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._search import FoundPlan, search_plan
-from gradkeep.remat.planned._trace import same_step
+from gradkeep.remat.planned._trace import same_step, with_constant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.online import OnlineReport, OnlineRuntime
+    from gradkeep.remat.planned._batch_shapes import Shapes
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
     from gradkeep.remat.planned._problem import PlanningProblem
@@ -35,7 +37,10 @@ _MOST_RECORDINGS = 9
 _MOST_MISSES = 2
 """After so many steps in a row that left a plan, it is made anew."""
 _PATIENCE = 40
-"""After so many recordings most steps should follow plans, however many kinds there are."""
+"""After so many recordings that led to nothing most steps should follow plans."""
+_MANY_NEW = 8
+"""After so many recordings in a row of steps that were never seen before a warning says that the budget
+does not hold."""
 _REPEAT = (
     "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
     "to step, or ask for mode='online'"
@@ -105,28 +110,45 @@ class StepPlanner:
         """What was warned of already."""
         self._forgotten = 0
         self._hopeless: list[StepSignature] = []
+        self._states = OptimizerStates()
+        self._new_in_a_row = 0
+        """Recordings since a kind of step was last seen again."""
+        self._stopped = False
+        """Steps never repeat: nothing is recorded any more."""
         self._begun: dict[Any, int] = {}
         """Recordings of each kind, as far as it can be told when the first tensor is saved."""
 
     @property
     def wants_recording(self) -> bool:
         """Whether the next step should be recorded from its very beginning."""
-        unknown = not self.plans and not self._hopeless
+        unknown = not self.plans and not self._hopeless and not self._stopped
         return unknown or any(plan.doubtful for plan in self.plans)
 
-    def plans_for(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> list[StepPlan]:
+    def wants_batch(self, inputs: tuple[Tensor, ...], batch: Shapes | None) -> bool:
+        """Whether a step of which nothing is saved yet should be recorded; None: no module ran yet."""
+        planned = [plan.kind for plan in self.plans if not plan.doubtful]
+        known = (*planned, *self._hopeless)
+        return not self._stopped and not any(kind.may_begin(inputs, batch) for kind in known)
+
+    def plans_for(
+        self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
+    ) -> list[StepPlan]:
         """The plans for a step whose first saved tensor this is, the latest first."""
         return [
             plan
             for plan in reversed(self.plans)
-            if not plan.doubtful and plan.kind.begins(tensor, inputs)
+            if not plan.doubtful and plan.kind.begins(tensor, inputs, batch)
         ]
 
-    def worth_recording(self, tensor: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+    def worth_recording(
+        self, tensor: Tensor, inputs: tuple[Tensor, ...], batch: Shapes = ()
+    ) -> bool:
         """Whether another recording of such a step may lead to a plan."""
-        return not any(kind.begins(tensor, inputs) for kind in self._hopeless)
+        return not self._stopped and not any(
+            kind.begins(tensor, inputs, batch) for kind in self._hopeless
+        )
 
-    def cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
+    def cloning(self, recording: StepRecorder, tensor: Tensor, batch: Shapes = ()) -> bool:
         """Whether a recording that has come to its first saved tensor should clone: every second.
 
         After each four it is the other second: where two kinds of steps that begin alike take turns,
@@ -135,22 +157,26 @@ class StepPlanner:
         flags = recording.modules.flags()
         key = (
             tuple(tensor.shape),
+            batch,
             recording.gradients,
             tuple((flag.kind, flag.module if flag.owns else None, flag.training) for flag in flags),
         )
         self._begun[key] = count = self._begun.get(key, 0) + 1
         return (count % 2 == 0) != ((count - 1) // 4 % 2 == 1)
 
-    def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...]) -> None:
+    def measure(self, meter: StepRecorder) -> int:
+        """The peak of a step that was watched, with the states of optimizers."""
+        return meter.finish(self._states).peak
+
+    def add(self, recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes = ()) -> None:
         """File a finished recording."""
-        if self.counts.recorded >= _PATIENCE and self.counts.planned < self.counts.recorded // 2:
-            self._turn_online()
-        trace = recording.finish()
+        self._judge_recordings()
+        trace = recording.finish(self._states)
         self.online_fallback.peak = max(self.online_fallback.peak, trace.peak)
         if not trace.slots:
             return
         self.counts.recorded += 1
-        kind = _kind_of(recording, inputs)
+        kind = _kind_of(recording, inputs, batch)
         for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
             if same_step(plan.compiled.trace, trace):
                 plan.doubtful = False
@@ -161,13 +187,38 @@ class StepPlanner:
         if group is None:
             group = StepRecordings(kind)
             self.recorded.append(group)
+            self._saw_new_kind()
+        else:
+            self._new_in_a_row = 0
         group.add(recording, trace)
         changed = (*group.changing, *recording.modules.changed())
         group.changing = tuple({id(buffer()): buffer for buffer in changed}.values())
         group.parameters = recording.modules.parameters()
 
+    def _saw_new_kind(self) -> None:
+        self._new_in_a_row += 1
+        if self._new_in_a_row == _MANY_NEW:
+            self._warn(
+                f"{_MANY_NEW} recorded steps in a row, no two of them alike, ran without the budget",
+                "steps are recorded until their batch shape has come three times: pad or bucket "
+                "batches to a few shapes, or ask for mode='online'",
+            )
+
+    def _judge_recordings(self) -> None:
+        """Give up to record where most recordings were of steps that never came again."""
+        useful = self.settings.recordings * len(self.plans)
+        useful += sum(group.count for group in self.recorded if group.count > 1)
+        wasted = self.counts.recorded - useful
+        if wasted < _PATIENCE or self.counts.planned >= self.counts.recorded // 2:
+            return
+        self._stopped = True
+        if self.settings.mode == "planned":
+            self._warn("no plan, so no budget holds: batches have ever new shapes", _REPEAT)
+        self._turn_online()
+
     def make_plans(self) -> None:
         """Plan what has been recorded often enough; raises `BudgetError` below the floor."""
+        self._count_new_states()
         for group in list(self.recorded):
             trace = group.trace()
             if trace is None:
@@ -186,6 +237,17 @@ class StepPlanner:
             self.recorded.remove(group)
             self._adopt(group, trace, known)
 
+    def _count_new_states(self) -> None:
+        """Plan anew what was planned before optimizers had the states that they have now."""
+        for plan in list(self.plans):
+            missing = self._states.nbytes - plan.compiled.trace.optimizer_bytes
+            if missing > 0:
+                self.plans.remove(plan)
+                group = StepRecordings(
+                    plan.kind, changing=plan.changing, parameters=plan.parameters
+                )
+                self._adopt(group, with_constant(plan.compiled.trace, missing), None)
+
     def _saved_for(self, trace: StepTrace) -> SavedPlan | None:
         """The plan on disk that was made for this step."""
         if not self.saved:
@@ -193,6 +255,9 @@ class StepPlanner:
         return self.saved.get(digest_of(trace)) or self.saved.get(digest_of(trace, whole=True))
 
     def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
+        missing = self._states.nbytes - trace.optimizer_bytes
+        if missing > 0:
+            trace = with_constant(trace, missing)
         problem = problem_of(trace, min_size=self.settings.smallest(trace.peak))
         self._plan(group, problem, known)
 
@@ -268,6 +333,7 @@ class StepPlanner:
         if run.changed is None:
             plan.runs += 1
             plan.misses = 0
+            self._new_in_a_row = 0
             self.last = plan
             self.counts.planned += 1
             self.counts.recomputed += run.recomputed / 1e9
@@ -294,7 +360,7 @@ class StepPlanner:
         if done is None or not (done.over or done.gave_up):
             return
         why = (
-            "more was recomputed than is worth it, so eviction was given up"
+            f"{done.reason}, so eviction was given up"
             if done.gave_up
             else "nothing was left to evict"
         )
@@ -340,7 +406,7 @@ def _from_saved(problem: PlanningProblem, known: SavedPlan | None, budget: int) 
     return FoundPlan(known.states, evaluation, fits=True, evaluations=1)
 
 
-def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...]) -> StepSignature:
+def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...], batch: Shapes) -> StepSignature:
     first = recording.first
     return StepSignature(
         size=first.geometry.size,
@@ -350,6 +416,7 @@ def _kind_of(recording: StepRecorder, inputs: tuple[Tensor, ...]) -> StepSignatu
         parameters=recording.parameters,
         gradients=recording.gradients,
         inputs=tuple(tuple(given.shape) for given in inputs),
+        batch=batch,
     )
 
 
@@ -383,6 +450,7 @@ class OnlineFallback:
             return None
         if self.peak == 0:
             self.peak = online.live.peak
+            online.reset_peak()
             online.limit_to(self._bytes())
         self.latest = online.report()
         return self.latest

@@ -98,7 +98,8 @@ class BudgetReport:
     budget: int | None
     predicted_peak: int | None
     measured_peak: int | None
-    """Live tensor bytes in the first step of the latest plan."""
+    """The most live tensor bytes that were measured, states of optimizers included. This, the budget and
+    the prediction are of the plan that took most."""
     recompute_share: float | None
     """Time spent on making values again, by the time of the rest of the step."""
     rss: int
@@ -195,9 +196,14 @@ def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
     )
 
 
+def _most_bytes(plan: StepPlan) -> tuple[int, int]:
+    return plan.measured_peak or 0, plan.predicted_peak
+
+
 def budget_report(planner: StepPlanner) -> BudgetReport:
     """Sum up the steps so far."""
-    counts, plan = planner.counts, planner.last
+    counts = planner.counts
+    plan = max(planner.plans, key=_most_bytes, default=planner.last)
     rest = counts.busy - counts.recomputed
     scale = 1 if sys.platform == "darwin" else 1024
     return BudgetReport(

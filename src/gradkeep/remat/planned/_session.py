@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradkeep import _annotations
 from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat.planned._batch_shapes import BatchShapes
 from gradkeep.remat.planned._planned_step import (
     KeptTensor,
     PlainStep,
@@ -21,12 +22,18 @@ from gradkeep.remat.planned._planned_step import (
 )
 from gradkeep.remat.planned._recording_mode import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
-from gradkeep.remat.tracing._tensors import beside_compiler, has_storage, not_compiled
+from gradkeep.remat.tracing._tensors import (
+    beside_compiler,
+    has_storage,
+    inside_compiled,
+    not_compiled,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.online import OnlineRuntime
+    from gradkeep.remat.planned._batch_shapes import Shapes
     from gradkeep.remat.planned._plan_cache import StepPlan
     from gradkeep.remat.planned._planner import StepPlanner
 
@@ -63,10 +70,12 @@ class BudgetSession:
         self._recording: StepRecorder | None = None
         self._run: PlannedStep | PlainStep | UndecidedStep | None = None
         self._plan: StepPlan | None = None
+        self._recorded_batch: Shapes = ()
         self._meter: StepRecorder | None = None
         self._snapshot: StepSnapshot | None = None
         self._running: tuple[torch.nn.Module, ...] = ()
         self._online: OnlineRuntime | None = None
+        self._batch = BatchShapes(self._next_begins, self._saw_batch)
         self._left = False
         """It was left in another thread: its hooks are still there, and do nothing."""
 
@@ -82,7 +91,8 @@ class BudgetSession:
                 "a memory budget is already in force here",
                 fix="leave the outer block first: budgets cannot be nested",
             )
-        self._begin()
+        self._begin()  # raises where no plan keeps the budget: nothing is switched on yet
+        self._batch.open()
         _active.session = self
         self._hooks.__enter__()
         if self._automatic:
@@ -100,10 +110,7 @@ class BudgetSession:
                 self._stop_evicting(None)
             return
         self._stop_evicting(error)
-        for recording in (self._recording, self._meter):
-            if recording is not None:
-                recording.abandon()
-        self._recording = self._meter = None
+        self._abandon()
         self._mode.rest()
         if isinstance(self._run, PlannedStep) and self._plan is not None and self._run.undone:
             self._planner.finished(self._plan, self._run)
@@ -117,6 +124,7 @@ class BudgetSession:
     def _clear(self) -> None:
         """The hooks of this thread go."""
         _active.session = None
+        self._batch.close()
         self._hooks.__exit__(None, None, None)
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
@@ -126,10 +134,8 @@ class BudgetSession:
     def _leave_elsewhere(self) -> NoReturn:
         """Hooks can only be taken off in their own thread: until that enters a budget, they do nothing."""
         self._left = self._keep_all = True
-        for recording in (self._recording, self._meter):
-            if recording is not None:
-                recording.abandon()
-        self._mode.recording = self._recording = self._meter = None
+        self._abandon()
+        self._mode.recording = None
         self._run = PlainStep()
         raise BudgetError(
             "a memory budget was left in another thread than it was entered",
@@ -148,16 +154,58 @@ class BudgetSession:
                 self._online = self._planner.online_fallback.enter()
             return
         self._snapshot = StepSnapshot()
-        if self._planner.wants_recording:
+        # What is handed over shows the batch at once.
+        if self._planner.wants_recording or (
+            self._inputs and self._planner.wants_batch(self._inputs, None)
+        ):
             self._record()
         elif any(plan.unmeasured for plan in self._planner.plans):
             self._measure()
 
     def _record(self) -> None:
+        self._abandon()
         self._recording = StepRecorder(
-            cloning=self._planner.cloning, inputs=self._inputs, running=self._running
+            cloning=self._cloning, inputs=self._inputs, running=self._running
         )
         self._mode.show(self._recording)
+
+    def _abandon(self) -> None:
+        """Forget what is being recorded or measured."""
+        for recording in (self._recording, self._meter):
+            if recording is not None:
+                recording.abandon()
+        self._recording = self._meter = None
+
+    def _next_begins(self) -> bool:
+        """Whether the next call of a module belongs to another step."""
+        return self._automatic and self._asked()
+
+    def _saw_batch(self, running: tuple[torch.nn.Module, ...]) -> None:
+        """The first module of a step is called: recordings begin here, so that all of them are alike."""
+        if inside_compiled():
+            return  # no mode may come or go there
+        if self._next_begins():
+            self._end()
+            self._begin()
+        undecided = self._run is None and not (self._recording and self._recording.saved)
+        if not undecided or self._keep_all or self._online is not None:
+            return
+        wanted = self._planner.wants_batch(self._inputs, self._batch.shapes)
+        if self._inputs and wanted == (self._recording is not None):
+            return
+        self._running = running
+        if wanted:
+            self._record()
+            return
+        self._abandon()
+        self._mode.rest()
+        if any(plan.unmeasured for plan in self._planner.plans):
+            self._measure()
+
+    def _cloning(self, recording: StepRecorder, tensor: Tensor) -> bool:
+        # Later calls in the same step, as of accumulated passes, do not count.
+        self._recorded_batch = self._batch.shapes
+        return self._planner.cloning(recording, tensor, self._batch.shapes)
 
     def _end(self) -> None:
         recording, run, meter = self._recording, self._run, self._meter
@@ -167,9 +215,9 @@ class BudgetSession:
         self._recording = self._run = self._meter = None
         self._mode.rest()
         if recording is not None:
-            self._planner.add(recording, self._inputs)
+            self._planner.add(recording, self._inputs, self._recorded_batch)
         if meter is not None:
-            peak = meter.finish().peak
+            peak = self._planner.measure(meter)
             if self._plan is not None and isinstance(run, PlannedStep) and run.changed is None:
                 self._planner.measured(self._plan, peak)
         if isinstance(run, PlannedStep) and self._plan is not None:
@@ -183,6 +231,7 @@ class BudgetSession:
         """An optimizer has stepped: if there was a backward pass, the step is over."""
         if getattr(_active, "session", None) is self and self._asked():
             self._end()
+            self._batch.begin()
             self._begin()
 
     def _asked(self) -> bool:
@@ -195,13 +244,13 @@ class BudgetSession:
         if self._keep_all or self._online is not None:
             self._run = PlainStep() if self._online is None else WatchedStep()
             return self._run
-        plans = planner.plans_for(tensor, self._inputs)
+        plans = planner.plans_for(tensor, self._inputs, self._batch.shapes)
         if self._meter is not None and not any(plan.unmeasured for plan in plans):
             self._meter.abandon()
             self._meter = None
             self._mode.rest()
         if not plans:
-            if planner.worth_recording(tensor, self._inputs):
+            if planner.worth_recording(tensor, self._inputs, self._batch.shapes):
                 self._record()
                 assert self._recording is not None
                 return self._recording
@@ -224,7 +273,7 @@ class BudgetSession:
 
     def _measure(self) -> None:
         """The first step of a plan shows whether it keeps what it promises."""
-        self._meter = StepRecorder(cloning=False, inputs=self._inputs)
+        self._meter = StepRecorder(cloning=False, inputs=self._inputs, running=self._running)
         self._mode.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.remat.planned._optimizer_states import OptimizerStates
+
 _task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -481,10 +483,11 @@ class StepRecorder:
         self.modules.close()
         self._alive.clear()
 
-    def finish(self) -> StepTrace:
+    def finish(self, states: OptimizerStates | None = None) -> StepTrace:
         """The trace of what ran; whoever dies from here on does so after the step."""
         self.modules.close()
         end = len(self._events)
+        optimizer_bytes = 0 if states is None else self._count_states(states)
         for alive in self._alive.values():
             old = self._storages[alive.number]
             if old.death < 0:
@@ -513,9 +516,22 @@ class StepRecorder:
             sources=self._sources(),
             lengths=self._lengths,
             keeps_graph=self._keeps_graph,
+            optimizer_bytes=optimizer_bytes,
             anchors=self._cuts.anchors(self._slots),
             looked_away=self._looked_away,
         )
+
+    def _count_states(self, states: OptimizerStates) -> int:
+        """Count what optimizers hold from the first event on, be it touched or made in this step."""
+        total = 0
+        for key, storage in states.storages().items():
+            alive = self._alive.get(key)
+            if alive is None:
+                self._follow(storage, birth=0, constant=True)
+            else:
+                self._storages[alive.number] = replace(self._storages[alive.number], birth=0)
+            total += storage.nbytes()
+        return total
 
     def _sources(self) -> dict[int, Any]:
         found: dict[int, Any] = {}

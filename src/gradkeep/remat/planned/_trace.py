@@ -155,6 +155,8 @@ class StepTrace:
     """The backward pass was asked to keep the graph."""
     looked_away: bool = False
     """Some nodes of the backward pass ran unwatched: their temporaries are not counted."""
+    optimizer_bytes: int = 0
+    """Of the storages, what the states of optimizers take from the first event on."""
     anchors: dict[int, int] = field(default_factory=dict)
     """For constants that are elsewhere in each step, as batches cut from a data set: where the tensor
     that stands for the value begins, in bytes, as geometries count them."""
@@ -237,6 +239,43 @@ def cheaper_trace(trace: StepTrace, other: StepTrace) -> StepTrace:
     pairs = _pairs(trace.operations, other.operations, count)
     operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
     return replace(trace, operations=operations + trace.operations[count:])
+
+
+def with_larger_tail(trace: StepTrace, other: StepTrace) -> StepTrace:
+    """The trace with what another recording of the step did after the last request, if that takes more.
+
+    Of accumulated steps only the last one is followed by the optimizer.
+    """
+    if not _same(trace, other):
+        return trace
+    ends = trace.lengths
+    ours, theirs = trace.levels()[ends.events :], other.levels()[ends.events :]
+    if max(theirs, default=0) <= max(ours, default=0):
+        return trace
+    storages = tuple(
+        replace(mine, death=more.death) if mine.death > ends.events < more.death else mine
+        for mine, more in _pairs(trace.storages, other.storages, ends.storages)
+    )
+    return replace(
+        trace,
+        events=trace.events[: ends.events] + other.events[ends.events :],
+        operations=trace.operations[: ends.operations] + other.operations[ends.operations :],
+        slots=trace.slots[: ends.slots] + other.slots[ends.slots :],
+        storages=storages + other.storages[ends.storages :],
+        values=trace.values[: ends.values] + other.values[ends.values :],
+        optimizer_bytes=other.optimizer_bytes,
+    )
+
+
+def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
+    """The trace of the same step beside so many bytes more of optimizers' states."""
+    end = len(trace.events)
+    beside = TracedStorage(nbytes, 0, end, end, constant=True)
+    return replace(
+        trace,
+        storages=(*trace.storages, beside),
+        optimizer_bytes=trace.optimizer_bytes + nbytes,
+    )
 
 
 def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:

@@ -172,7 +172,8 @@ def sweep(
     for case in here:
         add(run_case(case))
     rows = [done[case] for case in every]
-    write_table(path, rows)
+    # What earlier runs asked for and this one does not stays, after what this one asks for.
+    write_table(path, {**{row.case: row for row in rows}, **done}.values())
     return rows
 
 

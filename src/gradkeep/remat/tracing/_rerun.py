@@ -209,6 +209,11 @@ def compared(func: Any, count: int) -> int:
     return _COMPARED.get(func._schema.name, count)
 
 
+def has_workspace(name: str) -> bool:
+    """Whether an operator of this name gives a workspace, which only its own gradient reads."""
+    return name in _COMPARED
+
+
 def leaves_unwritten(name: str) -> bool:
     """Whether an operator of this name gives memory that is meant to be overwritten."""
     return f"aten::{name.removeprefix('aten::')}" in _UNWRITTEN

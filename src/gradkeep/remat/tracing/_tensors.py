@@ -103,6 +103,7 @@ def has_storage(tensor: Tensor) -> bool:
         and _is_one_piece(type(tensor))
         and not tensor.is_meta
         and not tensor._is_zerotensor()
+        and not tensor.is_nested
     )
 
 
@@ -110,6 +111,28 @@ def has_storage(tensor: Tensor) -> bool:
 def _is_one_piece(kind: type[Tensor]) -> bool:
     # Classes that wrap several tensors have a storage that nothing is stored in.
     return not hasattr(kind, "__tensor_flatten__")
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """List the storages that hold a tensor's content, for sparse, nested and wrapping tensors too."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [found for name in names for found in storages_of(getattr(tensor, name))]
+    if tensor.is_meta or tensor._is_zerotensor():
+        return []
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    parts = [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
+    return [part.untyped_storage() for part in parts]
+
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 WATCHED_OTHERWISE = frozenset(

@@ -119,10 +119,13 @@ def measure_online(
     plain, spent = _paired(step, within, work.repeats, go_on=lambda: not told[-1].gave_up)
     over = max(one.over for one in told)
     status, message = "ok", ""
-    if any(one.gave_up for one in told):
+    if any(one.exhausted for one in told):
+        # What follows, thrashing included, follows from it; the simulator ends here.
+        status, message = "over budget", f"out of memory by {over} bytes: nothing was left to evict"
+    elif any(one.gave_up for one in told):
         status, message = "gave up", f"recomputation took more than {limit:g} times the plain time"
     elif over:
-        status, message = "over budget", f"by {over} bytes: nothing was left to evict"
+        status, message = "over budget", f"by {over} bytes"
     if online.slow is not None:
         message = f"{message}; {online.slow}" if message else online.slow
     return {

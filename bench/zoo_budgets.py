@@ -1,0 +1,355 @@
+"""Every model of the zoo inside memory budgets, beside plain training.
+
+`./x bench zoo_budgets [NAME ...] [--results FILE]`: own and stock Hugging Face models (`_zoo_models.py`), each
+with batches of three shapes in turn, trained with dropout and AdamW in three budgets, planned (the default
+mode) and online. Counted are
+
+- bitwise: losses, gradients, parameters and buffers are those of plain training;
+- refused: an error of gradkeep before the first wrong number; below the floor of a budget the model is tried
+  once more at the floor;
+- wrong: other numbers;
+- silent: more live bytes than the budget without a `BudgetWarning`, counted by a mode of the bench's own;
+- bare: an error that is not gradkeep's;
+- crashed: the process ended.
+
+Models run in subprocesses, many in one; whichever runs when one ends is counted as crashed. Ends with 0 only
+if nothing is wrong, silent, bare or crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gradkeep as gk
+from gradkeep.errors import BudgetError, BudgetWarning, GradkeepError
+from gradkeep.remat.planned._report import explain_plan
+from gradkeep.remat.tracing._tensors import has_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bench._zoo_models import ZooItem
+
+MODES = ("auto", "online")
+RATIOS = (0.8, 0.6, 0.4)
+STEPS, WATCHED = 12, 3
+"""Three shapes are recorded three times each; the last steps are counted by the bench."""
+REPEATS = 8
+"""Times that the rows of each batch are repeated: activations should matter beside parameters."""
+BAD = ("wrong", "silent", "bare", "crashed")
+Numbers = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a model did in one mode and budget."""
+
+    name: str
+    mode: str
+    ratio: float
+    kind: str
+    detail: str = ""
+    floor: bool = False
+    """The budget was below the floor: this is how it did there."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operators have seen."""
+
+    def __init__(self, known: Any) -> None:
+        super().__init__()
+        self._known: dict[int, Any] = {}
+        self.peak = 0
+        self._see(known)
+
+    def _see(self, tensors: Any) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor):
+                storage = tensor.untyped_storage()
+                self._known[id(storage)] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        self._see(out)
+        alive = [storage for ref in self._known.values() if (storage := ref()) is not None]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training leaves, and the most bytes of its last steps."""
+
+    numbers: Numbers
+    peak: int
+
+
+def train(item: ZooItem, budget: Any) -> Trained:
+    model = item.make().train()
+    batches = [widened(batch) for batch in item.batches()]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    optimizer = (torch.optim.SGD if sparse else torch.optim.AdamW)(parameters, lr=1e-3)
+    losses: list[float] = []
+    torch.manual_seed(5)
+    counted: LiveBytes | None = None
+    with contextlib.ExitStack() as stack:
+        if budget is not None:
+            stack.enter_context(budget)
+        for number in range(STEPS):
+            if number == STEPS - WATCHED:
+                states = [list(state.values()) for state in optimizer.state.values()]
+                counted = stack.enter_context(LiveBytes(states))
+            optimizer.zero_grad()
+            # A copy that no operator made: batches of other steps are not the budget's.
+            chosen = batches[number % len(batches)].items()
+            batch = {name: torch.from_numpy(value.copy()) for name, value in chosen}
+            loss = item.task.losses(model, batch).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            del loss, batch
+    numbers: Numbers = [torch.tensor(losses, dtype=torch.float64)]
+    numbers += [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    numbers += [None if p.grad is None else p.grad.to_dense() for p in parameters]
+    assert counted is not None
+    return Trained(numbers, counted.peak)
+
+
+def widened(batch: Any) -> Any:
+    rows = len(next(iter(batch.values())))
+    return {
+        name: np.concatenate([value.numpy()] * REPEATS) if len(value) == rows else value.numpy()
+        for name, value in batch.items()
+    }
+
+
+def same_bits(left: Numbers, right: Numbers) -> bool:
+    return all(
+        (a is None) == (b is None)
+        and (a is None or b is None or (a.shape == b.shape and raw(a) == raw(b)))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges one model; what it does at its floor is found once."""
+
+    item: ZooItem
+    plain: Trained
+    at_floor: Verdict | None = None
+
+    def __call__(self, mode: str, ratio: float) -> Verdict:
+        name = self.item.name
+        try:
+            try:
+                return verdict(self.item, self.plain, mode, ratio, ratio, floor=False)
+            except BudgetError:
+                if self.at_floor is None:
+                    budget = int(1.05 * floor_of(self.item, mode))
+                    self.at_floor = verdict(self.item, self.plain, mode, ratio, budget, floor=True)
+                return replace(self.at_floor, ratio=ratio)
+        except GradkeepError as error:
+            detail = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return Verdict(name, mode, ratio, "refused", detail)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            detail = f"{error!r}"[:160] + f" at {Path(where.filename).name}:{where.lineno}"
+            return Verdict(name, mode, ratio, "bare", detail)
+
+
+def floor_of(item: ZooItem, mode: str) -> int:
+    """The least budget for which there is a plan of every batch."""
+    probe = gk.memory_budget(1.0, mode=mode, effort=0.02, min_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(item, probe)
+    settings = probe._planner.settings
+    return max(explain_plan(plan, settings).floor for plan in probe._planner.plans)
+
+
+def verdict(
+    item: ZooItem, plain: Trained, mode: str, ratio: float, budget: float, *, floor: bool
+) -> Verdict:
+    """Train once in a budget and compare."""
+    around = gk.memory_budget(budget, mode=mode, effort=0.02, min_size=1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trained = train(item, around)
+    warned = any(issubclass(one.category, BudgetWarning) for one in seen)
+    report = around.report()
+    allowed = [plan.budget for plan in around._planner.plans]
+    if report.evicting is not None:
+        allowed.append(int(report.evicting.budget))
+    detail = (
+        f"{report.planned} planned, {report.recorded} recorded, {report.online} online, "
+        f"peak {trained.peak} of {max(allowed, default=0)}, plain {plain.peak}, warned {warned}"
+    )
+    kind = "bitwise"
+    if not same_bits(trained.numbers, plain.numbers):
+        kind = "wrong"
+    elif allowed and trained.peak > max(allowed) and not warned:
+        kind = "silent"
+    return Verdict(item.name, mode, ratio, kind, detail, floor)
+
+
+def items(names: list[str]) -> Iterator[ZooItem]:
+    """One item of each model, with the last of its patterns: the first is often the plainest."""
+    from bench._zoo_models import zoo
+
+    chosen = {item.model: item for item in zoo()}
+    for item in chosen.values():
+        if not names or any(name.lower() in item.name.lower() for name in names):
+            yield item
+
+
+def work(names: list[str], done: set[str], only: list[str]) -> None:
+    """Judge what is left, one line of JSON for each beginning and each verdict."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    for item in items(names):
+        if item.name in done or (only and item.name not in only):
+            continue
+        tell({"begins": item.name})
+        try:
+            plain, again = train(item, None), train(item, None)
+            steady = same_bits(plain.numbers, again.numbers)
+        except Exception as error:
+            tell(asdict(Verdict(item.name, "", 0, "skipped", f"plain: {error!r}"[:120])))
+            tell({"ends": item.name})
+            continue
+        judge = Judge(item, plain)
+        for mode in MODES:
+            for ratio in RATIOS:
+                if not steady:
+                    tell(asdict(Verdict(item.name, mode, ratio, "skipped", "plain is not steady")))
+                    continue
+                tell({"begins": item.name, "mode": mode, "ratio": ratio})
+                tell(asdict(judge(mode, ratio)))
+        tell({"ends": item.name})
+
+
+def tell(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="./x bench zoo_budgets")
+    parser.add_argument("names", nargs="*", help="only models that have one of these in their name")
+    parser.add_argument("--results", type=Path, help="a file of verdicts to write and go on with")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", default="0/1", help="part K of N, for runs beside each other")
+    asked = parser.parse_args(arguments)
+    if asked.work is not None:
+        state = json.loads(asked.work.read_text())
+        work(asked.names, set(state["done"]), state["only"])
+        return 0
+    part, parts = map(int, asked.part.split("/"))
+    wanted = [item.name for item in items(asked.names)][part::parts]
+    results = asked.results or Path(f"/tmp/zoo_budgets-{time.time_ns()}.jsonl")
+    verdicts = [Verdict(**json.loads(line)) for line in read_lines(results)]
+    counts = collections.Counter(one.name for one in verdicts)
+    done = {name for name in counts if name in wanted}
+    begin = time.monotonic()
+    with results.open("a") as file:
+        while set(wanted) - done:
+            before = len(verdicts)
+            for one in run(asked.names, wanted, done):
+                file.write(json.dumps(asdict(one)) + "\n")
+                file.flush()
+                verdicts.append(one)
+            done |= {one.name for one in verdicts}
+            if len(verdicts) == before:
+                sys.exit("a worker ended without a verdict")
+    print(f"{len(wanted)} models, {time.monotonic() - begin:.0f} s, verdicts in {results}")
+    return summary(verdicts)
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def run(names: list[str], wanted: list[str], done: set[str]) -> Iterator[Verdict]:
+    """Start a worker on what is left; if it dies, whatever had begun is counted as crashed."""
+    state = Path(f"/tmp/zoo_budgets-{time.time_ns()}.json")
+    state.write_text(json.dumps({"done": sorted(done), "only": wanted}))
+    command = [sys.executable, "-m", "bench.zoo_budgets", *names, "--work", str(state)]
+    began: dict[str, Any] | None = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            message = json.loads(line) if line.startswith("{") else {}
+            if "begins" in message:
+                began = message
+            elif "ends" in message:
+                began = None
+            elif "kind" in message:
+                yield said(Verdict(**message))
+    state.unlink()
+    if process.returncode and began is not None:
+        mode, ratio = began.get("mode", ""), began.get("ratio", 0)
+        detail = f"exit code {process.returncode}"
+        yield said(Verdict(began["begins"], mode, ratio, "crashed", detail))
+
+
+def said(one: Verdict) -> Verdict:
+    """Print it if it is bad."""
+    if one.kind in BAD:
+        print(shown(one), flush=True)
+    return one
+
+
+def shown(one: Verdict) -> str:
+    floor = " at its floor" if one.floor else ""
+    return f"{one.kind}: {one.name} {one.mode} {one.ratio}{floor}: {one.detail}"
+
+
+def summary(verdicts: list[Verdict]) -> int:
+    """Print counts and reasons; 0 if there is nothing bad."""
+    for mode in (*MODES, ""):
+        kinds = collections.Counter(
+            one.kind + (" at the floor" if one.floor else "")
+            for one in verdicts
+            if one.mode == mode
+        )
+        if kinds:
+            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            print(f"{mode or 'plain':8} {told}")
+    reasons = collections.Counter(
+        f"{one.kind}: {one.detail[:100]}" for one in verdicts if one.kind in ("refused", "skipped")
+    )
+    for reason, count in reasons.most_common(12):
+        print(f"{count:6} {reason}")
+    bad = [one for one in verdicts if one.kind in BAD]
+    print(f"bad: {len(bad)}", *map(shown, bad), sep="\n")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
