@@ -303,6 +303,7 @@ def test_unusual_steps_train_to_the_same_bits(body, form):
 
 
 @leaves_its_plan
+@pytest.mark.filterwarnings("ignore:memory budget. recorded steps:gradkeep.errors.BudgetWarning")
 def test_accumulation_and_two_forwards_for_one_backward():
     def accumulate(model, budget=None):
         torch.manual_seed(3)

@@ -239,3 +239,12 @@ def test_a_step_that_is_refused_leaves_no_hooks_behind():
     assert len(_global_forward_pre_hooks) == before
     net(batch(16, 0)).sum().backward()
     assert _get_current_dispatch_mode() is None
+
+
+def test_steps_of_one_shape_that_never_repeat_warn_at_the_fourth_recording():
+    net = Tagger()
+    with gk.memory_budget(0.9) as budget, pytest.warns(BudgetWarning, match="did not repeat"):
+        for number in range(5):
+            net.zero_grad()
+            net(batch(32, number))[:, number:].square().mean().backward()
+    assert budget.report().recorded <= 5

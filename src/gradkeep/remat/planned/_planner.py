@@ -222,6 +222,12 @@ class StepPlanner:
         for group in list(self.recorded):
             trace = group.trace()
             if trace is None:
+                if group.count > self.settings.recordings:
+                    self._warn(
+                        "recorded steps of one batch shape did not repeat, and ran without the "
+                        "budget",
+                        _REPEAT,
+                    )
                 if group.count >= _MOST_RECORDINGS:
                     self.recorded.remove(group)
                     self._hopeless.append(group.kind)
