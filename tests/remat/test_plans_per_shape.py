@@ -242,9 +242,14 @@ def test_a_step_that_is_refused_leaves_no_hooks_behind():
 
 
 def test_steps_of_one_shape_that_never_repeat_warn_at_the_fourth_recording():
-    net = Tagger()
-    with gk.memory_budget(0.9) as budget, pytest.warns(BudgetWarning, match="did not repeat"):
-        for number in range(5):
-            net.zero_grad()
-            net(batch(32, number))[:, number:].square().mean().backward()
+    net, budget = Tagger(), gk.memory_budget(0.9)
+
+    def run():
+        with budget:
+            for number in range(5):
+                net.zero_grad()
+                net(batch(32, number))[:, number:].square().mean().backward()
+
+    with pytest.warns(BudgetWarning, match="did not repeat"):
+        run()
     assert budget.report().recorded <= 5
