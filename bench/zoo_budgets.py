@@ -275,7 +275,9 @@ def main(arguments: list[str]) -> int:
     results = asked.results or Path(f"/tmp/zoo_budgets-{time.time_ns()}.jsonl")
     verdicts = [Verdict(**json.loads(line)) for line in read_lines(results)]
     counts = collections.Counter(one.name for one in verdicts)
-    done = {name for name in counts if name in wanted}
+    ended = {one.name for one in verdicts if one.kind in ("skipped", "crashed")}
+    done = {name for name in wanted if counts[name] == len(MODES) * len(RATIOS)} | ended
+    verdicts = [one for one in verdicts if one.name in done]
     begin = time.monotonic()
     with results.open("a") as file:
         while set(wanted) - done:
