@@ -93,7 +93,7 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
             path=store.location,
             found=f"{', '.join(changed[:3])} captured again since",
             fix=f"delete it and evaluate again: gradkeep delete {store.location} "
-            f"evaluations/{name} --yes, then gradkeep evaluate",
+            f"evaluations/{name} --yes, then gradkeep evaluate all {store.location}",
         )
     values = {part: np.asarray(block.column(part))[0] for part in block.names}
     curve = None

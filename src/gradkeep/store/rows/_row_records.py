@@ -7,11 +7,9 @@ torn. What is removed on purpose loses its record first, so a record without its
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import TYPE_CHECKING
 
-from gradkeep.errors import WriteFailed
 from gradkeep.store._keys import HEADS
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 
@@ -31,9 +29,7 @@ def row_record_key(folder: str, part: str, row: int, digest: str) -> str:
 def record_row(backend: Backend, folder: str, part: str, row: int, digest: str) -> str:
     """Record what was put, and return the name of the record."""
     key = row_record_key(folder, part, row, digest)
-    # A full disk: the row itself is there, and counts.
-    with contextlib.suppress(WriteFailed):
-        backend.put_if_absent(key, [b""], durability="process")
+    backend.put_if_absent(key, [b""], durability="process")
     return key
 
 
