@@ -293,3 +293,11 @@ def test_subclasses_with_a_forward_of_their_own_go_the_general_way(store):
     captured = capture(store, model, batches)
     assert [layer.storage for layer in captured.layers] == ["dense", "factors"]
     assert_right(store, model, batches)
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"late": 1}', "[" * 100_000], ids=range(4))
+def test_adjustments_that_cannot_be_read_are_refused(text):
+    from gradkeep.capturing._adjustments import Adjustments
+
+    with pytest.raises(CaptureError, match="adjustments"):
+        Adjustments.from_text(text)

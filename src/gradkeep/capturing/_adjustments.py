@@ -42,10 +42,17 @@ class Adjustments:
 
     @classmethod
     def from_text(cls, text: str) -> Adjustments:
-        """Those of a schema; none where it says nothing."""
-        given = json.loads(text) if text else {}
+        """Parse what a schema holds; nothing is adjusted where it holds no text."""
         known = {f.name for f in _FIELDS}
-        return cls(**{name: frozenset(names) for name, names in given.items() if name in known})
+        try:
+            given = json.loads(text) if text else {}
+            return cls(**{name: frozenset(names) for name, names in given.items() if name in known})
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise CaptureError(
+                "the adjustments of an earlier capture cannot be read",
+                found=text[:100],
+                fix="delete that capture, or use another name=",
+            ) from None
 
 
 _FIELDS = dataclasses.fields(Adjustments)
