@@ -32,7 +32,7 @@ _PIECE_BYTES = 8 << 20
 _AT_ONCE = 8
 """Large values come in so many pieces at a time: one connection seldom fills a line."""
 _WORTH_LISTING = 8
-_ATTEMPTS = 5
+_ATTEMPTS = 64
 
 
 class Bucket(Backend):
