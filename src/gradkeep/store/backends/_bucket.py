@@ -33,6 +33,7 @@ _AT_ONCE = 8
 """Large values come in so many pieces at a time: one connection seldom fills a line."""
 _WORTH_LISTING = 8
 _ATTEMPTS = 64
+"""Tries of a put whose name is deleted each time before it can be compared."""
 
 
 class Bucket(Backend):
