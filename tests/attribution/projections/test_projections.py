@@ -89,7 +89,7 @@ def by_matrix(form, rows, projection):
     return found
 
 
-@given(layers(), dims, st.sampled_from(KINDS), st.integers(-3, 1 << 40))
+@given(layers(), dims, st.sampled_from(SKETCHES), st.integers(-3, 1 << 40))
 def test_equals_the_product_with_its_matrix(layer, dim, kind, seed):
     form, rows = layer
     projection = Projection(kind, max(dim, 4), seed)
@@ -107,7 +107,7 @@ def test_every_way_gives_the_same_numbers(layer, dim, way, scratch):
     assert torch.allclose(found, by_matrix(form, rows, projection), atol=1e-10)
 
 
-@given(layers(), dims, st.sampled_from(KINDS), st.data())
+@given(layers(), dims, st.sampled_from(SKETCHES), st.data())
 def test_independent_of_the_batch_and_of_storage(layer, dim, kind, data):
     form, rows = layer
     projection = Projection(kind, max(dim, 4))
@@ -240,7 +240,7 @@ def errors(kind, k, x, y, draws):
     return np.array(found) / float(x.norm() * y.norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SKETCHES)
 def test_errors_are_what_theory_says(kind):
     k, draws = 64, 300
     torch.manual_seed(3)
