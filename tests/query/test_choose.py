@@ -15,7 +15,6 @@ from gradkeep.factors._form import Parameter
 from gradkeep.factors._lookup import Lookup
 from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.factors._tied import Tied
-from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import choose_compute, cost, forced
 
 TYPICAL = MachineSpeeds()
@@ -147,7 +146,7 @@ def test_the_choice_is_near_the_best_way_on_this_machine():
             ]
         times = {compute: measured(form, *rows, compute) for compute in form.computes}
         chosen = choose_compute(
-            form, ProductSize(train, queries, length, length), machine_speeds()
+            form, ProductSize(train, queries, length, length), MachineSpeeds()
         ).compute
         worst = max(worst, times[chosen] / min(times.values()))
     # 1.2 on a machine at rest; others may be at work here.

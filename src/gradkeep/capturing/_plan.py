@@ -43,9 +43,8 @@ from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
-from gradkeep.factors._cost import ProductSize
+from gradkeep.factors._cost import MachineSpeeds, ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
-from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import choose_compute
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing._scale import PlaceName, ScalePlan
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors._cost import MachineSpeeds
     from gradkeep.factors._form import Compute
     from gradkeep.query._engine import MemoryShares
     from gradkeep.query._layers import LayerChoice
@@ -295,7 +293,7 @@ def _sized(
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
-    speeds, hollow = machine_speeds(), _is_hollow(model, batch)
+    speeds, hollow = MachineSpeeds(), _is_hollow(model, batch)
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)
