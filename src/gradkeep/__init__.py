@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradkeep.attribution._suspects import suspects
     from gradkeep.attribution._text_similarity import text_similarity
     from gradkeep.attribution._tokens import attribute_tokens
-    from gradkeep.attribution.projections._project import project
-    from gradkeep.attribution.projections._projection import Projection
     from gradkeep.capturing._adam import read_adam
     from gradkeep.capturing._capture import capture
     from gradkeep.capturing._plan import plan
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._language import LanguageModelling
     from gradkeep.capturing.tasks._supervised import Classification, Regression
     from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.curvature._project import project
+    from gradkeep.curvature._sketches import Projection
     from gradkeep.errors import GradkeepError
     from gradkeep.evaluate import groups
     from gradkeep.query import gradients
@@ -75,8 +75,8 @@ _MODULES = {
     "gradkeep.attribution._suspects": ("suspects",),
     "gradkeep.attribution._text_similarity": ("text_similarity",),
     "gradkeep.attribution._tokens": ("attribute_tokens",),
-    "gradkeep.attribution.projections._project": ("project",),
-    "gradkeep.attribution.projections._projection": ("Projection",),
+    "gradkeep.curvature._project": ("project",),
+    "gradkeep.curvature._sketches": ("Projection",),
     "gradkeep.capturing._adam": ("read_adam",),
     "gradkeep.capturing._capture": ("capture",),
     "gradkeep.capturing._plan": ("plan",),

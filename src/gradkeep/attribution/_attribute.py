@@ -19,7 +19,7 @@ from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
-from gradkeep.attribution.kernels._weighted import summed_up
+from gradkeep.curvature._cholesky import summed_up
 from gradkeep.errors import AttributionError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.farm._run import check_place
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gradkeep._progress import ProgressReport
     from gradkeep.attribution._method import Scorer
-    from gradkeep.attribution.kernels._weighted import Solution
+    from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine
     from gradkeep.query._engine import ComputeWish
     from gradkeep.query._gradients import GradientOf

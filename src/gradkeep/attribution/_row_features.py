@@ -9,15 +9,15 @@ import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._kept_rows import KeptRows
-from gradkeep.attribution._solve import BLOCK
-from gradkeep.attribution.projections._project import project, project_parts
+from gradkeep.curvature._feature_solvers import ROWS_AT_ONCE
+from gradkeep.curvature._project import project, project_parts
 from gradkeep.errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.projections._projection import Projection
+    from gradkeep.curvature._sketches import Projection
     from gradkeep.query._gradients import GradientOf
     from gradkeep.store import Block
 
@@ -92,7 +92,7 @@ def features(at: CheckpointView, of: GradientOf, projection: Projection) -> tupl
     train, asked = at.train(of), at.queries(of)
     side = min(dim, len(train))
     # The matrix and its factor, the queries, and some rows that pass.
-    need = 4 * (2 * side * side + dim * len(asked) + 2 * dim * min(len(train), BLOCK))
+    need = 4 * (2 * side * side + dim * len(asked) + 2 * dim * min(len(train), ROWS_AT_ONCE))
     budget = question.memory_budget
     if budget is not None and need > parse_bytes(budget):
         raise BudgetError(

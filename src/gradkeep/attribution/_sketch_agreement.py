@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._solve import dual
+from gradkeep.curvature._feature_solvers import dual
 from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:

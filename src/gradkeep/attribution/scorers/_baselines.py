@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradkeep.attribution._method import Method, NoOptions, Scorer
 from gradkeep.attribution._row_features import column, embeddings
-from gradkeep.attribution.projections import _random
+from gradkeep.curvature import _random
 
 if TYPE_CHECKING:
     from torch import Tensor

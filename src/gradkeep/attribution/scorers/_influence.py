@@ -10,12 +10,12 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.curvature._iterative import conjugate_gradients, lanczos
-from gradkeep.attribution.curvature._operator import CurvatureOptions, curvature
-from gradkeep.attribution.kernels._weighted import WeightedKernel
-from gradkeep.attribution.kronecker._row_parts import only_layer
-from gradkeep.attribution.projections import _random
+from gradkeep.attribution.scorers._curvature import CurvatureOptions, curvature
 from gradkeep.attribution.scorers._solved_scores import solved_scores
+from gradkeep.curvature import _random
+from gradkeep.curvature._cholesky import WeightedKernel
+from gradkeep.curvature._iterative import conjugate_gradients, lanczos
+from gradkeep.curvature._row_parts import only_layer
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._sums import Directions

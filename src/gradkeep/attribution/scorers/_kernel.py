@@ -10,11 +10,11 @@ from gradkeep.attribution._kernel_weights import KernelWeight, LossSlopes, Score
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution._sketch_agreement import sketch_agreement
-from gradkeep.attribution._solve import by_features, mean_square, relative_damping
-from gradkeep.attribution.kernels._choice import WAYS, KernelWay
-from gradkeep.attribution.kernels._weighted import WeightedKernel
-from gradkeep.attribution.projections._projection import Projection
 from gradkeep.attribution.scorers._solved_scores import solved_scores
+from gradkeep.curvature._cholesky import WeightedKernel
+from gradkeep.curvature._conjugate import WAYS, KernelWay
+from gradkeep.curvature._feature_solvers import by_features, mean_square, relative_damping
+from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker._fisher import DECADES, Damping
-from gradkeep.attribution.kronecker._fit import FisherFit, fisher
-from gradkeep.attribution.kronecker._influence import influence
-from gradkeep.attribution.kronecker._row_parts import fisher_gradients
 from gradkeep.attribution.scorers._gradient_products import cosines, products
+from gradkeep.attribution.scorers._kronecker_influence import influence
+from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, fisher
 from gradkeep.errors import AttributionError
+from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
+    from gradkeep.query import Gradients
 
 _DAMPING = 0.3
 _APPROXIMATE = "layers are independent, and each one's Fisher matrix is a Kronecker product"
@@ -60,7 +60,7 @@ def _prepare_kfac(at: CheckpointView, options: KfacOptions, *, corrected: bool) 
         )
     relative = _DAMPING if options.damping is None else options.damping
     damping = Damping.told(relative, options.absolute_damping)
-    rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
+    rows = _fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
     fit = FisherFit(
         rows,
         corrected=corrected,
@@ -87,7 +87,7 @@ def fisher_solver(
         return None
     relative = _DAMPING if options.damping is None else options.damping
     damping = Damping.told(relative, options.absolute_damping)
-    rows = fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
+    rows = _fisher_gradients(at, kind=options.fisher, name=options.fisher_capture)
     budget = at.question.memory_budget
     found = fisher(rows, corrected=method == EKFAC.name, memory_budget=budget)
     # In double precision: to divide by small eigenvalues makes rounding large.
@@ -109,6 +109,35 @@ def _check_whitened(options: KfacOptions) -> None:
             found=f"damping={options.damping!r}, fisher={options.fisher!r}",
             fix="capture with gk.Keep('4KiB', damping=...) under another name=",
         )
+
+
+def _fisher_gradients(
+    at: CheckpointView, *, kind: Literal["empirical", "sampled"], name: str
+) -> Gradients:
+    """The training rows' own gradients, or those of the capture with drawn labels."""
+    train = at.train()
+    if kind == "empirical":
+        return train
+    question, place = at.question, at.place
+    key = CaptureKey(place.checkpoint, question.train, place.run, name)
+    if key not in question.store.captures():
+        run = "" if place.run == "main" else f", run={place.run!r}"
+        raise AttributionError(
+            f"no capture {name!r} of {question.train} with labels drawn from the model at "
+            f"{str(place)!r}",
+            path=question.store.location,
+            fix="gk.capture(store, model, loader, task=gk.Classification(labels='sampled'), "
+            f"split={question.train!r}, checkpoint={place.checkpoint!r}{run}, name={name!r})",
+        )
+    drawn = at.train(name=name)
+    for layer, form in train.forms.items():
+        if layer not in drawn.forms or drawn.forms[layer].parameters != form.parameters:
+            raise AttributionError(
+                f"the capture {name!r} does not hold layer {layer} as {question.train} does",
+                found=", ".join(drawn.forms),
+                fix="capture both with the same layers=, or pass layers= here",
+            )
+    return drawn
 
 
 KFAC = Method(

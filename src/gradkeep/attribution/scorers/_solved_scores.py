@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.attribution._method import Scorer
-from gradkeep.attribution.kernels._choice import kernel_solver
-from gradkeep.attribution.kernels._parameters import ParameterSolver
-from gradkeep.attribution.kronecker._row_parts import dense_rows
 from gradkeep.attribution.scorers._gradient_products import products
+from gradkeep.curvature._cholesky import ParameterSolver
+from gradkeep.curvature._conjugate import kernel_solver
+from gradkeep.curvature._row_parts import dense_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.kernels._choice import KernelWay
-    from gradkeep.attribution.kernels._weighted import WeightedKernel
+    from gradkeep.curvature._cholesky import WeightedKernel
+    from gradkeep.curvature._conjugate import KernelWay
     from gradkeep.query._gradients import GradientOf
 
 

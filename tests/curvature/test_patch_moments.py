@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradkeep.curvature._moments import matrix_moments
+from gradkeep.curvature._patch_moments import PatchMoments, ShiftMoments
 from gradkeep.factors._convolution import Convolution
-from gradkeep.factors.kronecker._moments import matrix_moments
-from gradkeep.factors.kronecker._patch_moments import PatchMoments, PixelMoments
-from gradkeep.factors.kronecker._shift_moments import ShiftMoments
 
 GEOMETRIES = {
     "line": {"size": (9,), "out": (9,), "kernel": (3,), "padding": (1,)},
@@ -37,19 +36,6 @@ def form(*, size, out, kernel, padding=None, stride=None, dilation=1, groups=1, 
         groups,
         bias,
     )
-
-
-@pytest.mark.parametrize("bias", ["narrow", None])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_pixels_give_the_moments_of_patches(name, groups, bias):
-    conv = form(**GEOMETRIES[name], groups=groups, bias=bias)
-    rows = torch.randn(7, 4, *conv.size, dtype=torch.float64)
-    by_pixels, by_patches = PixelMoments(conv), PatchMoments(conv)
-    for part in rows.split(4):
-        by_pixels.add(part)
-        by_patches.add(part)
-    torch.testing.assert_close(by_pixels.moments(), by_patches.moments())
 
 
 @pytest.mark.parametrize("bias", ["narrow", None])

@@ -7,28 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.factors._arithmetic import CACHED, tiles
-from gradkeep.factors._dense import WHOLE
-from gradkeep.factors._ragged import row_of, spans
-from gradkeep.factors.kronecker._patch_moments import (
+from gradkeep.curvature._basis import RowSpace, eigen_side
+from gradkeep.curvature._patch_moments import (
     PatchMoments,
-    PixelMoments,
+    ShiftMoments,
     moment,
     whole,
     zeros,
 )
-from gradkeep.factors.kronecker._row_space import RowSpace, eigen_side
-from gradkeep.factors.kronecker._shift_moments import ShiftMoments
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._dense import WHOLE
+from gradkeep.factors._ragged import row_of, spans
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gradkeep.curvature._basis import EigenSide
     from gradkeep.factors._convolution import ConvolutionRows
     from gradkeep.factors._form import AnyForm, GradientRows
     from gradkeep.factors._lookup import LookupRows
     from gradkeep.factors._outer import OuterRows
     from gradkeep.factors._weights import WeightMatrix, WeightVector
-    from gradkeep.factors.kronecker._row_space import EigenSide
 
 
 _HELD_BYTES = 16
@@ -47,18 +46,17 @@ class MatrixMoments(abc.ABC):
     row_bytes: int = 0
     """Bytes that positions of long sides may take while they are held and decomposed."""
 
-    def __init__(self, piece: WeightMatrix, form: Any, *, room: int, lean: bool = False) -> None:
+    def __init__(self, piece: WeightMatrix, form: Any, *, lean: bool = False) -> None:
         self.piece, self.form, self.lean = piece, form, lean
         self.dtype = torch.float32 if lean else torch.float64
         self.left = self._empty_left()
-        self.right = self._empty_right(room)
+        self.right = self._empty_right()
         self.rows = self.positions = 0
 
     def _empty_left(self) -> Tensor:
         return zeros(self.piece.groups, self.piece.rows, self.dtype)
 
-    def _empty_right(self, room: int) -> Tensor:
-        del room
+    def _empty_right(self) -> Tensor:
         return zeros(self.piece.groups, self.piece.cols, self.dtype)
 
     @property
@@ -92,11 +90,10 @@ class LinearMoments(MatrixMoments):
         piece: WeightMatrix,
         form: Any,
         *,
-        room: int,
         lean: bool = False,
         row_space: int = 0,
     ) -> None:
-        super().__init__(piece, form, room=room, lean=lean)
+        super().__init__(piece, form, lean=lean)
         self._high, self._wide = (
             RowSpace(size, _held(size, row_space)) for size in (piece.rows, piece.cols)
         )
@@ -186,14 +183,11 @@ class EmbeddingMoments(MatrixMoments):
 class ConvolutionMoments(MatrixMoments):
     """Of a convolution's patches and of its other array, by positions."""
 
-    patches: PixelMoments | ShiftMoments | PatchMoments
+    patches: ShiftMoments | PatchMoments
 
-    def _empty_right(self, room: int) -> Tensor:
-        # Without patches where that is less work, pixel by pixel if there is room for it.
+    def _empty_right(self) -> Tensor:
         form = self.form
-        ways: list[type[PixelMoments | ShiftMoments | PatchMoments]] = [PatchMoments]
-        if whole(self.piece.cols) and PixelMoments.bytes_of(form) <= room:
-            ways.append(PixelMoments)
+        ways: list[type[ShiftMoments | PatchMoments]] = [PatchMoments]
         if whole(self.piece.cols) and ShiftMoments.possible(form):
             ways.append(ShiftMoments)
         self.patches = min(ways, key=lambda way: way.operations(form))(form)
@@ -276,19 +270,18 @@ def matrix_moments(
     piece: WeightMatrix,
     form: AnyForm,
     *,
-    room: int = 0,
     lean: bool = False,
     row_space: int = 0,
 ) -> MatrixMoments:
-    """Empty moments of a weight, of its factors if they are kept; `room` is in bytes.
+    """Empty moments of a weight, of its factors if they are kept.
 
     `lean` ones are in float32, and of the tokens of a tied table they are a diagonal. `row_space`
     bytes let few positions of a long side be decomposed by themselves (`LinearMoments`).
     """
     kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
     if kind is LinearMoments:
-        return LinearMoments(piece, form, room=room, lean=lean, row_space=row_space)
-    return kind(piece, form, room=room, lean=lean)
+        return LinearMoments(piece, form, lean=lean, row_space=row_space)
+    return kind(piece, form, lean=lean)
 
 
 class VectorMoments:

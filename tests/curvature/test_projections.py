@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.attribution.projections import _random
-from gradkeep.attribution.projections._project import (
+from gradkeep.curvature import _random
+from gradkeep.curvature._project import (
     project,
     project_dense,
     project_parameters,
     project_rows,
 )
-from gradkeep.attribution.projections._projection import KINDS, Projection
-from gradkeep.attribution.projections._tensor_sketch import TensorSketch
-from gradkeep.attribution.projections._two_sided import TwoSided, two_sided, two_sided_rows
+from gradkeep.curvature._sketches import KINDS, Projection, TensorSketch
+from gradkeep.curvature._two_sided import TwoSided, two_sided, two_sided_rows
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter
@@ -53,19 +52,6 @@ def matrix(parameter, projection, model=0):
             for part in range(4):
                 fold(found[:, bounds[part] : bounds[part + 1]], ("part", part, *words))
             found /= 2
-        case "count-sketch":
-            places, signs = _random.places(size, k, *words), _random.signs(size, *words)
-            found[torch.arange(size), places] = signs.double()
-        case "srht":
-            length = 1 << (max(size, k) - 1).bit_length()
-            index = torch.arange(length)
-            bits = [int(i & j).bit_count() for i in index for j in index]
-            hadamard = torch.tensor([(-1.0) ** b for b in bits], dtype=torch.float64)
-            hadamard = hadamard.view(length, length) / math.sqrt(length)
-            chosen = _random.distinct(k, length, *words)
-            assert len(set(chosen.tolist())) == k
-            signed = hadamard[:size] * _random.signs(size, *words)[:, None]
-            found = math.sqrt(length / k) * signed[:, chosen]
         case "rademacher" | "normal":
             draw = _random.signs if projection.kind == "rademacher" else _random.normals
             found = draw(size * k, 0, 0, *words).view(size, k).double() / math.sqrt(k)

@@ -1,4 +1,4 @@
-"""Second moments of a convolution's patches from correlations of its pixels, without the patches."""
+"""Second moments of a convolution's patches: laid out a tile at a time, or from products of pixels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from gradkeep.factors._arithmetic import squared, tiles
+from gradkeep.factors._arithmetic import CACHED, squared, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +18,106 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.factors._convolution import Convolution
+
+
+WIDE = 4096
+"""A side longer than this keeps its own coordinates: only the diagonal of its moments is made, unless a
+linear layer has fewer positions than that (`RowSpace`)."""
+
+
+def whole(size: int) -> bool:
+    """Whether all moments of a side of this length are made."""
+    return size <= WIDE
+
+
+def zeros(groups: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An empty sum for each group, `[groups, d, d]` or a diagonal `[groups, d]`."""
+    shape = (groups, size, size) if whole(size) else (groups, size)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def moment(values: Tensor, like: Tensor) -> Tensor:
+    """Sum of v v^T over `[S, d]`, or its diagonal."""
+    return values.square().sum(0) if like.dim() == 1 else squared(values)
+
+
+class PatchMoments:
+    """Sums over rows and positions of v v^T of patches v, or of their squares where v is long."""
+
+    def __init__(self, form: Convolution) -> None:
+        self.form = form
+        self.right = zeros(form.groups, width(form))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return 8 * self.right.numel()
+
+    @staticmethod
+    def operations(form: Convolution) -> int:
+        """Products a row and group, of which the mirrored ones are not made."""
+        return form.positions * width(form) ** 2 * 5 // 8
+
+    def add(self, wide: Tensor) -> None:
+        """Add rows `[B, C, *size]`."""
+        for groups in by_channels(self.form, wide):
+            for into, patches in zip(self.right, groups, strict=True):
+                into += moment(patches, into)
+
+    def moments(self) -> Tensor:
+        """`[groups, d, d]` or their diagonals `[groups, d]`, columns as the weight's."""
+        at = order(self.form)
+        return self.right[:, at] if self.right.dim() == 2 else self.right[:, at][:, :, at]
+
+
+def by_channels(form: Convolution, wide: Tensor) -> Iterator[list[Tensor]]:
+    """Some rows of `[B, C, *size]` at a time, of each group the patches `[b T, width]`.
+
+    Their columns are taps x channels, ones for the bias, and zeros up to a multiple of 16, without
+    which matrix products take up to twice as long.
+    """
+    for start, stop in tiles(len(wide), 2 * form.patch_values, wide.element_size(), 4 * CACHED):
+        pixels = form.padded(wide[start:stop]).movedim(1, -1).contiguous()
+        yield [_patches(form, pixels, group) for group in range(form.groups)]
+
+
+def width(form: Convolution) -> int:
+    """The number of columns of such patches."""
+    return even(form.channels // form.groups * form.taps + (form.bias == "narrow"))
+
+
+def even(columns: int) -> int:
+    """The next multiple of 16."""
+    return -(-columns // 16) * 16
+
+
+def order(form: Convolution) -> Tensor:
+    """Where each column of the weight's matrix is among those of such patches."""
+    inner = form.channels // form.groups
+    columns = torch.arange(inner * form.taps).view(form.taps, inner).t().flatten()
+    if form.bias != "narrow":
+        return columns
+    return torch.cat([columns, torch.tensor([inner * form.taps])])
+
+
+def _patches(form: Convolution, wide: Tensor, group: int) -> Tensor:
+    """Those of one group, from padded pixels `[B, *size, C]`."""
+    count, inner, axes = len(wide), form.channels // form.groups, range(1, wide.dim() - 1)
+    steps = [wide.stride(axis) * form.stride[axis - 1] for axis in axes]
+    taps = [wide.stride(axis) * form.dilation[axis - 1] for axis in axes]
+    read = wide[..., group * inner :].as_strided(
+        (count, *form.out, *form.kernel, inner),
+        (wide.stride(0), *steps, *taps, 1),
+        storage_offset=wide.storage_offset() + group * inner,
+    )
+    columns = inner * form.taps
+    made = wide.new_empty(count, *form.out, width(form))
+    made[..., :columns].view(read.shape).copy_(read)
+    made[..., columns:] = 0
+    if form.bias == "narrow":
+        made[..., columns] = 1
+    return made.view(-1, made.shape[-1])
+
 
 _SUMMED = 1 << 15
 

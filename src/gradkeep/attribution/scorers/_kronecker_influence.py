@@ -9,10 +9,9 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Scorer
-from gradkeep.attribution.kronecker._fisher import bytes_kept
-from gradkeep.attribution.kronecker._kept_coordinates import kept_coordinates
-from gradkeep.attribution.kronecker._row_parts import dense_rows, only_layer
-from gradkeep.attribution.kronecker._single_position import single_position_influence
+from gradkeep.curvature._eigen_influence import kept_coordinates, single_position_influence
+from gradkeep.curvature._fisher import bytes_kept
+from gradkeep.curvature._row_parts import dense_rows, only_layer
 from gradkeep.query._engine import DEFAULT_BUDGET
 from gradkeep.query._sums import Directions
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.kronecker._fisher import Damping
-    from gradkeep.attribution.kronecker._fit import FisherFit
+    from gradkeep.curvature._fisher import Damping, FisherFit
 
     Solve = Callable[[str, Tensor], Tensor]
     LayerScores = Callable[[str, list[int]], Tensor]

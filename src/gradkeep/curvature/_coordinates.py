@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from gradkeep.curvature._basis import MatrixBasis
+from gradkeep.curvature._moments import scaled_suffixes
 from gradkeep.factors._arithmetic import CACHED, tiles
 from gradkeep.factors._form import Parameter
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors.kronecker._basis import MatrixBasis
-from gradkeep.factors.kronecker._moments import scaled_suffixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from gradkeep.attribution.kronecker._fisher import CoordinateRows
+    from gradkeep.curvature._basis import Basis
+    from gradkeep.curvature._fisher import CoordinateRows
     from gradkeep.factors._convolution import Convolution, ConvolutionRows
     from gradkeep.factors._form import AnyForm, GradientRows
-    from gradkeep.factors.kronecker._basis import Basis
 
     Tile = tuple[int, int, Tensor]
 

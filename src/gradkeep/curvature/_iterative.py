@@ -98,7 +98,8 @@ def lanczos(
         vector = rest / rest.norm()
     # The matrix is symmetric, and only its upper half was written.
     values, turned = torch.linalg.eigh(small[:made, :made], UPLO="U")
-    order = [at for at in range(made - 1, -1, -1) if float(values[at]) > 0][:rank]
+    above = values > 1e-10 * values.abs().amax()  # below it, zero up to rounding
+    order = [at for at in range(made - 1, -1, -1) if bool(above[at])][:rank]
     if not order:
         raise AttributionError(
             "no eigenvalue of the curvature above zero was found",

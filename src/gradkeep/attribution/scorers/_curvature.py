@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from gradkeep import query
-from gradkeep.attribution.kronecker._fisher import Damping
-from gradkeep.attribution.kronecker._row_parts import dense_rows, weighted
+from gradkeep.curvature._fisher import Damping
+from gradkeep.curvature._row_parts import dense_rows, weighted
 from gradkeep.errors import AttributionError
 from gradkeep.query._sums import Directions
 
@@ -92,7 +92,7 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
             fix="pass model= with the checkpoint's weights and data= with the training batches, "
             "or curvature='fisher'",
         )
-    from gradkeep.attribution.curvature._replayed import ReplayedGaussNewton
+    from gradkeep.attribution.scorers._replayed_curvature import ReplayedGaussNewton
     from gradkeep.capturing.tasks._supervised import Classification
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"

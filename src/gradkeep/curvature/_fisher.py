@@ -1,37 +1,129 @@
-"""Making the Fisher matrix of a capture's gradients, one layer after the other."""
+"""Fisher matrices of layers as Kronecker products: fitting, eigenbases and damped inverses."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution.kronecker._coordinates import coordinate_squares
-from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher, bytes_kept
-from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
-from gradkeep.attribution.kronecker._row_parts import held_rows, joined, row_parts
+from gradkeep.curvature._basis import MatrixBasis, VectorBasis, eigen_side
+from gradkeep.curvature._coordinates import coordinate_squares
+from gradkeep.curvature._eigen_influence import empty_rows, room_for_rows
+from gradkeep.curvature._kept_moments import KeptMoments
+from gradkeep.curvature._moments import MatrixMoments, VectorMoments, matrix_moments
+from gradkeep.curvature._row_parts import held_rows, joined, row_parts
 from gradkeep.errors import AttributionError
+from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
-from gradkeep.factors.kronecker._basis import MatrixBasis, VectorBasis
-from gradkeep.factors.kronecker._moments import MatrixMoments, VectorMoments, matrix_moments
-from gradkeep.factors.kronecker._row_space import eigen_side
 from gradkeep.query._engine import DEFAULT_BUDGET
-from gradkeep.query._kept_moments import KeptMoments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from gradkeep.attribution.kronecker._fisher import CoordinateRows
-    from gradkeep.attribution.kronecker._row_parts import RowPart
+    from gradkeep.curvature._basis import Basis, EigenSide
+    from gradkeep.curvature._kept_moments import SideMoments
+    from gradkeep.curvature._row_parts import RowPart
     from gradkeep.factors._form import AnyForm
     from gradkeep.factors._weights import WeightBlock
-    from gradkeep.factors.kronecker._basis import Basis
-    from gradkeep.factors.kronecker._row_space import EigenSide
     from gradkeep.query import Gradients
-    from gradkeep.query._kept_moments import SideMoments
+
+
+CoordinateRows = Tensor | OuterRows
+"""Coordinates `[N, P]`, or of one position a row their factors `[N, R]` and `[N, C]`."""
+
+DECADES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Relative dampings to choose from: no single one is right for all models."""
+
+
+def bytes_kept(rows: CoordinateRows | None) -> int:
+    """Bytes of coordinates."""
+    if rows is None:
+        return 0
+    return rows.nbytes if isinstance(rows, Tensor) else rows.x.nbytes + rows.g.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damping:
+    """What is added to eigenvalues before they are inverted."""
+
+    relative: float = 0.3
+    """Times the mean eigenvalue of the layer."""
+    absolute: float | None = None
+    """The same for all layers, in place of the relative one."""
+
+    def __post_init__(self) -> None:
+        value = self.relative if self.absolute is None else self.absolute
+        if not 0 < value < float("inf"):
+            raise AttributionError(
+                "damping must be above zero: else the smallest eigenvalues decide everything",
+                found=value,
+                fix="0.01 to 10 times the mean eigenvalue are usual",
+            )
+
+    @classmethod
+    def told(cls, relative: float | str, absolute: float | None = None) -> Damping:
+        """As an option says it; what was to be chosen has been chosen by now."""
+        if isinstance(relative, str):
+            raise AttributionError("damping must be a number, or 'auto'", found=repr(relative))
+        return cls(relative, absolute)
+
+    def of(self, mean: float) -> float:
+        """For a layer whose eigenvalues have this mean."""
+        return self.relative * mean if self.absolute is None else self.absolute
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerFisher:
+    """The curvature F of one layer."""
+
+    bases: tuple[Basis, ...]
+    """One for each piece of its gradient."""
+    rows: CoordinateRows | None = None
+    """Coordinates of the rows that it was made of, where there was room to keep them."""
+
+    @property
+    def size(self) -> int:
+        """P, the number of values of a gradient."""
+        return sum(basis.piece.size for basis in self.bases)
+
+    @property
+    def mean(self) -> float:
+        """The mean eigenvalue."""
+        return float(sum(basis.values.sum() for basis in self.bases)) / max(1, self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of eigenvectors, eigenvalues and kept coordinates."""
+        return bytes_kept(self.rows) + sum(basis.nbytes for basis in self.bases)
+
+    def solved(self, dense: Tensor, damping: Damping) -> Tensor:
+        """(F + damping)^-1 g `[B, P]` of dense gradients g `[B, P]`.
+
+        Of a layer whose rows were all zero nothing is known: zeros. Cost: 4 R C (R + C) operations
+        a row.
+        """
+        out = torch.zeros_like(dense)
+        added = damping.of(self.mean)
+        if added > 0:
+            for basis in self.bases:
+                weights = 1 / (basis.values + added)
+                if isinstance(basis, VectorBasis) or basis.whole:
+                    basis.put(basis.coordinates(dense) * weights.to(dense.dtype), out)
+                else:  # where there are no vectors the damping is all there is
+                    more = (weights - 1 / added).to(dense.dtype)
+                    basis.put(basis.coordinates(dense) * more, out, plus=dense / added)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KroneckerFisher:
+    """The curvature of all chosen layers, each by itself."""
+
+    layers: Mapping[str, LayerFisher]
 
 
 _STAYING = 4
@@ -216,7 +308,7 @@ def _sums(
         return VectorMoments(piece, form)
     limit = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
     space = limit // 16 if row_space else 0
-    return matrix_moments(piece, form, room=limit // 32, row_space=space)
+    return matrix_moments(piece, form, row_space=space)
 
 
 def fisher_basis(sums: MatrixMoments | VectorMoments, layer: str) -> Basis:

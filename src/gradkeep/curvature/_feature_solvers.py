@@ -1,4 +1,4 @@
-"""Damped inverses of kernels: exact for few rows, through projected gradients for many."""
+"""Damped inverses of Gram matrices of features that are read some rows at a time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from gradkeep import _arguments
-from gradkeep._annotations import checked
-from gradkeep.attribution.kernels._cholesky import cholesky
-from gradkeep.attribution.projections._projection import require_room
+from gradkeep.curvature._cholesky import cholesky
+from gradkeep.curvature._sketches import require_room
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import squared, squared_lengths
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 
-BLOCK = 4096
+ROWS_AT_ONCE = 4096
 """Rows, and targets, that are read at a time."""
 
 
@@ -92,12 +90,8 @@ def mean_square(features: StreamedRows, weight: Tensor) -> float:
     return float(torch.cat(found).mean())
 
 
-@checked(AttributionError)
-def relative_damping(damping: float | str, diagonal: Any, *, what: str) -> float:
+def relative_damping(damping: float | str, diagonal: float, *, what: str) -> float:
     """A damping relative to a mean diagonal, once both make sense."""
-    # Gradients that are no numbers have such a diagonal, and are told below in better words.
-    if not isinstance(diagonal, int | float):
-        raise _arguments.refused("diagonal", diagonal, error=AttributionError, expected="a number")
     if isinstance(damping, str) or not damping > 0:
         raise AttributionError(
             f"{what} must be positive: without it a singular matrix would be inverted",
@@ -155,7 +149,7 @@ def add_products(
     share: float,
 ) -> None:
     """Add X turn(G) `[n, m]`, times `share`, to an array that may be on disk."""
-    for asked in row_blocks(targets.count, BLOCK):
+    for asked in row_blocks(targets.count, ROWS_AT_ONCE):
         turned = turn(targets.read(asked)).float() * share
         for ids in row_blocks(train.count):
             part = train.read(ids) @ turned
@@ -176,10 +170,8 @@ def streamed_gram(train: StreamedRows, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@checked(AttributionError)
-def row_blocks(count: int, size: int = BLOCK) -> Iterator[Ids]:
+def row_blocks(count: int, size: int = ROWS_AT_ONCE) -> Iterator[Ids]:
     """Rows in blocks that depend on nothing else, so that sums are the same in every run."""
-    _arguments.count("size", size, error=AttributionError, least=1)
     for start in range(0, count, size):
         yield np.arange(start, min(start + size, count))
 
@@ -197,7 +189,7 @@ def _add_by_rows(
     mean = float(kernel.diagonal().double().mean())
     kernel.diagonal().add_(relative_damping(damping, mean, what="ridge"))
     factor = torch.linalg.cholesky(kernel)
-    for asked in row_blocks(targets.count, BLOCK):
+    for asked in row_blocks(targets.count, ROWS_AT_ONCE):
         products = x @ targets.read(asked).T
         solved = torch.cholesky_solve(products, factor) * share
         out[:, asked[0] : asked[-1] + 1] += solved.numpy()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution.curvature._operator import GradientSpace
+    from gradkeep.attribution.scorers._curvature import GradientSpace
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing.tasks._task import Task
 

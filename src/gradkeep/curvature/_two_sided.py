@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradkeep.attribution.projections import _random
-from gradkeep.attribution.projections._project import tiling
-from gradkeep.attribution.projections._projection import require_finite, whole
+from gradkeep.curvature import _random
+from gradkeep.curvature._project import tiling
+from gradkeep.curvature._sketches import require_finite, whole
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import CACHED, tiles
 from gradkeep.factors._ragged import pad

@@ -38,12 +38,6 @@ def places(count: int, below: int, *words: object) -> torch.Tensor:
     return torch.from_numpy(((high * np.uint64(below)) >> np.uint64(32)).astype(np.int64))
 
 
-def distinct(count: int, below: int, *words: object) -> torch.Tensor:
-    """`count` different numbers below `below`, in increasing order, int64."""
-    order = np.argsort(raw(below, "distinct", *words), kind="stable")
-    return torch.from_numpy(np.sort(order[:count]))
-
-
 def normals(count: int, *words: object) -> torch.Tensor:
     """Independent normal values, float32 `[count]`, by the method of Box and Muller."""
     pairs = -(-count // 2)

@@ -9,9 +9,15 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.attribution.projections._flat_sketches import DenseMatrix, ProjectionSum
-from gradkeep.attribution.projections._projection import require_finite, require_room
-from gradkeep.attribution.projections._sketch import FLAT, GradientSketch, sketch_of
+from gradkeep.curvature._sketches import (
+    FLAT,
+    DenseMatrix,
+    GradientSketch,
+    ProjectionSum,
+    require_finite,
+    require_room,
+    sketch_of,
+)
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import CACHED, tiles
 from gradkeep.factors._form import widened
@@ -23,8 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution.projections._projection import Projection
-    from gradkeep.attribution.projections._tensor_sketch import SketchWay, TensorSketch
+    from gradkeep.curvature._sketches import Projection, SketchWay, TensorSketch
     from gradkeep.factors._form import AnyForm, GradientRows, OuterProducts
     from gradkeep.query import Gradients
     from gradkeep.query._gradients import FactorBatch
@@ -50,7 +55,7 @@ def project(
     the cheaper of a weight's values and two transforms of k numbers a position.
 
     >>> import gradkeep as gk, tempfile
-    >>> from gradkeep.attribution.projections._projection import Projection
+    >>> from gradkeep.curvature._sketches import Projection
     >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
     >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
     >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
@@ -151,7 +156,7 @@ def project_dense(
     """The projections `[B, k]` of flat gradients `[B, P]`; `auto` folds them.
 
     >>> import torch
-    >>> from gradkeep.attribution.projections._projection import Projection
+    >>> from gradkeep.curvature._sketches import Projection
     >>> x = torch.sin(torch.arange(20_000.0)).view(2, 10_000)
     >>> low = project_dense(x, Projection(dim=1000))
     >>> bool((low.norm(dim=1) / x.norm(dim=1) - 1).abs().max() < 0.1)
@@ -247,7 +252,7 @@ def project_rows(
     whole gradient. `way` forces how a TensorSketch is computed, else the cheapest is taken.
 
     >>> import torch
-    >>> from gradkeep.attribution.projections._projection import Projection
+    >>> from gradkeep.curvature._sketches import Projection
     >>> from gradkeep.factors._outer import Outer, OuterRows
     >>> from gradkeep.factors._form import Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
