@@ -20,7 +20,7 @@ from gradkeep.curvature._cholesky import (
 )
 from gradkeep.curvature._row_parts import weighted_part
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.factors._cost import FLOPS, ProductSize
 from gradkeep.query import along, dot
 from gradkeep.query._engine import GradientPair, ProductEngine
 from gradkeep.query._planner import choose_compute
@@ -260,12 +260,12 @@ def pair_seconds(train: Gradients, compute: ComputeWish, memory_budget: int) -> 
 
 def moved_seconds(train: Gradients, vectors: int) -> dict[str, float]:
     """Predicted seconds to move so many vectors through all rows, there or back, by layer."""
-    count, speeds = min(len(train), _PROBED), MachineSpeeds()
+    count = min(len(train), _PROBED)
     some = train.rows([at * len(train) // count for at in range(count)])
     found = {}
     for name, form in train.forms.items():
         load = ProductSize(len(train), vectors, t_train=some.factors[name].positions / count)
-        costs = choose_compute(form, load, speeds).alternatives
+        costs = choose_compute(form, load).alternatives
         ways = [cost.seconds for way, cost in costs.items() if way in ("half", "restored", "dense")]
         found[name] = min(ways)
     return found
@@ -281,7 +281,7 @@ def cheapest_products(
     moved = {name: 2 * each for name, each in moved_seconds(train, vectors).items()}
     better = tuple(name for name in train.forms if pairs[name] < moved[name])
     others = tuple(name for name in train.forms if name not in better)
-    whole = 2.0 * len(train) ** 2 * vectors / MachineSpeeds().flops
+    whole = 2.0 * len(train) ** 2 * vectors / FLOPS
     mixed = whole + sum(pairs[name] for name in better) + sum(moved[name] for name in others)
     if better and mixed < sum(moved.values()):
         return KernelProducts(train, better, others, compute), mixed
@@ -389,7 +389,7 @@ class WayCost:
 
 def way_costs(kernel: WeightedKernel, queries: int) -> list[WayCost]:
     """What all ways would take for so many right sides, in the order of `WAYS`."""
-    rows, flops = kernel.rows, MachineSpeeds().flops
+    rows, flops = kernel.rows, FLOPS
     size = sum(form.restored_size for form in kernel.train.forms.values())
     pairs = pair_seconds(kernel.train, kernel.compute, kernel.passing)
     moved = sum(moved_seconds(kernel.train, queries).values())
