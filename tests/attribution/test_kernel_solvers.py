@@ -11,7 +11,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._kept_rows import KeptRows
+from gradkeep.attribution._row_features import KeptRows
 from gradkeep.curvature import _cholesky as tiled
 from gradkeep.curvature import _conjugate as products
 from gradkeep.curvature._cholesky import CholeskyFactor, Solution, summed_up

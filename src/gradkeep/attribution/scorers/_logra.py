@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution._kept_rows import KeptRows
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.scorers._kronecker_influence import layer_by_layer
+from gradkeep.attribution._row_features import KeptRows
+from gradkeep.attribution.scorers._kfac import layer_by_layer
 from gradkeep.curvature._feature_solvers import by_features
 from gradkeep.curvature._fisher import DECADES, Damping
 from gradkeep.curvature._row_parts import only_layer

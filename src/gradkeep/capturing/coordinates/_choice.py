@@ -15,7 +15,7 @@ from gradkeep.curvature._basis import leading
 from gradkeep.curvature._moments import MatrixMoments
 from gradkeep.curvature._patch_moments import WIDE
 from gradkeep.errors import CaptureError
-from gradkeep.factors._projection import BlockProjection, LayerProjection
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
