@@ -119,7 +119,8 @@ def _patches(form: Convolution, wide: Tensor, group: int) -> Tensor:
     return made.view(-1, made.shape[-1])
 
 
-_SUMMED = 1 << 15
+_SUMMED = 1 << 14
+"""Positions of which float32 sums are added up in float64."""
 
 
 class ShiftMoments:
