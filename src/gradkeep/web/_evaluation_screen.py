@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep.errors import GradkeepError
-from gradkeep.web._answers import ProblemView, problem_of
+from gradkeep.web._responses import ProblemView, problem_of
 
 if TYPE_CHECKING:
     from gradkeep.evaluate import Evaluation

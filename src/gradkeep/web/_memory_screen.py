@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import GradkeepError, RematError
-from gradkeep.web._answers import ProblemView, problem_of
+from gradkeep.web._responses import ProblemView, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

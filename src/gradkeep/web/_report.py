@@ -13,10 +13,9 @@ from urllib.parse import quote
 
 from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
-from gradkeep.web._answers import to_json
 from gradkeep.web._app import questions, served_store
-from gradkeep.web._desk import StillWorking
-from gradkeep.web._static_files import static_files
+from gradkeep.web._background import StillWorking
+from gradkeep.web._responses import static_files, to_json
 
 if TYPE_CHECKING:
     import os

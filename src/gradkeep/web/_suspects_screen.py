@@ -12,9 +12,9 @@ import numpy as np
 
 from gradkeep.errors import EvaluationError, StoreError
 from gradkeep.store import Decision, standing
-from gradkeep.web._answers import to_json
 from gradkeep.web._evaluation_screen import EvaluationView, evaluation_view
-from gradkeep.web._row_views import RowView, row_views
+from gradkeep.web._responses import to_json
+from gradkeep.web._served import RowView, row_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,6 +13,7 @@ from gradkeep.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+
 T = TypeVar("T")
 Lane = Literal["quick", "long"]
 """Trainings must not keep a person from seeing scores: each lane has a thread of its own."""
