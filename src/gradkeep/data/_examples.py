@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     Positions = int | slice | Sequence[int] | torch.Tensor
 
 
-_LONGEST_NAME = 255
-
-
 def check_name(path: Path, name: str) -> None:
     """Refuse what no file can be called, before the system does."""
     longest = max(len(os.fsencode(part)) for part in (*path.parts, name, "."))
-    if longest > _LONGEST_NAME or not _arguments.writable(f"{path}{name}"):
+    if longest > 255 or not _arguments.writable(f"{path}{name}"):
         raise DataError("no file has such a name", found=_arguments.shown(name or str(path)))
 
 

@@ -51,13 +51,11 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _SOURCE = r"^(saved|method|fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _MAP = r"^(gradients|(fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99})$"
 _LARGEST = 2**62
-_MOST_AT_ONCE = 120
-_THREADS = 6
 TOKEN_PLACE = b"GRADKEEP-TOKEN"
 
 Name = Annotated[str, Query(pattern=_NAME)]
 Row = Annotated[int, Query(ge=-_LARGEST, le=_LARGEST)]
-Count = Annotated[int, Query(ge=1, le=_MOST_AT_ONCE)]
+Count = Annotated[int, Query(ge=1, le=120)]
 Start = Annotated[int, Query(ge=0, le=2**31)]
 Sources = Annotated[list[Annotated[str, Field(pattern=_SOURCE)]], Query(max_length=2)]
 Source = Annotated[str, Query(pattern=_SOURCE)]
@@ -150,7 +148,7 @@ def app_of(served: ServedStore, access: Access) -> FastAPI:
 async def _few_threads(_: FastAPI) -> AsyncIterator[None]:
     """One person looks at the page: each further thread would only hold memory of its own."""
     limiter = anyio.to_thread.current_default_thread_limiter()
-    limiter.total_tokens = _THREADS
+    limiter.total_tokens = 6
     yield
 
 

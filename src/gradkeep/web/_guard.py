@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 TOKEN_HEADER = "x-gradkeep-token"
 TOKEN_COOKIE = "gradkeep_token"
 _READS = ("GET", "HEAD")
-_CLIENTS = 1024
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -151,7 +150,7 @@ class Guard:
             left, last = self._spent.pop((client, write), (rate * limits.burst_seconds, now))
             left = min(rate * limits.burst_seconds, left + (now - last) * rate)
             self._spent[client, write] = (max(0.0, left - 1), now)
-            while len(self._spent) > _CLIENTS:
+            while len(self._spent) > 1024:
                 self._spent.popitem(last=False)
         return left >= 1
 

@@ -32,8 +32,6 @@ _UNRESERVED = "-_.!~*'()"
 _WRONG, _UNSURE, _FIRST = 24, 8, 8
 """Queries that are explained in a report: mistakes, unsure ones, the first of all."""
 _RUNS = 3
-_MEMBERS = 40
-_PATIENCE = 3600.0
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 )
@@ -81,7 +79,7 @@ class _Answers:
         if url in self.found:
             return self.found[url]
         given = {name: value for name, value in params.items() if value not in ("", None)}
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + 3600.0
         while True:
             try:
                 answer = self._questions[f"/{path}"](**given)
@@ -128,7 +126,7 @@ class _Answers:
         )
         for one in () if drawn is None else drawn.clusters:
             pairs = zip(drawn.ids, drawn.cluster, strict=True)
-            rows = [row for row, cluster in pairs if cluster == one.number][:_MEMBERS]
+            rows = [row for row, cluster in pairs if cluster == one.number][:40]
             self.ask("api/rows", **captured, split=drawn.split, row=rows)
         if run.queries is not None:
             self._collect_queries(run, captured)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from gradkeep._preview import ShownRow
 
 
-_FRESH = 0.5
-"""Seconds for which what a store holds is not looked up again."""
 _FACTS = ("label", "predicted", "loss", "output")
 ANY_SPLIT = "*"
 AS_LABEL = "-as-"
@@ -95,7 +93,8 @@ class ServedStore:
         """What the store holds now, or did half a second ago."""
         with self._lock:
             now = time.monotonic()
-            if self._info is None or now - self._info[0] > _FRESH:
+            # Seconds for which what a store holds is not looked up again.
+            if self._info is None or now - self._info[0] > 0.5:
                 self._info = (now, self.store.info())
             return self._info[1]
 

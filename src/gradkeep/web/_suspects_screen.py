@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Measure = Literal["loss", "self", "noise"]
 QueueFilter = Literal["all", "open", "decided"]
 _PRECISION = 0.8
-_SEEDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +302,7 @@ def retrain(served: ServedStore, *, run: str, split: str, name: str, begin: bool
             places[places >= 0],
             recipe,
             store=served.store,
-            seeds=_SEEDS,
+            seeds=3,
             workers=0,
             progress=_told_to(report),
         )

@@ -163,7 +163,6 @@ def split_tokens(served: ServedStore, asked: Asked, query: int, *, rows: list[in
 
 QueryFilter = Literal["all", "wrong", "unsure"]
 _UNSURE = (0.1, 0.9)
-_BINS = 48
 _LARGEST_TEXTS = 32 << 20
 
 
@@ -345,7 +344,7 @@ def _answered(
     place = int(np.flatnonzero(scores.query_ids == query)[0])
     confidence = None if scores.confidence is None else float(scores.confidence[place])
     low, high = float(values.min(initial=0)), float(values.max(initial=0))
-    counts = np.histogram(values, bins=_BINS, range=(low, high) if high > low else (-1, 1))[0]
+    counts = np.histogram(values, bins=48, range=(low, high) if high > low else (-1, 1))[0]
     return SourceAnswer(
         source,
         checkpoints=scores.checkpoints,

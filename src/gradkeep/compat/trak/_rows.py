@@ -216,10 +216,6 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-_ROOM = 1000
-"""Assignments that there is room for at first."""
-
-
 class AssignedRows:
     """Assignments to rows of an array `[count, dim]`; of each row the last one counts.
 
@@ -313,7 +309,8 @@ class AssignedRows:
             values = Array("values", shape=(self.dim,), kind="data", ragged=True, nan="keep")
             rows = Array("rows", "int64", kind="data", ragged=True)
             schema = Schema((rows, values), rows_per_segment=1)
-            self._rows = self._store.rows(self._name, schema, num_rows=_ROOM)
+            # Assignments that there is room for at first.
+            self._rows = self._store.rows(self._name, schema, num_rows=1000)
         return self._rows
 
     def _saw(self, number: int, ids: Ids, values: Any = None) -> None:

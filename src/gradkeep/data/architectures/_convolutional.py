@@ -235,9 +235,6 @@ def _twice(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(convolution(inputs, outputs, 3), convolution(outputs, outputs, 3))
 
 
-_RATE = 0.1
-
-
 class _UnrolledGan(nn.Module):
     """The generator's loss after the discriminator's next steps, which stay in the graph."""
 
@@ -254,7 +251,7 @@ class _UnrolledGan(nn.Module):
             loss = self._judged(weights, real, 1.0) + self._judged(weights, fake, 0.0)
             slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
             weights = {
-                name: value - _RATE * slope
+                name: value - 0.1 * slope
                 for (name, value), slope in zip(weights.items(), slopes, strict=True)
             }
         return self._judged(weights, fake, 1.0)
