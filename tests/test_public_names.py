@@ -135,7 +135,7 @@ NAMES = {
         Lease RowCounts RowState Rows
     """,
     "gradkeep.testing": """
-        BackendTests StoreTests
+        StoreTests
     """,
     "gradkeep.web": """
         Access RequestLimits ShownRow create_app serve write_report
