@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from gradkeep import _annotations
 from gradkeep.errors import StoreError
-from gradkeep.store._heads import head_keys
 from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS
 from gradkeep.store._layout import known_file
+from gradkeep.store._records import head_keys
 from gradkeep.store._store import Store
 from gradkeep.store._store import open as open_store
 from gradkeep.store.blocks._manifest import (

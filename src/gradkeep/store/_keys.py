@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from gradkeep._annotations import check_fields
-from gradkeep._arguments import instance, text
+from gradkeep._arguments import LARGEST, count, instance, number
 from gradkeep.errors import StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")
@@ -235,7 +235,7 @@ class Run:
     """The fingerprint of the data set."""
 
     def __post_init__(self) -> None:
-        text("name", self.name, error=StoreError)
+        checked_name("run", self.name)
         instance("config", self.config, Mapping, error=StoreError)
         for name in ("code", "data"):
             # Whatever text it is: documents keep any.
@@ -258,3 +258,10 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_fields(self, StoreError)
+        checked_name("run", self.run)
+        checked_name("checkpoint", self.name)
+        if self.step is not None:
+            step = count("step", self.step, error=StoreError, least=-LARGEST, most=LARGEST)
+            object.__setattr__(self, "step", step)
+        if self.lr is not None:
+            object.__setattr__(self, "lr", number("lr", self.lr, error=StoreError))

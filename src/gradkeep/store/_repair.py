@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING
 
 from gradkeep.errors import GradkeepError
-from gradkeep.store import _document
-from gradkeep.store._heads import head_keys
 from gradkeep.store._keys import HEADS
 from gradkeep.store._layout import known_file, record_folder, row_part
-from gradkeep.store._store import FORMAT, STORE_FILE, VERSION
+from gradkeep.store._records import head_keys
+from gradkeep.store._store import STORE_FILE, put_identity
 from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.catalog._samples import find_samples
 from gradkeep.store.catalog._scan import keys_below
@@ -61,8 +59,7 @@ def _one(backend: Backend, key: str) -> Iterator[str]:
     else:
         yield f"moved {key} to {backend.move_aside(key)}"
     if key == STORE_FILE:
-        fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
-        backend.put_if_absent(key, [_document.to_bytes(fields)], durability="full")
+        put_identity(backend, durability="full")
         yield f"wrote a new {STORE_FILE}; the store's old uuid is lost"
     if file is not None:
         yield from _follow_up(backend, key, file, missing=missing)

@@ -23,8 +23,7 @@ from gradkeep.errors import (
 )
 from gradkeep.store import _document
 from gradkeep.store._decisions import append_decision, read_decisions
-from gradkeep.store._fields import read_document
-from gradkeep.store._heads import head_keys, record_head
+from gradkeep.store._document import Count, Record, from_bytes, parse_record, read_bytes
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
@@ -43,11 +42,12 @@ from gradkeep.store._keys import (
     checked_name,
 )
 from gradkeep.store._records import (
-    checked_checkpoint,
     checked_run,
     checkpoint_folder,
+    head_keys,
     read_checkpoint,
     read_run,
+    record_head,
     run_folder,
 )
 from gradkeep.store.backends._schemes import backend_for
@@ -176,7 +176,7 @@ class Store:
             SchemaMismatch: Another checkpoint has that name: other weights, or another function of
                 the same weights, such as a model with another activation.
         """
-        recorded = checked_checkpoint(checkpoint)
+        recorded = checkpoint
         folder = checkpoint_folder(recorded.run, recorded.name)
         known = read_checkpoint(self.backend, recorded.run, recorded.name)
         if known is not None and known.weights == recorded.weights:
@@ -429,7 +429,9 @@ class Store:
         try:
             self.backend.put_if_absent(key, [data], durability=self.durability)
         except Conflict:
-            stored = read_document(self.backend, key, most=_document.LARGE_DOCUMENT).values
+            path = self.backend.describe(key)
+            known = read_bytes(self.backend, key, most=_document.LARGE_DOCUMENT)
+            stored = from_bytes(known, path=path)
             lines = [
                 f"\n    {name}: stored {stored.get(name)!r}, given {fields[name]!r}"
                 for name in fields
@@ -437,7 +439,7 @@ class Store:
             ]
             raise SchemaMismatch(
                 "recorded before with other contents; nothing was changed",
-                path=self.backend.describe(key),
+                path=path,
                 found="".join(lines),
                 fix="use another name",
             ) from None
@@ -484,10 +486,9 @@ def open(
     backend = backend_for(path)
     if not backend.exists(STORE_FILE):
         _check_free(backend, create=create)
-        fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
         # On a conflict another process made the store in this very moment: that one is it.
         with contextlib.suppress(Conflict):
-            backend.put_if_absent(STORE_FILE, [_document.to_bytes(fields)], durability=durability)
+            put_identity(backend, durability=durability)
     return Store(backend, durability=durability, verify=verify)
 
 
@@ -520,15 +521,28 @@ def _check_free(backend: Backend, *, create: bool) -> None:
         )
 
 
+class _Identity(Record):
+    format: str
+    version: Count
+    uuid: str
+
+
+def put_identity(backend: Backend, *, durability: Durability) -> None:
+    """Write the document that makes a folder a store."""
+    identity = _Identity(format=FORMAT, version=VERSION, uuid=str(uuid.uuid4()))
+    backend.put_if_absent(STORE_FILE, [_document.to_bytes(identity)], durability=durability)
+
+
 def read_identity(backend: Backend) -> str:
     """The store's uuid; raises unless there is a store that this version can read."""
-    fields = read_document(backend, STORE_FILE)
     path = backend.describe(STORE_FILE)
-    if fields.values.get("format") != FORMAT:
-        found = ascii(fields.values.get("format"))[:200]
+    data = read_bytes(backend, STORE_FILE, most=_document.SMALL_DOCUMENT)
+    fields = from_bytes(data, path=path)
+    if fields.get("format") != FORMAT:
+        found = ascii(fields.get("format"))[:200]
         raise NotAStore("this is not a store", path=path, found=found, expected=FORMAT)
-    version = fields.whole("version")
-    if version > VERSION:
+    version = fields.get("version")
+    if type(version) is int and version > VERSION:  # it may have fields that are not known here
         raise FormatTooNew(
             "this store was written by a later gradkeep",
             path=path,
@@ -536,8 +550,7 @@ def read_identity(backend: Backend) -> str:
             expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
-    fields.only(("format", "version", "uuid"))
-    identity = fields.text("uuid")
+    identity = parse_record(_Identity, fields, path=path).uuid
     if not identity.isascii() or not identity.isprintable():
-        raise fields.wrong("uuid: not one that gradkeep gives")
+        raise _document.not_ours(path, "uuid: not one that gradkeep gives")
     return identity

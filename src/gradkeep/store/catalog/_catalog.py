@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 import xxhash
 
 from gradkeep.errors import StoreError
-from gradkeep.store._fields import LARGEST_WHOLE
+from gradkeep.store._document import LARGEST_WHOLE
 from gradkeep.store._keys import CATALOG
 from gradkeep.store.blocks._schema import Array
 from gradkeep.store.catalog._scan import (

@@ -8,7 +8,6 @@ else it is missing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,9 +16,8 @@ import xxhash
 
 from gradkeep import _annotations, _arguments
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
-from gradkeep.store import _document
-from gradkeep.store._fields import read_document
-from gradkeep.store._heads import record_head
+from gradkeep.store._document import Count, Record, read_document, to_bytes
+from gradkeep.store._records import record_head
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
 from gradkeep.store.blocks._ids import as_ids, whole_numbers
@@ -59,6 +57,12 @@ _MOST_ROWS = 1 << 40
 _log = logging.getLogger("gradkeep")
 
 
+class SizeRecord(Record):
+    """How many rows a set is to have."""
+
+    num_rows: Count
+
+
 class RowFiles:
     """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
 
@@ -93,7 +97,7 @@ class RowFiles:
     def _check_size(self, size: int) -> None:
         """Raise `Damaged` if the record of a size is another's under its name, as after a rename."""
         try:
-            told = read_document(self._backend, size_key(self.folder, size)).whole("num_rows")
+            told = read_document(self._backend, size_key(self.folder, size), SizeRecord).num_rows
         except (StoreError, FileNotFoundError):
             return  # the name says it all; `verify` tells of the rest
         if told != size:
@@ -432,10 +436,8 @@ def drop_packed_file(backend: Backend, folder: str, key: str) -> bool:
     kept = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
     if newest is None or kept == segments:
         return False
-    manifest = dataclasses.replace(
-        newest, version=newest.version + 1, segments=kept, previous=newest.digest
-    )
-    return publish_manifest(backend, folder, manifest, durability="full")
+    publish_manifest(backend, folder, newest.next_version(kept), durability="full")
+    return True
 
 
 def check_size(num_rows: int, *, path: str) -> None:
@@ -452,7 +454,7 @@ def check_size(num_rows: int, *, path: str) -> None:
 
 def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:
     """Record a new number of rows; of several, the largest counts."""
-    data = _document.to_bytes({"num_rows": num_rows})
+    data = to_bytes(SizeRecord(num_rows=int(num_rows)))
     backend.put_if_absent(size_key(folder, num_rows), [data], durability=durability)
     xxh3 = xxhash.xxh3_128_hexdigest(data)
     record_head(backend, f"{folder}/{SIZES}", num_rows, xxh3, durability=durability)

@@ -17,8 +17,7 @@ import xxhash
 from gradkeep import _annotations
 from gradkeep._arguments import number, refused
 from gradkeep.errors import InvalidRows, StoreError
-from gradkeep.store import _document
-from gradkeep.store._fields import read_document
+from gradkeep.store._document import Count, Record, read_document, to_bytes
 from gradkeep.store.blocks._ids import whole_numbers
 from gradkeep.store.blocks._manifest import is_number, numbered_files
 from gradkeep.store.blocks._packing import SUFFIX
@@ -44,10 +43,17 @@ if TYPE_CHECKING:
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
-FAILURE_FIELDS = ("row", "owner", "error")
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
 """Characters of an error's text that are kept: half of them from its beginning, half from its end."""
+
+
+class FailureRecord(Record):
+    """One failed attempt of a row."""
+
+    row: Count
+    owner: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +190,16 @@ class Rows(RowFiles):
     def fail(self, lease: Lease, error: BaseException | str) -> None:
         """Record a failed attempt with its traceback and end the lease."""
         text = error if isinstance(error, str) else _traceback(error)
-        fields = {"row": lease.row, "owner": lease.owner, "error": shortened(text)}
+        record = FailureRecord(row=lease.row, owner=lease.owner, error=shortened(text))
         # Named by the lease's token: two workers that fail the same row are two attempts.
         name = f"{lease.row}-{lease.token}.json"
         key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
-        data = _document.to_bytes(fields)
+        data = to_bytes(record)
         self._backend.put_if_absent(key, [data], durability=self._durability)
         digest = xxhash.xxh3_128_hexdigest(data)
-        record = record_row(self._backend, self.folder, FAILED, lease.row, digest)
+        recorded = record_row(self._backend, self.folder, FAILED, lease.row, digest)
         if not self._backend.exists(key):  # forgotten by `retry` before it was recorded
-            self._backend.delete([record], durability="process")
+            self._backend.delete([recorded], durability="process")
         release_lease(self._backend, self.folder, lease)
 
     @_annotations.checked(StoreError)
@@ -263,7 +269,8 @@ class Rows(RowFiles):
         for row, names in self._failures(bucket).items():
             for name in names:
                 with contextlib.suppress(StoreError, FileNotFoundError):
-                    note = read_document(backend, f"{self.folder}/{FAILED}/{bucket:06d}/{name}")
+                    key = f"{self.folder}/{FAILED}/{bucket:06d}/{name}"
+                    note = read_document(backend, key, FailureRecord)
                     if note.digest not in digests:
                         record_row(backend, self.folder, FAILED, row, str(note.digest))
 
@@ -304,7 +311,7 @@ class Rows(RowFiles):
     def _last_error(self, row: int, names: list[str]) -> str:
         key = f"{self.folder}/{FAILED}/{row // ROWS_PER_FOLDER:06d}/{names[-1]}"
         try:
-            return read_document(self._backend, key).text("error")
+            return read_document(self._backend, key, FailureRecord).error
         except FileNotFoundError:
             return "forgotten meanwhile, so that the row is tried again"
 
