@@ -48,9 +48,6 @@ class SubfolderBackend(Backend):
     def move_aside(self, key: str) -> str:
         return self._backend.move_aside(self._key(key))
 
-    def stamp(self, prefix: str) -> int | None:
-        return self._backend.stamp(self._key(prefix))
-
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         start = f"{self._folder}/"
         found = self._backend.leftovers(older_than=older_than)

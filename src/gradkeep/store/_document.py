@@ -94,10 +94,16 @@ def read_bytes(backend: Backend, key: str, *, most: int) -> bytes:
 def read_document(backend: Backend, key: str, kind: type[T], *, most: int = SMALL_DOCUMENT) -> T:
     """Read a document of a store as a record; FileNotFoundError if there is none."""
     data, path = read_bytes(backend, key, most=most), backend.describe(key)
-    fields = from_bytes(data, path=path)
-    if issubclass(kind, Record):
-        fields["xxh3"] = xxhash.xxh3_128_hexdigest(data)
-    return parse_record(kind, fields, path=path)
+    _check_seal(data, path=path)
+    if not issubclass(kind, Record):
+        return parse_record(kind, from_bytes(data, path=path), path=path)
+    _check_counts(data, path=path)
+    try:
+        record = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError):  # also half of a surrogate pair, which is allowed
+        record = parse_record(kind, from_bytes(data, path=path), path=path)
+    msgspec.structs.force_setattr(record, "digest", xxhash.xxh3_128_hexdigest(data))
+    return record
 
 
 def parse_record(kind: type[T], fields: Any, *, path: str) -> T:
@@ -116,6 +122,13 @@ def parse_record(kind: type[T], fields: Any, *, path: str) -> T:
 
 def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
     """Parse a document; raises `Damaged` if any byte is not as it was written."""
+    _check_seal(data, path=path)
+    fields = parse_json(data, path=path)
+    del fields["xxh3"]
+    return fields
+
+
+def _check_seal(data: bytes, *, path: str) -> None:
     body = data[:-_SEAL_BYTES]
     if len(data) <= _SEAL_BYTES or data[-_SEAL_BYTES:] != _seal(body):
         raise Damaged(
@@ -125,16 +138,10 @@ def from_bytes(data: bytes, *, path: str) -> dict[str, Any]:
             expected="the bytes that gradkeep wrote",
             fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
         )
-    fields = parse_json(data, path=path)
-    del fields["xxh3"]
-    return fields
 
 
-def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a JSON object; raises `Damaged` for all else, however large or deep it is.
-
-    Values are counted before they are made: by the characters that begin and separate them.
-    """
+def _check_counts(data: bytes, *, path: str) -> None:
+    """Count values before they are made: by the characters that begin and separate them."""
     containers = data.count(b"[") + data.count(b"{")
     for count, most, what in (
         (len(data), LARGEST_DOCUMENT, "bytes"),
@@ -143,6 +150,11 @@ def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
     ):
         if count > most:
             raise not_ours(path, f"{count} {what}", f"at most {most}")
+
+
+def parse_json(data: bytes, *, path: str) -> dict[str, Any]:
+    """Parse a JSON object; raises `Damaged` for all else, however large or deep it is."""
+    _check_counts(data, path=path)
     try:
         fields = json.loads(data, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError

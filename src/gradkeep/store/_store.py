@@ -61,7 +61,6 @@ from gradkeep.store.blocks._manifest import (
     segment_file,
 )
 from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
-from gradkeep.store.catalog._catalog import current_catalog, rebuilt_catalog
 from gradkeep.store.catalog._info import store_info
 from gradkeep.store.catalog._samples import ensure_samples, samples_available
 from gradkeep.store.catalog._scan import block_addresses, folders, keys_below
@@ -77,7 +76,6 @@ if TYPE_CHECKING:
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._manifest import Manifest
     from gradkeep.store.blocks._schema import Schema
-    from gradkeep.store.catalog._catalog import Catalog
     from gradkeep.store.catalog._info import StoreInfo
     from gradkeep.store.catalog._scan import BlockAddress, BlockKind
     from gradkeep.store.catalog._sql import SqlResult
@@ -133,14 +131,6 @@ class Store:
     def info(self) -> StoreInfo:
         """What the store holds, with sizes and ratios: a tree that shows itself as a table."""
         return store_info(self)
-
-    def catalog(self) -> Catalog:
-        """Facts about every block in SQLite, brought up to date; a context manager."""
-        return current_catalog(self)
-
-    def rebuild_catalog(self) -> Catalog:
-        """The same made from nothing but the files; never needed, as refreshing finds the same."""
-        return rebuilt_catalog(self)
 
     @_annotations.checked(StoreError)
     def sql(self, query: str) -> SqlResult:

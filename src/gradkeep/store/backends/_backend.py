@@ -7,8 +7,7 @@ overwrites, and it returns only when the bytes are as durable as was asked.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,8 +20,7 @@ QUARANTINE = "quarantine"
 """Where damaged files are moved, inside the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One name in a listing."""
 
     name: str
@@ -103,10 +101,6 @@ class Backend(ABC):
         """Move a damaged value to the quarantine, so that its name is free again."""
 
     @abstractmethod
-    def stamp(self, prefix: str) -> int | None:
-        """A number that changes when names below `prefix` come or go; None if unknown."""
-
-    @abstractmethod
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         """Keys of unfinished writes whose writer is gone, or is older than so many seconds."""
 
@@ -121,13 +115,6 @@ class Backend(ABC):
     def local_path(self, key: str) -> str | None:
         """The file that holds `key`, for libraries that want a path; None if there is no file."""
         return None
-
-    def replace_cache(self, key: str, data: bytes) -> bool:
-        """Put a value that may be overwritten and may be lost; False where that cannot be.
-
-        For caches only: nothing that a store promises rests on it.
-        """
-        return False
 
     def describe(self, key: str) -> str:
         """How messages name a key of this place."""

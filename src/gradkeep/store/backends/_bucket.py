@@ -213,9 +213,6 @@ class Bucket(Backend):
             raise self._failure(error, key) from error
         return aside
 
-    def stamp(self, prefix: str) -> int | None:
-        return None
-
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         return ()  # a PUT that did not finish leaves nothing
 

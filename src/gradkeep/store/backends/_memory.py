@@ -68,9 +68,6 @@ class Memory(Backend):
             self._values[aside] = self._values.pop(key)
         return aside
 
-    def stamp(self, prefix: str) -> int | None:
-        return None
-
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         return ()
 

@@ -60,7 +60,7 @@ class Syscalls:
             raise OSError(code, os.strerror(code), target)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file; used only to move damaged files aside and to replace a cache."""
+        """Move a file; used only to move damaged files aside."""
         os.rename(source, target)
 
     def unlink(self, path: str) -> None:

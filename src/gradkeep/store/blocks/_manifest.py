@@ -326,12 +326,12 @@ def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
     return Manifest(version=-1, schema_hash=schema.hash, segments=segments + fresh, written=written)
 
 
-def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema) -> SegmentEntry:
+def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | None) -> SegmentEntry:
     """The manifest entry of a committed segment, from its header."""
     file = segment_file(number)
     segment = Segment(backend, f"{folder}/{file}")
     try:
-        if segment.schema_hash != schema.hash:
+        if schema is not None and segment.schema_hash != schema.hash:
             raise Damaged(
                 "this segment belongs to another schema",
                 path=backend.describe(f"{folder}/{file}"),

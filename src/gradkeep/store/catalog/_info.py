@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from gradkeep._display import (
     describe_rows,
@@ -17,7 +17,7 @@ from gradkeep._display import (
     text_table,
 )
 from gradkeep.errors import GradkeepError
-from gradkeep.store.catalog._catalog import current_catalog
+from gradkeep.store.catalog._scan import BlockKind, scan_blocks, scan_checkpoints, scan_runs
 from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
@@ -166,13 +166,13 @@ class StoreInfo:
 
 
 def store_info(store: Store) -> StoreInfo:
-    """Look at a store: what the catalog knows, and where the workers on sets of rows are now."""
-    with current_catalog(store) as catalog:
-        captures, scores = catalog.blocks("capture"), catalog.blocks("scores")
-        row_sets, bases = catalog.blocks("rows"), catalog.blocks("basis")
-        evaluations = catalog.blocks("evaluation")
-        runs = {run.name: run for run in catalog.runs()}
-        checkpoints = catalog.checkpoints()
+    """Look at a store: what its files say, and where the workers on sets of rows are now."""
+    of_kind: dict[str, list[BlockFacts]] = {kind: [] for kind in get_args(BlockKind)}
+    for block in scan_blocks(store.backend):
+        of_kind[block.kind].append(block)
+    captures, bases = of_kind["capture"], of_kind["basis"]
+    runs = {run.name: run for run in scan_runs(store.backend)}
+    checkpoints = scan_checkpoints(store.backend)
     names = dict.fromkeys([*runs, *(str(capture.address.run) for capture in captures)])
     return StoreInfo(
         location=store.location,
@@ -188,10 +188,10 @@ def store_info(store: Store) -> StoreInfo:
             )
             for name in sorted(names)
         ),
-        scores=tuple(scores),
-        row_sets=tuple(_row_set(store, facts) for facts in row_sets),
+        scores=tuple(of_kind["scores"]),
+        row_sets=tuple(_row_set(store, facts) for facts in of_kind["rows"]),
         bases=tuple(one for one in bases if one.address.word == "basis"),
-        evaluations=tuple(evaluations),
+        evaluations=tuple(of_kind["evaluation"]),
         moments=tuple(one for one in bases if one.address.word == "moments"),
     )
 

@@ -25,8 +25,8 @@ import numpy as np
 from gradkeep._display import html_table, text_table
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import Damaged, MissingExtra, SqlError
-from gradkeep.store.catalog._catalog import current_catalog
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
+from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -367,14 +367,14 @@ def _views_in(connection: Any, query: str) -> set[str]:
 
 
 def _register(connection: Any, store: Store, wanted: set[str]) -> None:
-    with current_catalog(store) as catalog:
-        views = (
-            samples_view(store, catalog.blocks("capture")),
-            captures_view(catalog.blocks("capture")),
-            scores_view(catalog.blocks("scores")),
-            runs_view(catalog.runs()),
-            checkpoints_view(catalog.checkpoints()),
-        )
+    captures = scan_blocks(store.backend, "capture")
+    views = (
+        samples_view(store, captures),
+        captures_view(captures),
+        scores_view(scan_blocks(store.backend, "scores")),
+        runs_view(scan_runs(store.backend)),
+        checkpoints_view(scan_checkpoints(store.backend)),
+    )
     for view in views:
         # Views that the query does not name are there, for SHOW and DESCRIBE, but empty.
         content = view.load() if view.name in wanted else view.schema.empty_table()
