@@ -13,10 +13,9 @@ from gradkeep.store._keys import (
 )
 from gradkeep.store._store import Store, open
 from gradkeep.store._verify import Damage, Verdict, verify
-from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable
+from gradkeep.store.backends._backend import Backend, Durability, Entry, Memory, Readable
 from gradkeep.store.backends._bucket import Bucket
 from gradkeep.store.backends._disk import LocalDisk
-from gradkeep.store.backends._memory import Memory
 from gradkeep.store.backends._schemes import backend_for, register_backend
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._columns import Batch, Ragged

@@ -60,10 +60,9 @@ def to_bytes(fields: Mapping[str, Any] | Record) -> bytes:
       "xxh3": "9475153a40ace234927a359bd6822a7c"
     }
     """
-    if isinstance(fields, Record):
-        fields = msgspec.to_builtins(fields)
-        fields.pop("xxh3", None)
-    text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False)
+    values = dict(msgspec.to_builtins(fields)) if isinstance(fields, Record) else fields
+    values = {name: values[name] for name in values if name != "xxh3"}
+    text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
     body = _encoded(text.removesuffix("\n}"))
     return body + _seal(body)
 

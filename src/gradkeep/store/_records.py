@@ -84,7 +84,7 @@ def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
     return checkpoint
 
 
-class Head(Record):
+class Head(Record, frozen=True):
     """The second record of what was published: outside of the folder that it is about."""
 
     of: str

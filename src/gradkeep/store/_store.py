@@ -511,7 +511,7 @@ def _check_free(backend: Backend, *, create: bool) -> None:
         )
 
 
-class _Identity(Record):
+class _Identity(Record, frozen=True):
     format: str
     version: Count
     uuid: str

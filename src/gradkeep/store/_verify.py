@@ -23,7 +23,7 @@ from gradkeep.store._document import (
     read_bytes,
     read_document,
 )
-from gradkeep.store._gc import YOUNG_SECONDS
+from gradkeep.store._gc import YOUNG_SECONDS, repair_damage
 from gradkeep.store._keys import (
     BASES,
     CATALOG,
@@ -32,10 +32,8 @@ from gradkeep.store._keys import (
     BasisKey,
     CaptureKey,
     EvaluationKey,
-    ScoresKey,
-)
-from gradkeep.store._layout import (
     KnownFile,
+    ScoresKey,
     is_folder_name,
     is_recorded_step,
     known_file,
@@ -45,7 +43,6 @@ from gradkeep.store._layout import (
     row_part,
 )
 from gradkeep.store._records import Head, head_key, read_checkpoint, read_run
-from gradkeep.store._repair import repair_damage
 from gradkeep.store._store import STORE_FILE, Store, read_identity
 from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.backends._schemes import backend_for

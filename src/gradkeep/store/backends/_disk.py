@@ -23,11 +23,11 @@ from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
 from gradkeep.store.backends._plain_file import (
     PlainFile,
+    Syscalls,
     link_in_place,
     open_plain,
     unreadable,
 )
-from gradkeep.store.backends._syscalls import Syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -11,8 +11,15 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
-from gradkeep.store.blocks._columns import Batch, Column, check_fill, filled
-from gradkeep.store.blocks._ids import IdIndex, as_ids, whole_numbers
+from gradkeep.store.blocks._columns import (
+    Batch,
+    Column,
+    IdIndex,
+    as_ids,
+    check_fill,
+    filled,
+    whole_numbers,
+)
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,

@@ -32,7 +32,7 @@ from gradkeep.store._document import (
     to_bytes,
 )
 from gradkeep.store._records import heads_of, record_head
-from gradkeep.store.blocks._ids import IdSet, whole_numbers
+from gradkeep.store.blocks._columns import IdSet, whole_numbers
 from gradkeep.store.blocks._packing import SUFFIX, pack_batch
 from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import Segment
@@ -62,7 +62,7 @@ class SegmentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The digest of its header, which holds the digests of its tensors."""
 
 
-class Manifest(Record, omit_defaults=True):
+class Manifest(Record, frozen=True, omit_defaults=True):
     """One version of a block: its segments, in the order of their rows."""
 
     version: int

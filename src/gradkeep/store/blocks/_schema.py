@@ -325,7 +325,7 @@ stored '1a', asked for '2b'"]
             )
 
 
-class _SchemaRecord(Record):
+class _SchemaRecord(Record, frozen=True):
     arrays: list[dict[str, Any]]
     num_rows: Count | None
     num_examples: Count | None

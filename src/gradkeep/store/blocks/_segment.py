@@ -17,12 +17,14 @@ from gradkeep.errors import Damaged
 from gradkeep.store.backends._backend import flat
 from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decompress
-from gradkeep.store.blocks._header import COUNT, Extent, read_header
 from gradkeep.store.blocks._packing import (
+    COUNT,
     DIGEST_AT,
     DIGEST_END,
     OPENING,
+    Extent,
     block_digests,
+    read_header,
     tensor_digest,
 )
 

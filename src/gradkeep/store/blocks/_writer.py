@@ -18,7 +18,7 @@ import numpy as np
 from gradkeep.errors import Conflict, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
-from gradkeep.store.blocks._ids import IdSet, as_ids
+from gradkeep.store.blocks._columns import IdSet, as_ids
 from gradkeep.store.blocks._incoming import SegmentBuffer, checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     latest_manifest,

@@ -41,7 +41,7 @@ class Lease:
         return time.time() >= self.expires
 
 
-class LeaseRecord(Record):
+class LeaseRecord(Record, frozen=True):
     """What a lease file holds."""
 
     owner: str

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,10 +19,18 @@ import xxhash
 from gradkeep import _annotations, _arguments
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
+from gradkeep.store._keys import HEADS
 from gradkeep.store._records import record_head
 from gradkeep.store.blocks._block import Block
-from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
-from gradkeep.store.blocks._ids import as_ids, whole_numbers
+from gradkeep.store.blocks._columns import (
+    Batch,
+    Column,
+    Ragged,
+    as_ids,
+    check_fill,
+    filled,
+    whole_numbers,
+)
 from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     Manifest,
@@ -37,15 +47,53 @@ from gradkeep.store.blocks._manifest import (
 from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack, pack_batch
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
-from gradkeep.store.rows._loose_rows import read_loose_rows
-from gradkeep.store.rows._row_records import record_row, row_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._encoding import AnyArray
-    from gradkeep.store.blocks._schema import Schema
+    from gradkeep.store.blocks._schema import Array, Schema
+
+
+_NAME = re.compile(r"(\d{6,18})-[0-9a-f]{32}")
+
+
+def row_record_key(folder: str, part: str, row: int, digest: str) -> str:
+    """Return the name of the record of a row (part `rows`) or of a failed attempt (part `failed`)."""
+    return f"{HEADS}/{folder}/{part}/{row // ROWS_PER_FOLDER:06d}/{row:06d}-{digest}"
+
+
+def record_row(backend: Backend, folder: str, part: str, row: int, digest: str) -> str:
+    """Record what was put, and return the name of the record."""
+    key = row_record_key(folder, part, row, digest)
+    backend.put_if_absent(key, [b""], durability="process")
+    return key
+
+
+def recorded_number(key: str) -> int:
+    """Return the row that a record is about."""
+    return int(key.rpartition("/")[2].partition("-")[0])
+
+
+def row_records(
+    backend: Backend, folder: str, part: str, rows: Collection[int] | None = None
+) -> list[str]:
+    """List the records of these rows, or of all."""
+    place = f"{HEADS}/{folder}/{part}"
+    wanted = None if rows is None else set(rows)
+    if wanted is None:
+        buckets = [entry.name for entry in backend.list(place) if entry.is_folder]
+    else:
+        buckets = [f"{one:06d}" for one in sorted({row // ROWS_PER_FOLDER for row in wanted})]
+    found = []
+    for bucket in buckets:
+        for entry in backend.list(f"{place}/{bucket}"):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and (wanted is None or int(match[1]) in wanted):
+                found.append(f"{place}/{bucket}/{entry.name}")
+    return found
+
 
 LOOSE = "rows"
 PACKED = "packed"
@@ -57,7 +105,7 @@ _MOST_ROWS = 1 << 40
 _log = logging.getLogger("gradkeep")
 
 
-class SizeRecord(Record):
+class SizeRecord(Record, frozen=True):
     """How many rows a set is to have."""
 
     num_rows: Count
@@ -493,3 +541,76 @@ def _same(column: Column, stored: StoredArray) -> bool:
         and equal(column.scale, stored.encoded.scale)
         and equal(column.offsets, stored.offsets)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the files read so far hold of one array."""
+
+    array: Array
+    values: list[memoryview | bytes] = field(default_factory=list)
+    scales: list[memoryview] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, segment: Segment) -> None:
+        array = self.array
+        if array.ragged:
+            self.lengths.append(int(segment.small(f"{array.name}#offsets")[-1]))
+        if array.scaled:
+            self.scales.append(segment.stored_bytes(f"{array.name}#scale"))
+        if array.compression is None:
+            self.values.append(segment.stored_bytes(array.name))
+        else:
+            self.values.append(segment.column(array).values.tobytes())
+
+    def column(self) -> Column:
+        array = self.array
+        # A bytearray, not bytes: torch takes only what it may write to.
+        joined = np.frombuffer(bytearray().join(self.values), array.stored_dtype)
+        count = sum(self.lengths) if array.ragged else len(self.values)
+        scale = offsets = None
+        if array.scaled:
+            scale = np.frombuffer(bytearray().join(self.scales), np.float32)
+        if array.ragged:
+            offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
+        return Column(array, joined.reshape(count, *array.stored_shape), scale, offsets)
+
+
+def read_loose_rows(
+    backend: Backend,
+    schema: Schema,
+    arrays: Sequence[Array],
+    files: Iterable[tuple[int, str]],
+    *,
+    verify: bool,
+) -> Batch:
+    """The rows of these files, each `(row, key)`, verified; those whose file is gone are left out."""
+    found: list[int] = []
+    pieces = [_Pieces(array) for array in arrays]
+    plain = not any(array.ragged or array.compression for array in arrays)
+    fitting: object = None
+    for row, key in files:
+        try:
+            # There can be millions of them: what is remembered of each would add up.
+            segment = Segment(backend, key, verify=verify, remember=False)
+        except FileNotFoundError:
+            continue
+        try:
+            ids = segment.stored_bytes("ids")
+            if segment.schema_hash != schema.hash or ids != row.to_bytes(8, "little"):
+                raise Damaged(
+                    "this file is not the row its name says",
+                    path=segment.path,
+                    fix="`gradkeep verify STORE --repair` moves it aside",
+                )
+            # Files of one schema share what was understood of their headers.
+            if not plain or segment.extents is not fitting:
+                for array in arrays:
+                    segment.require_form(array)
+                fitting = segment.extents
+            for piece in pieces:
+                piece.add(segment)
+        finally:
+            segment.close()
+        found.append(row)
+    return Batch(np.array(found, np.int64), tuple(piece.column() for piece in pieces))

@@ -18,7 +18,7 @@ from gradkeep import _annotations
 from gradkeep._arguments import number, refused
 from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
-from gradkeep.store.blocks._ids import whole_numbers
+from gradkeep.store.blocks._columns import whole_numbers
 from gradkeep.store.blocks._manifest import is_number, numbered_files
 from gradkeep.store.blocks._packing import SUFFIX
 from gradkeep.store.blocks._segment import Segment
@@ -34,8 +34,7 @@ from gradkeep.store.rows._leases import (
     renew_lease,
     take_lease,
 )
-from gradkeep.store.rows._row_files import LOOSE, RowFiles
-from gradkeep.store.rows._row_records import record_row, recorded_number, row_records
+from gradkeep.store.rows._row_files import LOOSE, RowFiles, record_row, recorded_number, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +47,7 @@ LONGEST_ERROR = 64 << 10
 """Characters of an error's text that are kept: half of them from its beginning, half from its end."""
 
 
-class FailureRecord(Record):
+class FailureRecord(Record, frozen=True):
     """One failed attempt of a row."""
 
     row: Count
