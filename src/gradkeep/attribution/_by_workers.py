@@ -9,7 +9,7 @@ import numpy as np
 
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
 from gradkeep.errors import AttributionError, FarmError
-from gradkeep.farm._sharing import blocks_of, share_out, size_of
+from gradkeep.farm._run import blocks_of, share_out, size_of
 from gradkeep.store import Array
 from gradkeep.store import open as open_store
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep.attribution._question import AttributionQuestion
-    from gradkeep.farm._progress import Progress
-    from gradkeep.farm._run import Engine
+    from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
 

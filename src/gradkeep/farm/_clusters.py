@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 from gradkeep import _arguments
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import FarmError, MissingExtra
-from gradkeep.farm._failure_text import current_failure
 from gradkeep.farm._job import check_workers
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._process import stop_on_signals
-from gradkeep.farm._worker import broken_worker, work
+from gradkeep.farm._worker import broken_worker, stop_on_signals, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +135,7 @@ def _actor_class(ray: Any) -> type:
             try:
                 work(self._spec, stopped=self._asked.is_set)
             except Exception:
-                return current_failure()
+                return traceback.format_exc()
             return None
 
         @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]

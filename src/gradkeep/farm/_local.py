@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import FarmError
 from gradkeep.farm._job import check_workers
-from gradkeep.farm._process import StopRequest, cores, environment, stop_on_signals
 from gradkeep.farm._worker import (
     BROKEN,
     STOPPED,
     LeaseKeeper,
     Puller,
+    StopRequest,
     WorkerMessage,
     broken_worker,
+    cores,
+    environment,
+    stop_on_signals,
     work_in_process,
 )
 

@@ -395,7 +395,7 @@ def scan_runs(backend: Backend) -> list[RunFacts]:
         try:
             run = read_run(backend, name)
             if run is not None:
-                found.append(RunFacts(name, run.config, run.code, run.data))
+                found.append(RunFacts(name, run.config, _printable(run.code), _printable(run.data)))
         except GradkeepError as error:
             found.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.what}"))
     return found
@@ -409,9 +409,15 @@ def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
             try:
                 x = read_checkpoint(backend, run, name)
                 if x is not None:
-                    found.append(CheckpointFacts(run, name, x.weights, x.step, x.lr, x.parent))
+                    weights, parent = _printable(x.weights), _printable(x.parent)
+                    found.append(CheckpointFacts(run, name, weights, x.step, x.lr, parent))
             except GradkeepError as error:
                 problem = f"{RUNS}/{run}/ckpt/{name}/ckpt.json: {error.what}"
                 found.append(CheckpointFacts(run, name, problem=problem))
     # Those without a step first.
     return sorted(found, key=lambda x: (x.run, x.step is not None, x.step or 0, x.name))
+
+
+def _printable(text: str | None) -> str | None:
+    """The text without halves of surrogate pairs, which documents keep but nothing can show."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()

@@ -7,6 +7,7 @@ traceback and tried again, but not for ever.
 from __future__ import annotations
 
 import contextlib
+import json
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ import xxhash
 
 from gradkeep import _annotations
 from gradkeep._arguments import number, refused
+from gradkeep._display import head_and_tail
 from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
 from gradkeep.store.blocks._columns import whole_numbers
@@ -44,7 +46,7 @@ RowStateName = Literal["pending", "leased", "done", "failed"]
 FAILED = "failed"
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
-"""Characters of an error's text that are kept: half of them from its beginning, half from its end."""
+"""Bytes of an error's text that are kept: half of them from its beginning, half from its end."""
 
 
 class FailureRecord(Record, frozen=True):
@@ -334,11 +336,13 @@ def shortened(text: str) -> str:
     >>> len(shortened("x" * 10**6)) < LONGEST_ERROR + 100
     True
     """
-    half = LONGEST_ERROR // 2
-    if len(text) > LONGEST_ERROR:
-        left_out = len(text) - 2 * half
-        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    most = LONGEST_ERROR
+    while True:
+        cut = head_and_tail(text, most).replace("\0", "\\x00")
+        cut = cut.encode("utf-8", "backslashreplace").decode()
+        if len(json.dumps(cut, ensure_ascii=False).encode()) <= LONGEST_ERROR + 2:
+            return cut
+        most = most * 3 // 4  # wide letters and line breaks take more than a byte
 
 
 def _traceback(error: BaseException) -> str:
