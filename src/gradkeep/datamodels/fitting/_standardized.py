@@ -80,6 +80,7 @@ class CountedGram:
     dtype: torch.dtype
     device: str
     rows: int
+    _parts: list[CoordinateBlock] = field(default_factory=list, repr=False)
 
     def dense(self) -> DenseGram:
         """The whole matrix, made a panel at a time so that nothing else of its size exists."""
@@ -98,12 +99,14 @@ class CountedGram:
 
     @property
     def most_rows(self) -> int:
-        """A quarter of a panel: its blocks are kept."""
-        return max(1, self.rows // 4)
+        """Those of a panel."""
+        return max(1, self.rows)
 
     def parts(self) -> list[CoordinateBlock]:
         """The matrix in blocks whose rows are computed when they are needed."""
-        return coordinate_blocks(self)
+        if not self._parts:
+            self._parts.extend(coordinate_blocks(self))
+        return self._parts
 
     def rows_of(self, where: slice) -> torch.Tensor:
         """Some rows, computed."""
