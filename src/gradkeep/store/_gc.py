@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep import _annotations
+from gradkeep import _annotations, _arguments
 from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS, known_file, record_folder, row_part
 from gradkeep.store._records import head_keys
@@ -59,12 +59,6 @@ class GcReport:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _WasteFile:
-    key: str
-    size: int
-
-
 @_annotations.checked(StoreError)
 def gc(
     store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
@@ -80,17 +74,12 @@ def gc(
     touches a removed segment. A store in which a version is lost is refused: what looks like waste
     there may be all that is left.
     """
-    if not isinstance(keep_versions, int) or keep_versions < 1:
-        raise StoreError(
-            "at least one version must stay",
-            found=repr(keep_versions)[:60],
-            expected="a whole number of at least 1",
-        )
+    _arguments.count("keep_versions", keep_versions, error=StoreError, least=1)
     store = store if isinstance(store, Store) else open_store(store, create=False)
     backend = store.backend
-    heads: list[_WasteFile] = []
-    manifests: list[_WasteFile] = []
-    rest = [_WasteFile(key, 0) for key in backend.leftovers(older_than=YOUNG_SECONDS)]
+    heads: dict[str, int] = {}
+    manifests: dict[str, int] = {}
+    rest = dict.fromkeys(backend.leftovers(older_than=YOUNG_SECONDS), 0)
     kept: list[str] = []
     blocks = [key.folder for key in store.blocks()]
     for folder in (*blocks, *(f"{ROWS}/{name}" for name in store.row_sets())):
@@ -99,33 +88,38 @@ def gc(
         newest = latest_manifest(backend, folder)  # raises if one is lost
         if newest is not None and not dry_run:
             ensure_recorded(backend, folder, newest, durability=store.durability)
-        first = versions[-keep_versions:][:1]
-        recorded = head_keys(backend, folder).items() if first else ()
-        heads += [_WasteFile(key, 0) for key, number in recorded if number < first[0]]
-        manifests += _old_manifests(backend, folder, versions[:-keep_versions])
-        kept += [manifest_key(folder, number) for number in versions[-keep_versions:]]
-        if folder in blocks:
-            rest += _block_waste(backend, folder, versions[-keep_versions:])
+        stay = versions[-keep_versions:]
+        kept += [manifest_key(folder, number) for number in stay]
+        if stay:
+            recorded = head_keys(backend, folder).items()
+            heads |= {key: 0 for key, number in recorded if number < stay[0]}
+            old = {manifest_key(folder, number) for number in versions[:-keep_versions]}
+            listed = _sizes_below(backend, f"{folder}/{MANIFESTS}")
+            manifests |= {key: size for key, size in listed.items() if key in old}
+            rest |= _block_waste(backend, folder, stay) if folder in blocks else {}
     for name in store.row_sets():
+        folder = f"{ROWS}/{name}"
         if _is_left_over(store, name):
-            left = f"{ROWS}/{name}"
+            heads |= _sizes_below(backend, f"{HEADS}/{folder}")
+            files = _sizes_below(backend, folder)
             # The schema goes last: until then what is left is a set of rows.
-            files = sorted(_files_below(backend, left), key=lambda one: one.key == schema_key(left))
-            heads += _files_below(backend, f"{HEADS}/{left}")
-            rest += files
+            rest |= dict(sorted(files.items(), key=lambda one: one[0] == schema_key(folder)))
         else:
             packed = store.rows(name).packed_rows
-            records = row_records(backend, f"{ROWS}/{name}", LOOSE, packed) if packed else ()
-            heads += [_WasteFile(key, 0) for key in records]
-            rest += _row_waste(store, name)
-    rest += _without_schema(backend)
+            if packed:
+                heads |= dict.fromkeys(row_records(backend, folder, LOOSE, packed), 0)
+            rest |= _row_waste(store, name)
+    rest |= _without_schema(backend)
     if not dry_run:
-        if store.durability == "full":
-            _ensure_durable(backend, kept)
-        for items in (heads, manifests, rest):
-            backend.delete([item.key for item in items], durability=store.durability)
-    everything = (*heads, *manifests, *rest)
-    return GcReport(tuple(item.key for item in everything), sum(item.size for item in everything))
+        for key in kept if store.durability == "full" else ():
+            # What stays must survive a power cut before anything goes. It is gone if another gc
+            # runs beside us, which then has seen to a later one.
+            with contextlib.suppress(FileNotFoundError):
+                backend.ensure_durable([key])
+        for keys in (heads, manifests, rest):
+            backend.delete(keys, durability=store.durability)
+    everything = heads | manifests | rest
+    return GcReport(tuple(everything), sum(everything.values()))
 
 
 def _is_left_over(store: Store, name: str) -> bool:
@@ -140,13 +134,13 @@ def _is_left_over(store: Store, name: str) -> bool:
     return age > (YOUNG_SECONDS if begun else _LONGEST_QUEUE) and rows.counts().leased == 0
 
 
-def _without_schema(backend: Backend) -> list[_WasteFile]:
+def _without_schema(backend: Backend) -> dict[str, int]:
     """Find files of blocks that were deleted while somebody still wrote to them.
 
     A delete removes versions and sizes first, and a writer makes none without a schema. Where there
     are such, the schema was lost: that is damage, and stays for `verify`.
     """
-    found = []
+    waste: dict[str, int] = {}
     for address in block_addresses(backend):
         folder = address.folder
         if backend.exists(schema_key(folder)):
@@ -158,37 +152,19 @@ def _without_schema(backend: Backend) -> list[_WasteFile]:
         }
         newest = max((entry.modified for entry in files.values()), default=0.0)
         if kinds <= _UNFINISHED and time.time() - newest > YOUNG_SECONDS:
-            # Records first.
-            found += [_WasteFile(key, 0) for key in records]
-            found += [_WasteFile(key, entry.size) for key, entry in files.items()]
-    return found
+            waste |= dict.fromkeys(records, 0)  # records first
+            waste |= {key: entry.size for key, entry in files.items()}
+    return waste
 
 
-def _files_below(backend: Backend, folder: str) -> list[_WasteFile]:
-    return [_WasteFile(key, entry.size) for key, entry in entries_below(backend, folder)]
+def _sizes_below(backend: Backend, folder: str) -> dict[str, int]:
+    return {key: entry.size for key, entry in entries_below(backend, folder)}
 
 
-def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
-    """What stays must survive a power cut before anything goes; so must an earlier, killed gc."""
-    for key in manifests:
-        # Gone if another gc runs beside us, which then has seen to a later one.
-        with contextlib.suppress(FileNotFoundError):
-            backend.ensure_durable([key])
-
-
-def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
-    old = {manifest_key(folder, number) for number in versions}
-    listed = backend.list(f"{folder}/{MANIFESTS}")
-    items = [_WasteFile(f"{folder}/{MANIFESTS}/{entry.name}", entry.size) for entry in listed]
-    return [item for item in items if item.key in old]
-
-
-def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
-    if not versions:
-        return []
+def _block_waste(backend: Backend, folder: str, versions: list[int]) -> dict[str, int]:
     kept = [load_manifest(backend, folder, number) for number in versions]
     needed = {entry.file for manifest in kept for entry in manifest.segments}
-    now, waste = time.time(), []
+    now, waste = time.time(), {}
     for entry in backend.list(f"{folder}/{SEGMENTS}"):
         file, name = f"{SEGMENTS}/{entry.name}", entry.name.removesuffix(SUFFIX)
         if file in needed or not entry.name.endswith(SUFFIX):
@@ -196,30 +172,22 @@ def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_Wa
         used = is_number(name) and int(name) < kept[-1].next_segment
         old = not is_number(name) and now - entry.modified > YOUNG_SECONDS
         if used or old:
-            waste.append(_WasteFile(f"{folder}/{file}", entry.size))
+            waste[f"{folder}/{file}"] = entry.size
     stay = {f"{manifest.version:06d}" for manifest in kept}
-    derived = (entry for entry in backend.list(folder) if is_samples(entry.name))
-    waste += [
-        _WasteFile(f"{folder}/{entry.name}", entry.size)
-        for entry in derived
-        if entry.name.split("-")[1] not in stay
-    ]
+    for entry in backend.list(folder):
+        if is_samples(entry.name) and entry.name.split("-")[1] not in stay:
+            waste[f"{folder}/{entry.name}"] = entry.size
     return waste
 
 
-def _row_waste(store: Store, name: str) -> list[_WasteFile]:
+def _row_waste(store: Store, name: str) -> dict[str, int]:
     """Own files of rows that are packed, and leases of rows that are done."""
-    rows, folder, backend = store.rows(name), f"{ROWS}/{name}", store.backend
-    packed, done = rows.packed_rows, set(rows.done().tolist())
-    waste = []
-    for kind, gone in ((LOOSE, packed), (LEASES, done)):
-        for bucket in backend.list(f"{folder}/{kind}"):
-            for entry in backend.list(f"{folder}/{kind}/{bucket.name}"):
-                row = entry.name.partition(".")[0].partition("-")[0]
-                if is_number(row, digits=1) and int(row) in gone:
-                    waste.append(
-                        _WasteFile(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size)
-                    )
+    rows, waste = store.rows(name), {}
+    for kind, gone in ((LOOSE, rows.packed_rows), (LEASES, set(rows.done().tolist()))):
+        for key, size in _sizes_below(store.backend, f"{ROWS}/{name}/{kind}").items():
+            row = key.rpartition("/")[2].partition(".")[0].partition("-")[0]
+            if is_number(row, digits=1) and int(row) in gone:
+                waste[key] = size
     return waste
 
 

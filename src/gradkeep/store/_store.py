@@ -71,6 +71,7 @@ from gradkeep.store.rows._rows import Rows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from gradkeep.errors import GradkeepError
     from gradkeep.store._decisions import Decision
     from gradkeep.store._keys import BlockKey
     from gradkeep.store.backends._backend import Backend, Durability
@@ -292,6 +293,27 @@ class Store:
             if identity != identities[folder]:
                 changed.append(folder)
         return sorted(changed)
+
+    def require_current(
+        self, key: BlockKey, fingerprints: Mapping[str, Any], error: type[GradkeepError], again: str
+    ) -> None:
+        """Raise `error` if a capture holds other rows than when something was computed from it.
+
+        Args:
+            key: The saved scores or evaluation.
+            fingerprints: Those of its schema, as for `changed_captures`.
+            error: The class of the error.
+            again: The command that computes it again.
+        """
+        changed = self.changed_captures(fingerprints)
+        if changed:
+            raise error(
+                f"{key.folder} was computed from other rows than the store holds now",
+                path=self.location,
+                found=f"{', '.join(changed[:3])} captured again since",
+                fix=f"delete it and compute it again: gradkeep delete {self.location} {key.folder} "
+                f"--yes, then {again}",
+            )
 
     @_annotations.checked(StoreError)
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:

@@ -22,8 +22,9 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -52,17 +53,9 @@ _PAGE = 4096
 _SMALL_FILE = 1 << 20
 _CODES = {
     "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 DTYPES = {code: np.dtype(name) for name, code in _CODES.items()} | {"BF16": np.dtype("uint16")}
 
@@ -122,8 +115,8 @@ def pack(
         at = stop
         views.append(view)
     metadata.update(notes)
-    header = _seal_header(layout, payload=at)
-    return PackedSegment([header.blob, *views], len(header.blob) + at, header.digest)
+    header, digest = _seal_header(layout, payload=at)
+    return PackedSegment([header, *views], len(header) + at, digest)
 
 
 def pack_batch(schema: Schema, batch: Batch, *, first_row: int) -> PackedSegment:
@@ -173,19 +166,14 @@ def tensor_digest(digests: list[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    blob: bytes
-    digest: str
-
-
-def _seal_header(layout: dict[str, Any], *, payload: int) -> _Header:
+def _seal_header(layout: dict[str, Any], *, payload: int) -> tuple[bytes, str]:
+    """The bytes of a header and their digest."""
     text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
     step = 64 if payload < _SMALL_FILE else _PAGE
     text += b" " * (-(8 + len(text)) % step)
     blob = len(text).to_bytes(8, "little") + text
     digest = xxhash.xxh3_128_hexdigest(blob)
-    return _Header(blob[:DIGEST_AT] + digest.encode() + blob[DIGEST_END:], digest)
+    return blob[:DIGEST_AT] + digest.encode() + blob[DIGEST_END:], digest
 
 
 def _add_array(
@@ -224,7 +212,7 @@ def _add_array(
 
 
 COUNT = re.compile(r"\d{1,18}")
-_ABSURD = 1 << 62
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _METADATA = b'{"__metadata__":'
 _BETWEEN = b'"},"'  # what ends the metadata and begins the first tensor; no name holds a quote
 
@@ -249,14 +237,18 @@ class Header:
     """Where the last tensor ends, and the file with it."""
 
 
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
 def read_header(text: bytes, base: int) -> Header:
     """The header from its JSON; ValueError if gradkeep did not write it. Data begins at `base`."""
     cut = text.find(_BETWEEN)
     if cut < 0 or not text.startswith(_METADATA):
         raise ValueError("it names no tensors")
-    metadata = _parsed(text[len(_METADATA) : cut + 2])
-    if set(map(type, metadata.values())) != {str}:
-        raise ValueError("its metadata is not text")
+    metadata = msgspec.json.decode(text[len(_METADATA) : cut + 2], type=dict[str, str])
     for name in ("rows", "first_row"):
         if not COUNT.fullmatch(metadata.get(name, "")):
             raise ValueError(f"it has no number {name!r}")
@@ -270,36 +262,17 @@ def read_header(text: bytes, base: int) -> Header:
 
 @lru_cache(maxsize=64)
 def _extents(text: bytes, base: int) -> tuple[dict[str, Extent], int]:
-    found = {name: _extent(name, item, base) for name, item in _parsed(text).items()}
-    ids = found.get("ids")
+    tensors = msgspec.json.decode(text, type=dict[str, _Tensor])
+    extents = {}
+    for name, tensor in tensors.items():
+        start, stop = tensor.data_offsets
+        if tensor.dtype not in DTYPES or not tensor.shape:
+            raise ValueError(f"tensor {name!r} has no dtype or shape")
+        dtype = DTYPES[tensor.dtype]
+        if math.prod(tensor.shape) * dtype.itemsize != stop - start:
+            raise ValueError(f"tensor {name!r} has another size than its shape says")
+        extents[name] = Extent(dtype, tuple(tensor.shape), base + start, base + stop)
+    ids = extents.get("ids")
     if ids is None or ids.dtype != np.int64 or len(ids.shape) != 1:
         raise ValueError("it has no ids")
-    return found, max(extent.stop for extent in found.values())
-
-
-def _extent(name: str, item: Any, base: int) -> Extent:
-    if not isinstance(item, dict) or str(item.get("dtype")) not in DTYPES:
-        raise ValueError(f"tensor {name!r} has no dtype")
-    shape, offsets = _wholes(item.get("shape")), _wholes(item.get("data_offsets"))
-    if not shape or len(offsets) != 2:
-        raise ValueError(f"tensor {name!r} has no shape or place")
-    dtype = DTYPES[item["dtype"]]
-    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise ValueError(f"tensor {name!r} has another size than its shape says")
-    return Extent(dtype, tuple(shape), base + offsets[0], base + offsets[1])
-
-
-def _wholes(values: Any) -> list[int]:
-    """The values if they are a list of sensible whole numbers, else none."""
-    if not isinstance(values, list):
-        return []
-    return values if all(type(x) is int and 0 <= x < _ABSURD for x in values) else []
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        # Decoded here: the parser would first look for what encoding it could be.
-        found: dict[str, Any] = dict(json.loads(text.decode()))
-    except (RecursionError, TypeError):
-        raise ValueError("it is not an object") from None
-    return found
+    return extents, max(extent.stop for extent in extents.values())

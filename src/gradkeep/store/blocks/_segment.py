@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -196,7 +197,7 @@ class Segment:
             raise self._damage("the header", "does not fit its checksum")
         try:
             header = read_header(head[8:], 8 + length)
-        except ValueError as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             what = f"is not one that gradkeep wrote: {str(error)[:200]}"
             raise self._damage("the header", what) from None
         self.metadata, self.extents, end = header.metadata, header.extents, header.end

@@ -292,12 +292,13 @@ class Writer:
         self._await_background()
         filling, self._filling = self._filling, None
         number = self._number(filling.first_row)
-        self._under_way = self._pool.submit(self._commit, number, filling)
-        self._done.add(number)
 
-    def _commit(self, number: int, filling: SegmentBuffer) -> SegmentBuffer:
-        self._put(number, filling.pack())
-        return filling
+        def commit() -> SegmentBuffer:
+            self._put(number, filling.pack())
+            return filling
+
+        self._under_way = self._pool.submit(commit)
+        self._done.add(number)
 
     def _put(self, number: int, packed: PackedSegment) -> None:
         file = segment_file(number)

@@ -44,7 +44,7 @@ from gradkeep.store.blocks._manifest import (
     numbered_files,
     publish_manifest,
 )
-from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack, pack_batch
+from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack, pack_batch
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 
@@ -136,7 +136,8 @@ class RowFiles:
     @property
     def num_rows(self) -> int:
         """How many rows there are to be; the largest size that was ever set."""
-        largest = max(_sizes(self._backend, self.folder), default=0)
+        listed = self._backend.list(f"{self.folder}/{SIZES}")
+        largest = max(numbered_files(listed, ".json", digits=_SIZE_DIGITS), default=0)
         if largest > self._known_size:
             self._check_size(largest)
             self._known_size = largest
@@ -356,7 +357,9 @@ class RowFiles:
                     waiting = None  # others may have put rows since
                     continue
                 packed = pack_batch(self.schema, self.read(rows), first_row=0)
-                if not self._put_packed(key, packed):
+                try:
+                    self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+                except Conflict:  # another process packed other rows under this number
                     rows = None
             # Whoever finds a packed file that no manifest names yet, finishes the work of the one
             # that wrote it.
@@ -383,13 +386,6 @@ class RowFiles:
             if row not in self._packed_ids:
                 rows.append(row)
         return rows
-
-    def _put_packed(self, key: str, packed: PackedSegment) -> bool:
-        try:
-            self._backend.put_if_absent(key, packed.parts, durability=self._durability)
-        except Conflict:
-            return False  # another process packed other rows under this number; that is adopted
-        return True
 
     def _adopt(self, newest: Manifest | None, file: str, *, written_here: bool) -> bool:
         """Publish a version with one more packed file; False if another process was first."""
@@ -511,10 +507,6 @@ def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durabi
 def size_key(folder: str, num_rows: int) -> str:
     """The name of the record of a number of rows."""
     return f"{folder}/{SIZES}/{num_rows:0{_SIZE_DIGITS}d}.json"
-
-
-def _sizes(backend: Backend, folder: str) -> Iterator[int]:
-    yield from numbered_files(backend.list(f"{folder}/{SIZES}"), ".json", digits=_SIZE_DIGITS)
 
 
 def _one_row(value: Any) -> Any:
