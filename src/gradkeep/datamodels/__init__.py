@@ -8,8 +8,6 @@ from gradkeep.datamodels.analyses._components import Clusters as Clusters
 from gradkeep.datamodels.analyses._components import Comparison as Comparison
 from gradkeep.datamodels.analyses._components import Components as Components
 from gradkeep.datamodels.analyses._components import clusters, compare, components
-from gradkeep.datamodels.analyses._learning_curve import LearningCurve as LearningCurve
-from gradkeep.datamodels.analyses._learning_curve import learning_curve
 from gradkeep.datamodels.analyses._removal import Counterfactual as Counterfactual
 from gradkeep.datamodels.analyses._removal import DataSupport as DataSupport
 from gradkeep.datamodels.analyses._removal import VerifiedRemovals as VerifiedRemovals
@@ -26,15 +24,15 @@ from gradkeep.datamodels.analyses._valuation import DataValues as DataValues
 from gradkeep.datamodels.analyses._valuation import Memorisation as Memorisation
 from gradkeep.datamodels.analyses._valuation import memorisation, values
 from gradkeep.datamodels.analyses._weights import Groups as Groups
+from gradkeep.datamodels.analyses._weights import LearningCurve as LearningCurve
 from gradkeep.datamodels.analyses._weights import TopExamples as TopExamples
-from gradkeep.datamodels.analyses._weights import by_group, top
+from gradkeep.datamodels.analyses._weights import by_group, learning_curve, top
 from gradkeep.datamodels.fitting._correlation import Correlation as Correlation
 from gradkeep.datamodels.fitting._correlation import correlation
 from gradkeep.datamodels.fitting._fit import fit
-from gradkeep.datamodels.fitting._masks import Masks
+from gradkeep.datamodels.fitting._masks import Masks, planted
+from gradkeep.datamodels.fitting._masks import PlantedData as PlantedData
 from gradkeep.datamodels.fitting._masks import draw_masks as draw_masks
-from gradkeep.datamodels.fitting._planted import PlantedData as PlantedData
-from gradkeep.datamodels.fitting._planted import planted
 from gradkeep.datamodels.fitting._result import Datamodels, load
 from gradkeep.datamodels.study._outputs import Output as Output
 from gradkeep.datamodels.study._outputs import confidences as confidences

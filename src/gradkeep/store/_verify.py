@@ -292,7 +292,6 @@ class _Check:
     def _document(self, key: str, file: KnownFile) -> None:
         backend, path, problem = self._backend, self._backend.describe(key), None
         data = read_bytes(backend, key, most=_MOST_BYTES.get(file.kind, SMALL_DOCUMENT))
-        self._digests[key] = xxhash.xxh3_128_hexdigest(data)
         if file.kind == "identity":
             read_identity(backend)
         elif file.kind == "run":
@@ -322,6 +321,7 @@ class _Check:
             read_document(backend, key, LeaseRecord)
         if problem is not None:
             raise not_ours(path, problem)
+        self._digests[key] = xxhash.xxh3_128_hexdigest(data)
 
     def _manifest(self, key: str, file: KnownFile) -> None:
         # What is recorded of it is compared afterwards, once it is known that it can be read.

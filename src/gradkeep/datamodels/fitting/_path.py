@@ -11,9 +11,9 @@ from gradkeep.datamodels.fitting._active_set import FEW, solve_by_active_sets
 from gradkeep.datamodels.fitting._l1 import (
     PenalizedProblem,
     SolverState,
+    conjugate,
     descend_by_blocks,
 )
-from gradkeep.datamodels.fitting._ridge import conjugate
 from gradkeep.datamodels.fitting._standardized import DenseGram
 
 if TYPE_CHECKING:
