@@ -218,7 +218,7 @@ class Puller:
                 wait = _FIRST_WAIT
                 keeper.hold(leases)
                 self._compute(leases, keeper)
-            elif self._nothing_left():
+            elif self.rows.counts(max_attempts=self.spec.max_attempts).unfinished == 0:
                 return
             else:
                 # Others hold the rest. If they die, their leases end and the rows are ours.
@@ -226,10 +226,6 @@ class Puller:
                 wait = min(
                     2 * wait, self.longest_wait, max(_FIRST_WAIT, self.spec.lease_seconds / 4)
                 )
-
-    def _nothing_left(self) -> bool:
-        states = self.rows.states(max_attempts=self.spec.max_attempts)
-        return all(state.state in ("done", "failed") for state in states)
 
     def _compute(self, leases: Sequence[Lease], keeper: LeaseKeeper) -> None:
         numbers = [lease.row for lease in leases]

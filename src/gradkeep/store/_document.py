@@ -8,6 +8,7 @@ before anything is parsed, and `parse_record` checks every name and type.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -80,14 +81,11 @@ def check_size(data: bytes, what: str) -> None:
 
 def read_bytes(backend: Backend, key: str, *, most: int) -> bytes:
     """Read a document of at most so many bytes."""
-    opened = backend.open(key)
-    try:
+    with contextlib.closing(backend.open(key)) as opened:
         if opened.size > most:
             path = backend.describe(key)
             raise not_ours(path, f"{opened.size} bytes", f"at most {most} bytes")
         return opened.read(0, opened.size)
-    finally:
-        opened.close()
 
 
 def read_document(backend: Backend, key: str, kind: type[T], *, most: int = SMALL_DOCUMENT) -> T:

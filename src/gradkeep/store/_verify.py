@@ -357,8 +357,7 @@ class _Check:
         return self._schemas[folder]
 
     def _segment(self, key: str, file: KnownFile) -> None:
-        segment = Segment(self._backend, key)
-        try:
+        with contextlib.closing(Segment(self._backend, key)) as segment:
             self.bytes += segment.size
             self._digests[key] = segment.digest
             found = segment.check_everything()
@@ -366,8 +365,6 @@ class _Check:
                 self._note(key, error.what, error.tensor)
             if not found:
                 self._place(segment, file)
-        finally:
-            segment.close()
 
     def _place(self, segment: Segment, file: KnownFile) -> None:
         """Whether a segment that is whole also lies where it belongs, and has all its arrays."""

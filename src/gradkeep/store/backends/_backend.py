@@ -6,6 +6,7 @@ overwrites, and it returns only when the bytes are as durable as was asked.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -135,16 +136,12 @@ class Backend(ABC):
 
     def read(self, key: str) -> bytes:
         """The whole value, as bytes."""
-        opened = self.open(key)
-        try:
+        with contextlib.closing(self.open(key)) as opened:
             return opened.read(0, opened.size)
-        finally:
-            opened.close()
 
     def same_bytes(self, key: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Whether the value under `key` is exactly the joined `parts`."""
-        opened = self.open(key)
-        try:
+        with contextlib.closing(self.open(key)) as opened:
             if opened.size != sum(len(flat(part)) for part in parts):
                 return False
             at = 0
@@ -156,8 +153,6 @@ class Backend(ABC):
                         return False
                     at += len(piece)
             return True
-        finally:
-            opened.close()
 
 
 _COMPARE_BYTES = 1 << 22

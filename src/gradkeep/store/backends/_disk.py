@@ -78,7 +78,8 @@ class LocalDisk(Backend):
         *,
         durability: Durability,
     ) -> bool:
-        temp = _temp_in(folder)
+        name = f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+        temp = os.path.join(folder, name)
         fd = self._calls.create(temp)
         try:
             try:
@@ -337,10 +338,6 @@ class LocalDisk(Backend):
             found=reason,
             fix="check the disk, then run again: the work resumes",
         )
-
-
-def _temp_in(folder: str) -> str:
-    return os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:

@@ -285,7 +285,10 @@ class Block:
         order = np.argsort(rows, kind="stable")
         ranked = rows[order]
         cuts = np.searchsorted(ranked, self.starts)
-        gathered = [_gathered(array, len(rows)) for array in arrays]
+        gathered = [
+            _GatheredRagged(array) if array.ragged else _GatheredRows(array, len(rows))
+            for array in arrays
+        ]
         for index in np.flatnonzero(np.diff(cuts)).tolist():
             within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
             slots = order[cuts[index] : cuts[index + 1]]
@@ -295,10 +298,6 @@ class Block:
             for one in gathered:
                 one.add(segment, within, slots)
         return tuple(one.column(order) for one in gathered)
-
-
-def _gathered(array: Array, count: int) -> _GatheredRows | _GatheredRagged:
-    return _GatheredRagged(array) if array.ragged else _GatheredRows(array, count)
 
 
 class _GatheredRows:
@@ -348,13 +347,7 @@ class _GatheredRagged:
 
     def column(self, order: AnyArray) -> Column:
         """What was read, in the order that was asked for."""
-        return Column.join(self._array, self._parts).take(_inverse(order))
-
-
-def _inverse(order: AnyArray) -> AnyArray:
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    return back
+        return Column.join(self._array, self._parts).take(np.argsort(order))
 
 
 def _batches(

@@ -329,8 +329,7 @@ def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
 def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | None) -> SegmentEntry:
     """The manifest entry of a committed segment, from its header."""
     file = segment_file(number)
-    segment = Segment(backend, f"{folder}/{file}")
-    try:
+    with contextlib.closing(Segment(backend, f"{folder}/{file}")) as segment:
         if schema is not None and segment.schema_hash != schema.hash:
             raise Damaged(
                 "this segment belongs to another schema",
@@ -339,8 +338,6 @@ def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | Non
                 expected=schema.hash,
             )
         return SegmentEntry(file, segment.rows, segment.size, segment.digest)
-    finally:
-        segment.close()
 
 
 def seal(
@@ -424,15 +421,12 @@ def _check_rows(
         )
     seen = IdSet()
     for index, entry in enumerate(candidate.segments):
-        segment = open_segment(backend, folder, entry, schema=schema)
-        try:
+        with contextlib.closing(open_segment(backend, folder, entry, schema=schema)) as segment:
             ids = segment.small("ids")
             repeated = seen.among(ids)
             seen.add(ids)
             short = entry.rows != schema.rows_per_segment
             last = index == len(candidate.segments) - 1
-        finally:
-            segment.close()
         if len(repeated):
             raise InvalidRows(
                 "ids occur in two segments",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from gradkeep._annotations import check_fields
+from gradkeep._arguments import writable
 from gradkeep.errors import Damaged, SchemaMismatch, StoreError
 from gradkeep.store._document import (
     LARGEST_WHOLE,
@@ -87,7 +88,7 @@ class Array:
                 f"a name must not be empty, contain # / \\ : quotes or newlines, "
                 f"or be one of {', '.join(_RESERVED)}"
             )
-        if not self.name.isascii() and _is_broken(self.name + (self.layer or "")):
+        if not self.name.isascii() and not writable(self.name + (self.layer or "")):
             return "a name must be text that can be written as UTF-8, without lone surrogates"
         if self.dtype not in STORED_DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
@@ -336,10 +337,6 @@ class _SchemaRecord(Record, frozen=True):
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_WHOLE
-
-
-def _is_broken(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _fields_of(record: Array | Layer) -> dict[str, Any]:

@@ -369,16 +369,14 @@ class Segment:
         scale = self.small(f"{array.name}#scale")[start:stop] if array.scaled else None
         return Column(array, self.values(array, start, stop), scale, offsets)
 
-    def _stored_rows(self, array: Array) -> int:
-        return int(self.small(f"{array.name}#offsets")[-1]) if array.ragged else self.rows
-
     def gather(self, array: Array, picks: Sequence[Pick], out: AnyArray) -> None:
         """Read stored rows `[start, stop)` of each pick to row `at` of `out`, verified.
 
         Reads only what it needs: one `preadv` per pick, or per group of rows that share a check.
         """
         self.require_form(array)
-        name, size = array.name, _row_bytes(array)
+        name = array.name
+        size = array.stored_dtype.itemsize * math.prod(array.stored_shape)
         target = flat(out.reshape(-1).view(np.uint8))
         try:
             self._gather(array, picks, out, target, size)
@@ -421,7 +419,7 @@ class Segment:
             bounds=self.small(f"{name}#frames").tolist(),
             checks=self.small(f"{name}#check").tolist() if self._verify else None,
             rows=self._note(f"frame_rows:{name}"),
-            total=self._stored_rows(array),
+            total=int(self.small(f"{name}#offsets")[-1]) if array.ragged else self.rows,
         )
 
     def check_everything(self) -> list[Damaged]:
@@ -443,7 +441,3 @@ class Segment:
 
     def _damage(self, part: str, what: str) -> Damaged:
         return damaged(self.path, part, what)
-
-
-def _row_bytes(array: Array) -> int:
-    return array.stored_dtype.itemsize * math.prod(array.stored_shape)

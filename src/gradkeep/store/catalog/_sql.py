@@ -206,11 +206,8 @@ def _parquet(store: Store, capture: BlockFacts) -> Any:
     address, backend = capture.address, store.backend
     name = find_samples(backend, address.folder, capture.version)
     if name is not None:
-        file = backend.open(name)
-        try:
+        with contextlib.closing(backend.open(name)) as file:
             data = file.map()
-        finally:
-            file.close()
         check_samples(data, name.rpartition("/")[2], path=backend.describe(name))
         return data
     block = store.read(address.capture, version=capture.version)

@@ -277,7 +277,10 @@ class RowFiles:
             names = _arguments.texts("names", names, error=StoreError)
         self._refresh_packed()
         if fill is not None:
-            return self._read_filled(wanted, names, fill=fill)
+            check_fill(fill, self._arrays(names), path=self.path)
+            there = np.isin(wanted, self.done())
+            found = self.read(wanted[there], names)
+            return Batch(wanted, tuple(filled(column, there) for column in found.columns))
         batches, order = self._collect(wanted, names)
         columns = tuple(
             Column.join(array, [batch.column(array.name) for batch in batches]).take(order)
@@ -315,12 +318,6 @@ class RowFiles:
                 fix="wait for the workers, ask for rows in done(), or pass fill=nan",
             )
         return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
-
-    def _read_filled(self, wanted: AnyArray, names: Sequence[str] | None, *, fill: float) -> Batch:
-        check_fill(fill, self._arrays(names), path=self.path)
-        there = np.isin(wanted, self.done())
-        found = self.read(wanted[there], names)
-        return Batch(wanted, tuple(filled(column, there) for column in found.columns))
 
     @_annotations.checked(StoreError)
     def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
@@ -389,14 +386,11 @@ class RowFiles:
 
     def _adopt(self, newest: Manifest | None, file: str, *, written_here: bool) -> bool:
         """Publish a version with one more packed file; False if another process was first."""
-        segment = Segment(self._backend, f"{self.folder}/{file}")
-        try:
+        with contextlib.closing(Segment(self._backend, f"{self.folder}/{file}")) as segment:
             damage = segment.check_everything()
             if damage:
                 raise damage[0]
             entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
-        finally:
-            segment.close()
         if self._durability == "full" and not written_here:
             # Whoever wrote it may have died before its fsync, and its rows' own files go next.
             self._backend.ensure_durable([f"{self.folder}/{file}"])

@@ -81,6 +81,11 @@ class RowCounts:
     failed: int
     pending: int
 
+    @property
+    def unfinished(self) -> int:
+        """Rows that are neither done nor failed too often."""
+        return self.leased + self.pending
+
 
 class Rows(RowFiles):
     """A growable set of rows 0 to `num_rows - 1`, each put once by whoever is first."""
