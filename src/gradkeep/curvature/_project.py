@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from gradkeep.query import Gradients
     from gradkeep.query._gradients import FactorBatch
 
-_BUFFERS = 6
-"""Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
-
 
 @checked(AttributionError)
 def project(
@@ -137,19 +134,19 @@ def tiling(
     probe = gradients.rows([0]) if len(gradients) else None
     row = sum(rows.nbytes for rows in probe.factors.values()) if probe else 0
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+    # Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result.
     split = memory_shares(
         memory_budget,
         answer=answer,
         mapped=mapped,
         query_row=0,
-        train_row=row + _BUFFERS * dim * 4,
+        train_row=row + 6 * dim * 4,
         queries=1,
         rows=held or len(gradients),
     )
     return split.train_rows, min(split.scratch, CACHED)
 
 
-@checked(AttributionError)
 def project_dense(
     gradients: torch.Tensor, projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -175,7 +172,6 @@ def project_dense(
     return require_finite(into.values())
 
 
-@checked(AttributionError)
 def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
     """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
     _arguments.count("size", size, error=AttributionError, least=1)
@@ -188,7 +184,6 @@ def signs_or_normals(size: int, projection: Projection, *, model: object = 0) ->
     return made.matrix()
 
 
-@checked(AttributionError)
 def project_parameters(
     gradients: Mapping[str, torch.Tensor], projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -216,11 +211,6 @@ def project_parameters(
     return require_finite(into.values())
 
 
-_TEMPORARIES = 6
-"""Arrays of k numbers that a position has while its spectrum is made."""
-
-
-@checked(AttributionError)
 def project_layers(
     layers: Iterable[tuple[AnyForm, GradientRows]],
     projection: Projection,
@@ -335,7 +325,8 @@ def _pieces(parts: Spans, dim: int, item: int, scratch: int) -> Iterator[tuple[i
 
     A row with more than that comes in several pieces, which add up.
     """
-    most = max(1, scratch // (_TEMPORARIES * dim * item))
+    # Arrays of k numbers that a position has while its spectrum is made.
+    most = max(1, scratch // (6 * dim * item))
     for start, stop in parts.tiles(most):
         low, high = parts.bounds[start], parts.bounds[stop]
         if high - low <= most:

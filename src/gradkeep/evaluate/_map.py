@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.curvature._project import project
 from gradkeep.curvature._sketches import Projection
@@ -24,11 +23,8 @@ if TYPE_CHECKING:
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
-_DIMENSIONS = 256
-"""Of the random projections that stand for gradients: cosines are off by about 0.06."""
 _DIRECTIONS = 10
 """Principal components that rows are clustered by."""
-_PAIRS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,6 @@ class RowMap:
         return f"{len(self)}{part} rows by {self.of}: {count} clusters, {len(self.opposing)} pairs opposed"
 
 
-@checked(EvaluationError)
 def map_rows(
     store: Store | str | os.PathLike[str],
     *,
@@ -104,13 +99,13 @@ def map_rows(
     rows = np.arange(len(kept))
     if len(rows) > most:
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
-    low = np.asarray(project(kept, Projection(dim=_DIMENSIONS), rows=rows))
+    # Of the random projections that stand for gradients: cosines are off by about 0.06.
+    low = np.asarray(project(kept, Projection(dim=256), rows=rows))
     labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
     of = f"gradients of {split} at {kept.key.checkpoint}"
     return _mapped(low, block.ids[rows], labels, len(kept), of, clusters, seed)
 
 
-@checked(EvaluationError)
 def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0) -> RowMap:
     """Targets of datamodels in the plane, by the training examples that they depend on.
 
@@ -196,4 +191,4 @@ def _opposing(unit: AnyArray, marks: AnyArray) -> tuple[OpposingClusters, ...]:
         for j in range(i + 1, len(means))
         if cosines[i, j] < 0
     ]
-    return tuple(sorted(pairs, key=lambda pair: pair.cosine)[:_PAIRS])
+    return tuple(sorted(pairs, key=lambda pair: pair.cosine)[:5])

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 GradientOf = Literal["loss", "output"]
 """Whose gradient is asked for."""
-_DECODED = 4096
-"""Rows whose coordinates are decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +115,8 @@ class Gradients:
 
     def _decoded_norms(self) -> torch.Tensor:
         found = torch.empty(len(self), len(self.forms))
-        for some in self.stream(_DECODED):
+        # Rows whose coordinates are decoded at a time.
+        for some in self.stream(4096):
             for at, (name, form) in enumerate(self.forms.items()):
                 squared = form.squared_norms(some.factors[name].widened())
                 found[some.start : some.stop, at] = squared.clamp(min=0).sqrt()
@@ -255,7 +254,6 @@ def gradients(
     return gradients_of(open_capture(opened, key), key, layers, of)
 
 
-@checked(QueryError)
 def open_capture(store: Store, key: CaptureKey) -> Block:
     """Everything that a finished capture keeps, or an error that says how to get it."""
     if not store.has(key):
@@ -270,7 +268,6 @@ def open_capture(store: Store, key: CaptureKey) -> Block:
         ) from error
 
 
-@checked(QueryError)
 def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: GradientOf) -> Gradients:
     """The gradients that an open capture holds."""
     kept_layers = [_KeptLayer(layer) for layer in block.schema.layers if layer.form]
