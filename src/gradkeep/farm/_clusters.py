@@ -93,7 +93,11 @@ class RayCluster:
                     if self._has_room(ray):
                         room_seen = time.monotonic()
                     elif time.monotonic() - room_seen > spec.lease_seconds:
-                        raise _no_room(self)
+                        raise FarmError(
+                            "the Ray cluster has no node left that could hold a worker",
+                            expected=f"a node with {self.cpus:g} cores and {self.gpus:g} GPUs",
+                            fix="start nodes and run the same again: what is done stays done",
+                        )
                     if stop.asked and not asked:
                         asked = True
                         for one in actors:
@@ -112,14 +116,6 @@ class RayCluster:
         if not ray.is_initialized():
             # Its log of every worker's output would drown the progress.
             ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
-
-
-def _no_room(cluster: RayCluster) -> FarmError:
-    return FarmError(
-        "the Ray cluster has no node left that could hold a worker",
-        expected=f"a node with {cluster.cpus:g} cores and {cluster.gpus:g} GPUs",
-        fix="start nodes and run the same again: what is done stays done",
-    )
 
 
 def _actor_class(ray: Any) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
@@ -267,25 +267,7 @@ class Checkpoint:
             object.__setattr__(self, "lr", number("lr", self.lr, error=StoreError))
 
 
-FileKind = Literal[
-    "identity",
-    "run",
-    "checkpoint",
-    "schema",
-    "manifest",
-    "segment",
-    "packed",
-    "row",
-    "samples",
-    "lease",
-    "failure",
-    "size",
-    "head",
-    "row record",
-    "decision",
-]
-
-_N = r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}"
+_N = _NAME.pattern
 _SIX = r"(?:\d{6}|[1-9]\d{6,17})"  # a number, padded to six digits
 _ONE = r"(?:0|[1-9]\d{0,17})"
 _HEX = r"[0-9a-f]{32}"
@@ -293,7 +275,7 @@ _BLOCK = rf"(?:{BLOCKS}/{_N}/{_N}/{_N}/{_N}|(?:{SCORES}|{EVALUATIONS})/{_N}|{BAS
 _SET = rf"{ROWS}/{_N}"
 _RUN = rf"{RUNS}/{_N}"
 _TOP = "|".join((BASES, BLOCKS, DECISIONS, EVALUATIONS, SCORES, ROWS, RUNS))
-_PATTERNS: dict[FileKind, str] = {
+_PATTERNS = {
     "identity": r"(?P<folder>)STORE\.json",
     "run": rf"(?P<folder>{_RUN})/run\.json",
     "checkpoint": rf"(?P<folder>{_RUN}/ckpt/{_N})/ckpt\.json",
@@ -328,7 +310,8 @@ _OURS = (".json", ".safetensors")
 class KnownFile:
     """What a name in a store says."""
 
-    kind: FileKind
+    kind: str
+    """One of those of `_PATTERNS`."""
     folder: str
     """The block, row set, run or checkpoint it belongs to; of a record, what it tells of."""
     number: int
@@ -376,9 +359,9 @@ def recorded_file(head: KnownFile) -> str:
     return f"{folder}/manifest/{number:06d}.json"
 
 
-def row_part(file: KnownFile) -> Literal["rows", "failed"] | None:
+def row_part(file: KnownFile) -> str | None:
     """Below which part of a row set's records a row or a failed attempt is recorded."""
-    parts: dict[str, Literal["rows", "failed"]] = {"row": "rows", "failure": "failed"}
+    parts = {"row": "rows", "failure": "failed"}
     return parts.get(file.kind)
 
 

@@ -262,7 +262,8 @@ class _BlockScan:
         others = self._check_files(segments)
         unsealed: list[SegmentEntry] = []
         if self._address.kind == "rows":
-            rows = self._done_rows()
+            done = self._attempt(self._folder, lambda: Rows(self._backend, self._folder).done())
+            rows = 0 if done is None else len(done)
             num_rows: int | None = max(
                 numbered_files(self._files[SIZES], ".json", digits=12), default=0
             )
@@ -323,10 +324,6 @@ class _BlockScan:
             for number in numbers
         ]
         return [entry for entry in entries if entry is not None]
-
-    def _done_rows(self) -> int:
-        rows = self._attempt(self._folder, lambda: Rows(self._backend, self._folder).done())
-        return 0 if rows is None else len(rows)
 
     def _load_schema(self) -> Schema | None:
         key = schema_key(self._folder)
