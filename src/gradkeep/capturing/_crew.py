@@ -31,8 +31,8 @@ from gradkeep.capturing._mode import device_of
 from gradkeep.capturing._row_values import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 from gradkeep.farm._job import packed
-from gradkeep.farm._process import worker_number
-from gradkeep.farm._sharing import share_out, size_of
+from gradkeep.farm._run import share_out, size_of
+from gradkeep.farm._worker import worker_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._capture import ReplayOrder
     from gradkeep.capturing._replay import PartReplay
-    from gradkeep.farm._progress import Progress
-    from gradkeep.farm._run import Engine
+    from gradkeep.farm._run import Engine, Progress
     from gradkeep.store import CaptureKey
 
 _JOBS_EACH = 16

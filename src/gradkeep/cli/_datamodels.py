@@ -30,8 +30,7 @@ from gradkeep.cli._options import (
 from gradkeep.errors import NotAStore, StudyError
 
 if TYPE_CHECKING:
-    from gradkeep.farm._progress import Progress
-    from gradkeep.farm._run import Failure, Outcome
+    from gradkeep.farm._run import Failure, Outcome, Progress
     from gradkeep.store import RowState, Store
 
 NameOption = Annotated[
