@@ -61,7 +61,7 @@ NAMES = {
         Weights batch_size buffers_kept by_sample capture completions digests fingerprint_weights in_mode is_steady layer_rules layers
         load_weights plan prepare_capture put_weights read_adam recording register_layer_rule
         replay_tokens rows_at_once rows_of to_device unregister_layer_rule
-    PlaceCosts PlayedCapture ScalePlan WorkerCosts
+    PlaceCosts ScalePlan WorkerCosts
     Keep  Batches MomentsSoon Traced Tracer task_batches measure_moments ready """,
     "gradkeep.attribution": """
         AttributionQuestion CheckpointView LabelNoise Method NoOptions Projection RankedRows

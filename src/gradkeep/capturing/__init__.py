@@ -19,7 +19,7 @@ from gradkeep.capturing._report import (
     ListedLayer,
     layers,
 )
-from gradkeep.capturing._scale import PlaceCosts, PlayedCapture, ScalePlan, WorkerCosts
+from gradkeep.capturing._scale import PlaceCosts, ScalePlan, WorkerCosts
 from gradkeep.capturing._steadiness import buffers_kept, is_steady
 from gradkeep.capturing._token_replay import ReplayedTokens, replay_tokens
 from gradkeep.capturing._tracer import Traced, Tracer
@@ -62,7 +62,6 @@ __all__ = [
     "MomentsSoon",
     "PlaceCosts",
     "PlannedLayer",
-    "PlayedCapture",
     "PreparedCapture",
     "Regression",
     "ReplayedTokens",

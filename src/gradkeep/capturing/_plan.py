@@ -10,32 +10,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _annotations
-from gradkeep._arguments import number
+from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
-from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
 from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._estimate import (
     CaptureCost,
     Clock,
-    SeenRows,
+    MeasuredRows,
     coordinate_cost,
     exact_cost,
     keeps_exact,
-    seen_rows,
+    measure_rows,
+    measured_pace,
 )
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
 from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._pace import measured_pace, predicted_seconds
 from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.capturing._row_making import GradientMaker
 from gradkeep.capturing._scale import (
     S3,
     WorkerCosts,
-    checked_scale,
     measure_folder,
     measure_start,
     scale_plan,
@@ -56,17 +54,16 @@ if TYPE_CHECKING:
     from gradkeep.capturing._scale import PlaceName, ScalePlan
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import Compute, MachineSpeeds
-    from gradkeep.query import LayerChoice, MemoryShares
+    from gradkeep.factors import Compute
+    from gradkeep.query import LayerChoice
     from gradkeep.store import Encoding
 
-_TRIED, _FEW, _MOST = 16, 2, 256
-_PROVED = 0.5
+_QUICK_SECONDS = 0.5
 """Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
 _FINGERPRINT_SECONDS = 5e-6
-"""Of one row, when a capture by workers is compared and sealed; as `./x bench scale` saw it."""
+"""Of one row, when a capture by workers is compared and sealed; measured by `./x bench scale`."""
 _DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
-"""What is tried to keep of a row where all of its gradient is too much."""
+"""Bytes a row that are tried where all of its gradient is too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +130,16 @@ class CapturePlan:
         >>> model, batch = torch.nn.Linear(8, 2), (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
         >>> small = gk.plan(model, batch, task=gk.Classification(), rows=100)
         >>> far = small.at_scale(rows=10**9, workers=256, place="s3")
-        >>> far.segments == -(-(10**9) // small.rows_per_segment), far.played.busy <= 1
+        >>> far.segments == -(-(10**9) // small.rows_per_segment), far.worker_seconds < far.seconds
         (True, True)
         """
-        checked_scale(rows, workers, place)
+        count("rows", rows, error=CaptureError, least=1)
+        count("workers", workers, error=CaptureError, least=1, most=1_000_000)
+        one_of("place", place, words=("local", "s3"), error=CaptureError)
         number("load_seconds", load_seconds, error=CaptureError, least=0)
         spread = self.capture_seconds - self.fixed_seconds
         costs = WorkerCosts(
-            start_seconds=measure_start(workers) + self.fixed_seconds,
+            start_seconds=measure_start(workers),
             first_seconds=self.fixed_seconds,
             row_seconds=spread / max(1, self.rows + self.queries) + load_seconds,
             row_bytes=self.row_bytes,
@@ -183,7 +182,6 @@ class CapturePlan:
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
-@renamed_arguments(storage="keep", scoring="compute")
 @_annotations.checked(CaptureError)
 def plan(
     model: nn.Module,
@@ -219,81 +217,46 @@ def plan(
     (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='1KiB' fits: 996.18 GB")
     """
     model = uncompiled(model)
-    unpacking = unpacking_for(model, task, mode)
+    batch = without_columns(batch)
+    hollow = device_of(model).type == "meta"
+    hollow = hollow or any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
+    unpacking = None if hollow else unpacking_for(model, task, mode)
     batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
-    budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    limits = _Limits(
-        None if memory_budget is None else budget,
-        _free_bytes() if disk_budget is None else parse_bytes(disk_budget),
-    )
     settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
-    model = uncompiled(model)
-    batch = _as_captured(model, task, without_columns(batch), mode)
-    sized = _sized(model, task, batch, settings, mode)
-    asked = _Asked(rows, queries, batch_size(batch), layers is not None, compute)
+    planner = _Planner(
+        *_measure(model, task, batch, settings, mode, hollow=hollow),
+        rows=rows,
+        queries=queries,
+        batch=batch_size(batch),
+        chosen=layers is not None,
+        compute=compute,
+        memory=None if memory_budget is None else parse_bytes(memory_budget),
+        disk=shutil.disk_usage(os.curdir).free if disk_budget is None else parse_bytes(disk_budget),
+    )
     wanted = settings.compressed
-    if wanted is None or keeps_exact(sized.shaped, wanted):
-        exact = exact_cost(sized.shaped, sized.clock, seen=sized.seen)
-        found = _planned(exact, asked, limits, budget, sized)
-    else:
-        found = _planned(_coordinates(sized, wanted, asked), asked, limits, budget, sized)
+    if wanted is not None and keeps_exact(planner.shaped, wanted):
+        wanted = None
+    found = planner.plan(wanted)
     if found.fits:
         return found
-    fitting = _first_that_fits(sized, asked, limits, budget, below=found.row_bytes)
-    return dataclasses.replace(found, advice=f"{found.advice}; {fitting}")
+    advice = f"{found.advice}; {planner.first_that_fits(below=found.row_bytes)}"
+    return dataclasses.replace(found, advice=advice)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What may be taken."""
-
-    memory: int | None
-    """None: nobody said; what this machine has."""
-    disk: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the plan is for."""
-
-    rows: int
-    queries: int
-    batch: int
-    chosen: bool
-    """Whether the layers were chosen."""
-    compute: str | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sized:
-    """A model's capture with its shapes, and how fast it runs."""
-
-    shaped: ShapedCapture
-    clock: Clock
-    seen: SeenRows | None = None
-    """What some rows took, where they ran."""
-
-
-def _as_captured(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> Any:
-    """The batch, or if it is a pack, its documents."""
-    unpacking = None if _is_hollow(model, batch) else unpacking_for(model, task, mode)
-    return batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
-
-
-def _is_hollow(model: nn.Module, batch: Any) -> bool:
-    """Whether there are only shapes: on the meta device, and not fetched from elsewhere either."""
-    hollow = any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
-    return hollow or device_of(model).type == "meta"
-
-
-def _sized(
-    model: nn.Module, task: Task, batch: Any, settings: CaptureSettings, mode: Mode | None
-) -> _Sized:
-    """From a run of the first samples if that is quick, else from shapes and one short sample."""
+def _measure(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    settings: CaptureSettings,
+    mode: Mode | None,
+    *,
+    hollow: bool,
+) -> tuple[ShapedCapture, Clock, MeasuredRows | None]:
+    """Run the first samples if that is quick; else look at shapes and time one short sample."""
     if settings.compressed is not None:
         settings = settings.exact
-    part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
-    speeds, hollow = machine_speeds(), _is_hollow(model, batch)
+    part = rows_of(batch, 0, min(batch_size(batch), 16))
+    clock = Clock(machine_speeds())
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)
@@ -308,138 +271,136 @@ def _sized(
                 fix="build model and batch with numbers, on the CPU",
             ) from error
     if shaped is not None and hollow:
-        return _Sized(shaped, Clock(speeds, 1.0))
+        return shaped, clock, None
     with ready(model), in_mode(model, mode):
-        if shaped is not None and not _is_quick(shaped, speeds):
-            pace = measured_pace(model, task, part, settings.of, speeds, shaped.work)
-            return _Sized(shaped, Clock(speeds, pace))
+        if shaped is not None:
+            seconds = shaped.rows * clock.a_pass(shaped.work)
+            held = sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
+            held += shaped.rows * shaped.work.saved
+            if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
+                pace = measured_pace(model, task, part, settings.of, clock, shaped.work)
+                return shaped, dataclasses.replace(clock, pace=pace), None
         device = device_of(model)
-        own = to_device(part if shaped is not None else rows_of(part, 0, _FEW), device)
+        own = to_device(part if shaped is not None else rows_of(part, 0, 2), device)
         prepared = prepare_capture(model, task, own, settings)
         shaped = shapes_of(prepared, own) if shaped is None else shaped
         shaped = dataclasses.replace(shaped, prepared=prepared)
-        pace = measured_pace(model, task, own, settings.of, speeds, shaped.work)
-        seen = seen_rows(GradientMaker(prepared, {}, None, device), own)
+        pace = measured_pace(model, task, own, settings.of, clock, shaped.work)
+        maker = GradientMaker(prepared, {}, None, device)
+        measured = measure_rows(maker, own)
         # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
-        many = min(batch_size(batch), int(_PROVED / 4 / max(seen.seconds, 1e-6)), _MOST)
+        many = min(batch_size(batch), int(_QUICK_SECONDS / 4 / max(measured.seconds, 1e-6)), 256)
         if many > batch_size(own):
             own = to_device(rows_of(batch, 0, many), device)
-            seen = min(
-                (seen_rows(GradientMaker(prepared, {}, None, device), own) for _ in range(3)),
-                key=lambda one: one.seconds,
+            several = [measure_rows(maker, own) for _ in range(3)]
+            measured = min(several, key=lambda one: one.seconds)
+        return shaped, dataclasses.replace(clock, pace=pace), measured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planner:
+    """Plans for one model, batch and question, by what is kept."""
+
+    shaped: ShapedCapture
+    clock: Clock
+    measured: MeasuredRows | None
+    rows: int
+    queries: int
+    batch: int
+    chosen: bool
+    """Whether the user chose the layers."""
+    compute: str | None
+    memory: int | None
+    """Memory budget; None: the memory of this machine."""
+    disk: int
+
+    def plan(self, keep: Keep | None) -> CapturePlan:
+        """Plan for whole gradients, or for so many bytes a row."""
+        rows, queries, shaped = self.rows, self.queries, self.shaped
+        if keep is None:
+            cost = exact_cost(shaped, self.clock, measured=self.measured)
+        else:
+            cost = coordinate_cost(shaped, keep, self.clock, rows=rows, chosen=self.chosen)
+        budget = DEFAULT_BUDGET if self.memory is None else self.memory
+        segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
+        answer = 4 * rows * queries
+        too_much: list[str] = []
+        sizes: dict[str, Any] = {
+            "answer": answer,
+            "mapped": segment,
+            "query_row": cost.query_bytes,
+            "train_row": cost.row_bytes,
+            "queries": queries,
+            "rows": rows,
+        }
+        disk, memory = cost.disk_bytes(rows, queries), self._capture_memory(cost)
+        if disk > self.disk:
+            too_much.append(
+                f"{format_bytes(disk)} on disk are more than the {format_bytes(self.disk)} there are"
             )
-        return _Sized(shaped, Clock(speeds, pace), seen)
-
-
-def _is_quick(shaped: ShapedCapture, speeds: MachineSpeeds) -> bool:
-    held = sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
-    seconds = shaped.rows * predicted_seconds(shaped.work, speeds)
-    return seconds <= _PROVED and held + shaped.rows * shaped.work.saved <= DEFAULT_BUDGET // 4
-
-
-def _coordinates(sized: _Sized, keep: Keep, asked: _Asked) -> CaptureCost:
-    return coordinate_cost(sized.shaped, keep, sized.clock, rows=asked.rows, chosen=asked.chosen)
-
-
-def _planned(
-    cost: CaptureCost, asked: _Asked, limits: _Limits, budget: int, sized: _Sized
-) -> CapturePlan:
-    rows, queries = asked.rows, asked.queries
-    segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
-    answer = 4 * rows * queries
-    too_much: list[str] = []
-    sizes: dict[str, Any] = {
-        "answer": answer,
-        "mapped": segment,
-        "query_row": cost.query_bytes,
-        "train_row": cost.row_bytes,
-        "queries": queries,
-        "rows": rows,
-    }
-    try:
-        split = memory_shares(limits.memory, **sizes)
-    except BudgetError as error:
-        too_much.append(
-            f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
+        try:
+            split = memory_shares(self.memory, **sizes)
+        except BudgetError as error:
+            too_much.append(
+                f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
+            )
+            split = memory_shares(None, **sizes)
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        there = machine if self.memory is None else self.memory
+        if memory > there:
+            too_much.append(
+                f"capturing takes {format_bytes(memory)} of memory beside the model, more than the "
+                f"{format_bytes(there)} there are"
+            )
+        planned = tuple(self._layer(keeping, split.scratch) for keeping in cost.kept)
+        held = 2 * (cost.query_bytes * split.query_rows + cost.row_bytes * split.train_rows)
+        return CapturePlan(
+            layers=planned,
+            rows=rows,
+            queries=queries,
+            budget=budget,
+            disk_bytes=disk,
+            capture_memory=int(memory),
+            capture_seconds=cost.fixed_seconds + cost.row_seconds * (rows + queries),
+            query_memory=int(min(split.total, answer + segment + held + split.scratch)),
+            query_seconds=sum(layer.seconds for layer in planned),
+            row_bytes=cost.row_bytes,
+            basis_bytes=cost.basis_bytes,
+            rows_per_segment=max(1, int(cost.segment_rows)),
+            fixed_seconds=cost.fixed_seconds,
+            fits=not too_much,
+            advice=", ".join(too_much),
         )
-        split = memory_shares(None, **sizes)
-    planned = [_layer(keeping, asked, split, sized.clock.speeds) for keeping in cost.kept]
-    memory = _capture_memory(cost, asked, limits, sized)
-    there = _machine_bytes() if limits.memory is None else limits.memory
-    if memory > there:
-        too_much.append(
-            f"capturing takes {format_bytes(memory)} of memory beside the model, more than the "
-            f"{format_bytes(there)} there are"
+
+    def _layer(self, keeping: LayerKeeping, scratch: int) -> PlannedLayer:
+        load = ProductSize(self.rows, self.queries, keeping.positions, keeping.positions)
+        choice = choose_compute(
+            keeping.form, load, self.clock.speeds, force=self.compute, scratch=scratch
         )
-    disk = cost.disk_bytes(rows, queries)
-    if disk > limits.disk:
-        told = (
-            f"{format_bytes(disk)} on disk are more than the {format_bytes(limits.disk)} there are"
+        return PlannedLayer(
+            layer=kept_layer(keeping),
+            disk_bytes=keeping.row_bytes * (self.rows + self.queries),
+            compute=choice.compute,
+            flops=choice.cost.flops,
+            seconds=choice.cost.seconds,
+            alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
         )
-        too_much.insert(0, told)
-    held = 2 * (cost.query_bytes * split.query_rows + cost.row_bytes * split.train_rows)
-    return CapturePlan(
-        layers=tuple(planned),
-        rows=rows,
-        queries=queries,
-        budget=budget,
-        disk_bytes=disk,
-        capture_memory=int(memory),
-        capture_seconds=cost.fixed_seconds + cost.row_seconds * (rows + queries),
-        query_memory=int(min(split.total, answer + segment + held + split.scratch)),
-        query_seconds=sum(layer.seconds for layer in planned),
-        row_bytes=cost.row_bytes,
-        basis_bytes=cost.basis_bytes,
-        rows_per_segment=max(1, int(cost.segment_rows)),
-        fixed_seconds=cost.fixed_seconds,
-        fits=not too_much,
-        advice=", ".join(too_much),
-    )
 
+    def _capture_memory(self, cost: CaptureCost) -> float:
+        """With as many samples at once as a capture takes; if a budget is given, no more than fit."""
+        at_once = self.batch
+        if not cost.coordinates:
+            at_once = min(at_once, rows_at_once(self.shaped.prepared, self.shaped.rows))
+        if self.memory is not None:
+            fitting = int((self.memory - cost.fixed_memory) // max(1.0, cost.row_memory))
+            at_once = max(1, min(at_once, fitting))
+        return cost.fixed_memory + cost.row_memory * at_once
 
-def _layer(
-    keeping: LayerKeeping, asked: _Asked, split: MemoryShares, speeds: MachineSpeeds
-) -> PlannedLayer:
-    load = ProductSize(asked.rows, asked.queries, keeping.positions, keeping.positions)
-    choice = choose_compute(keeping.form, load, speeds, force=asked.compute, scratch=split.scratch)
-    return PlannedLayer(
-        layer=kept_layer(keeping),
-        disk_bytes=keeping.row_bytes * (asked.rows + asked.queries),
-        compute=choice.compute,
-        flops=choice.cost.flops,
-        seconds=choice.cost.seconds,
-        alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
-    )
-
-
-def _capture_memory(cost: CaptureCost, asked: _Asked, limits: _Limits, sized: _Sized) -> float:
-    """With as many samples at once as a capture takes; if a budget is given, no more than fit."""
-    at_once = asked.batch
-    if not cost.coordinates:
-        at_once = min(at_once, rows_at_once(sized.shaped.prepared, sized.shaped.rows))
-    if limits.memory is not None:
-        fitting = int((limits.memory - cost.fixed_memory) // max(1.0, cost.row_memory))
-        at_once = max(1, min(at_once, fitting))
-    return cost.fixed_memory + cost.row_memory * at_once
-
-
-def _first_that_fits(
-    sized: _Sized, asked: _Asked, limits: _Limits, budget: int, *, below: float
-) -> str:
-    """The most bytes a row that fit, in words."""
-    for dial in _DIALS:
-        keep = Keep(dial)
-        if keep.row_bytes >= below:
-            continue
-        found = _planned(_coordinates(sized, keep, asked), asked, limits, budget, sized)
-        if found.fits:
-            return f"keep='{dial}' fits: {format_bytes(found.disk_bytes)}"
-    return "no keep= fits: take fewer rows or layers, a smaller batch, or a larger budget"
-
-
-def _free_bytes() -> int:
-    return shutil.disk_usage(os.curdir).free
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def first_that_fits(self, *, below: float) -> str:
+        """The most bytes a row that fit, in words."""
+        for dial in _DIALS:
+            keep = Keep(dial)
+            found = self.plan(keep) if keep.row_bytes < below else None
+            if found is not None and found.fits:
+                return f"keep='{dial}' fits: {format_bytes(found.disk_bytes)}"
+        return "no keep= fits: take fewer rows or layers, a smaller batch, or a larger budget"
