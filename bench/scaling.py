@@ -107,7 +107,7 @@ def make(folder: Path, count: int) -> float:
 
 def one(folder: Path, name: str, out: Path) -> None:
     """Ask in this process, and print what it took."""
-    from gradkeep.query import machine_speeds
+    from gradkeep.query._machine import machine_speeds
 
     cell = next(cell for cell in CELLS if cell.name == name)
     machine_speeds()

@@ -46,7 +46,8 @@ def size_of(group: int) -> int:
 def bits_schema(bits: int, count: int, group: int) -> Any:
     """Of a capture that keeps one layer in so many bits a coordinate."""
     import gradkeep.store as gs
-    from gradkeep.factors import Bits, Parameter, form_to_fields
+    from gradkeep.factors._bits import Bits
+    from gradkeep.factors._form import Parameter, form_to_fields
 
     size, packed = size_of(group), bits == 1
     form = Bits(

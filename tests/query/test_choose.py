@@ -8,18 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep.errors import QueryError
-from gradkeep.factors import (
-    Convolution,
-    ConvolutionRows,
-    Dense,
-    Lookup,
-    MachineSpeeds,
-    Outer,
-    OuterRows,
-    Parameter,
-    ProductSize,
-    Tied,
-)
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.factors._dense import Dense
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied
 from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import choose_compute, cost, forced
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep.errors import QueryError
-from gradkeep.factors import MachineSpeeds
+from gradkeep.factors._cost import MachineSpeeds
 from gradkeep.query import _machine
 from gradkeep.query._machine import machine_speeds
 

@@ -30,7 +30,7 @@ from gradkeep.capturing.coordinates._choice import (
 from gradkeep.capturing.coordinates._keep import OVERHEAD
 from gradkeep.capturing.coordinates._maker import CODES, SCALE
 from gradkeep.capturing.rules._units import units_of, watched
-from gradkeep.factors import PACKED, Bits
+from gradkeep.factors._bits import PACKED, Bits
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing._shapes import PassWork, ShapedCapture
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import AnyForm, MachineSpeeds
-    from gradkeep.query import GradientOf
+    from gradkeep.factors._cost import MachineSpeeds
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.query._gradients import GradientOf
 
 _HEADER = 160
 """Bytes of an array in the header of a segment, beside its name, which is written twice."""

@@ -42,8 +42,10 @@ from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
-from gradkeep.factors import ProductSize
-from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
+from gradkeep.factors._cost import ProductSize
+from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
+from gradkeep.query._machine import machine_speeds
+from gradkeep.query._planner import choose_compute
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._scale import PlaceName, ScalePlan
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import Compute
-    from gradkeep.query import LayerChoice
+    from gradkeep.factors._form import Compute
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Encoding
 
 _QUICK_SECONDS = 0.5

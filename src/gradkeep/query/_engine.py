@@ -15,14 +15,15 @@ import torch
 from gradkeep._annotations import check_fields, checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
-from gradkeep.factors import Dense, ProductSize
+from gradkeep.factors._cost import ProductSize
+from gradkeep.factors._dense import Dense
 from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.factors import AnyForm, Compute, GradientRows
+    from gradkeep.factors._form import AnyForm, Compute, GradientRows
     from gradkeep.query._gradients import FactorBatch, Gradients
 
 ComputeWish = str | Mapping[str, str] | None

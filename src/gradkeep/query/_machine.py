@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from gradkeep._surroundings import cache_folder
 from gradkeep.errors import QueryError
-from gradkeep.factors import MachineSpeeds
+from gradkeep.factors._cost import MachineSpeeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

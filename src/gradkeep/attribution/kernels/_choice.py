@@ -17,7 +17,7 @@ from gradkeep.attribution.kernels._products import (
     pair_seconds,
 )
 from gradkeep.errors import BudgetError
-from gradkeep.query import machine_speeds
+from gradkeep.query._machine import machine_speeds
 
 if TYPE_CHECKING:
     from gradkeep.attribution.kernels._cholesky import CholeskyFactor

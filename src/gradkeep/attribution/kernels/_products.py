@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.attribution.kronecker._row_parts import weighted_part
-from gradkeep.factors import ProductSize
-from gradkeep.query import (
-    Directions,
-    GradientPair,
-    ProductEngine,
-    along,
-    choose_compute,
-    machine_speeds,
-    memory_shares,
-)
+from gradkeep.factors._cost import ProductSize
+from gradkeep.query import along
+from gradkeep.query._engine import GradientPair, ProductEngine, memory_shares
+from gradkeep.query._machine import machine_speeds
+from gradkeep.query._planner import choose_compute
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-    from gradkeep.query import ComputeWish, Gradients
+    from gradkeep.query import Gradients
+    from gradkeep.query._engine import ComputeWish
 
 _BLOCK = 2048
 """Rows whose products with all rows before them are made at a time."""
