@@ -24,19 +24,16 @@ if TYPE_CHECKING:
     from gradkeep.attribution._tokens import attribute_tokens
     from gradkeep.attribution.projections._project import project
     from gradkeep.attribution.projections._projection import Projection
-    from gradkeep.capturing._adam import read_adam
     from gradkeep.capturing._capture import capture
+    from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._plan import plan
     from gradkeep.capturing._recording import recording
     from gradkeep.capturing._report import Captured, CaptureWarning, layers
-    from gradkeep.capturing._weights import Weights
-    from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing._weights import Weights, read_adam
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerRule, register_layer_rule
-    from gradkeep.capturing.tasks._completions import completions
-    from gradkeep.capturing.tasks._language import LanguageModelling
-    from gradkeep.capturing.tasks._supervised import Classification, Regression
-    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.capturing.tasks._language import LanguageModelling, completions
+    from gradkeep.capturing.tasks._tasks import Classification, Measured, Regression, Task
     from gradkeep.errors import GradkeepError
     from gradkeep.evaluate import groups
     from gradkeep.query import gradients
@@ -77,7 +74,6 @@ _MODULES = {
     "gradkeep.attribution._tokens": ("attribute_tokens",),
     "gradkeep.attribution.projections._project": ("project",),
     "gradkeep.attribution.projections._projection": ("Projection",),
-    "gradkeep.capturing._adam": ("read_adam",),
     "gradkeep.capturing._capture": ("capture",),
     "gradkeep.capturing._plan": ("plan",),
     "gradkeep.capturing._recording": ("recording",),
@@ -86,23 +82,15 @@ _MODULES = {
         "Captured",
         "layers",
     ),
-    "gradkeep.capturing._weights": ("Weights",),
-    "gradkeep.capturing.coordinates._keep": ("Keep",),
-    "gradkeep.capturing.rules._gradients": ("LayerGradients",),
+    "gradkeep.capturing._weights": ("Weights", "read_adam"),
+    "gradkeep.capturing._keep": ("Keep",),
+    "gradkeep.capturing.rules._layers": ("LayerGradients",),
     "gradkeep.capturing.rules._rules": (
         "LayerRule",
         "register_layer_rule",
     ),
-    "gradkeep.capturing.tasks._completions": ("completions",),
-    "gradkeep.capturing.tasks._language": ("LanguageModelling",),
-    "gradkeep.capturing.tasks._supervised": (
-        "Classification",
-        "Regression",
-    ),
-    "gradkeep.capturing.tasks._task": (
-        "Measured",
-        "Task",
-    ),
+    "gradkeep.capturing.tasks._language": ("LanguageModelling", "completions"),
+    "gradkeep.capturing.tasks._tasks": ("Classification", "Measured", "Regression", "Task"),
     "gradkeep.errors": ("GradkeepError",),
     "gradkeep.evaluate": ("groups",),
     "gradkeep.query": ("gradients",),

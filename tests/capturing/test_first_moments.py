@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import _first_moments, _replay
+from gradkeep.capturing import _moments, _replay
 from gradkeep.query._kept_moments import KeptMoments
 
 KEY = gk.store.CaptureKey("final", "train")
-ROWS = _first_moments.FIRST_ROWS
+ROWS = _moments.FIRST_ROWS
 
 
 def network():
@@ -102,7 +102,7 @@ def test_what_keeps_no_such_layer_dense_has_none(tmp_path, options):
 
 @pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_TOGETHER", "_MOST_ROWS"])
 def test_large_ones_are_not_kept(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(_first_moments, limit, 0)
+    monkeypatch.setattr(_moments, limit, 0)
     captured(tmp_path, batches(40))
     assert not gk.open(tmp_path).has(KEY.moments)
 
@@ -230,7 +230,7 @@ def test_long_names_and_names_with_dots_have_their_own_place():
 
 
 def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
-    moments = _first_moments.FirstMoments
+    moments = _moments.FirstMoments
     original = moments.of
 
     def broken(self, piece, measured):

@@ -1,26 +1,26 @@
-"""Spot checks while a capture runs: some rows of later batches against autograd, run apart from the rest.
-
-What is captured of a row must be the gradient of that row alone, wherever it lies in its batch and
-whichever rows are beside it. Shapes do not show it: a model may sort its rows, drop those beyond a
-capacity, or change after the first batches. So a few rows of odd batches, of the second and the last
-one, and of as many others as a small share of the time allows, run again without the others.
-"""
+"""Checks that a row is the model's own: the same in every pass, alone, and by the same function."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
+import re
+import sys
+import sysconfig
 import time
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 
-from gradkeep.capturing._arriving import told_of_gradients
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._proofs import rows_moved
-from gradkeep.capturing.tasks._task import losses_alone
+from gradkeep.capturing._proofs import rows_moved, told_of_gradients
+from gradkeep.capturing._readiness import device_of, draws_at_random
+from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -28,11 +28,160 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._tracer import Traced, Tracer
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Task
 
     Projection = Callable[[LayerUnit, Tensor], Tensor]
+
+_LEFT_OUT = re.compile(r"device|path|name|dtype|implementation|version|loss|cache|dropout|forward")
+_OF_CONFIGURATIONS = re.compile(r"act|eps|norm|scal|slope|temperature")
+_INSTALLED = tuple(
+    {sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+)
+
+
+def fingerprint_function(model: nn.Module) -> str:
+    """A digest that is another one where a model with the same weights computes something else.
+
+    It begins with the version of Python, whose compiler decides what code names.
+    """
+    digest = xxhash.xxh3_128()
+    for path, module in model.named_modules():
+        digest.update(f"{path} {type(module).__qualname__}\n".encode())
+        for line in _described(module):
+            digest.update(f"  {line}\n".encode())
+    return f"{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}"
+
+
+def _described(module: nn.Module) -> Iterator[str]:
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or _LEFT_OUT.search(name.lower()):
+            continue
+        told = _value(value)
+        if told is not None:
+            yield f"{name} {told}"
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            yield from _configuration(name, value)
+    for function in _own_functions(type(module)):
+        yield f"{function.__name__} {' '.join(_names(function.__code__))}"
+
+
+def _value(value: Any) -> str | None:
+    """What is told of a setting; None of flags, counters, sizes, tensors and modules."""
+    if isinstance(value, float | str):
+        return repr(value)
+    if isinstance(value, types.FunctionType):
+        own = " ".join(_names(value.__code__)) if _is_own(value) else ""
+        return f"{value.__qualname__} {own}"
+    if isinstance(value, types.BuiltinFunctionType):
+        return str(value.__qualname__)
+    return None
+
+
+def _configuration(name: str, value: Any) -> Iterator[str]:
+    for key, inner in sorted(vars(value).items(), key=lambda item: str(item[0])):
+        key = str(key).lower()
+        if _OF_CONFIGURATIONS.search(key) and not _LEFT_OUT.search(key):
+            told = _value(inner)
+            if told is not None:
+                yield f"{name}.{key} {told}"
+
+
+def _own_functions(kind: type) -> Iterator[types.FunctionType]:
+    """The functions of a class and its bases that no installed package brings, by name."""
+    for base in kind.__mro__:
+        for name, function in sorted(vars(base).items()):
+            is_function = isinstance(function, types.FunctionType) and name != "__init__"
+            if is_function and _is_own(function):
+                yield function
+
+
+def _is_own(function: types.FunctionType) -> bool:
+    return not inspect.getfile(function).startswith(_INSTALLED)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """What code refers to: names, numbers with a fraction and texts, in its inner functions too."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= set(_names(constant))
+        elif isinstance(constant, float):
+            found.add(repr(constant))
+    return sorted(found)
+
+
+_TRIED, _ALONE = 4, 2
+"""Rows of the first batch that are run together, and of these without the others."""
+_AGAIN, _ROUNDED = 1e-3, 1e-2
+"""Shares of the mean loss that a second pass may be off, and one with other rows beside it: products of other
+sizes round otherwise, with 16 bits inside of a model by a hundredth."""
+_MOST_BYTES = 256 << 20
+
+
+def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bool:
+    """Whether rows can be made again; an error where it was not said that they need not, and where rows mix.
+
+    Cost: three forward passes of a few rows.
+    """
+    if draws_at_random(model):
+        return False  # which has been asked for
+    count = min(_TRIED, batch_size(batch))
+    one = _losses(model, task, batch, count)
+    if one.shape != (count,):
+        return True  # which is refused where rows are made
+    if not _near(one, _losses(model, task, batch, count), _AGAIN):
+        if mode == "train":
+            return False
+        raise CaptureError(
+            "the model gives the same samples other losses when it is run again",
+            found="a state that it keeps between calls (a counter, a running mean, hidden states), or "
+            "numbers drawn at random",
+            expected="losses that depend on weights and sample alone, so that a row can be made again",
+            fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
+        )
+    few = min(_ALONE, count - 1)
+    if few and not _near(one[:few], _losses(model, task, batch, few), _ROUNDED):
+        raise CaptureError(
+            "a sample's loss depends on the others of its batch",
+            found="other losses of the same samples without the rest of the batch",
+            expected="a loss per sample that depends on that sample alone",
+            fix="capture in eval mode (mode='eval'), without statistics over the batch; a sample must stay "
+            "at its place in the batch",
+        )
+    return True
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """The model's buffers, up to 256 MiB, are in the end what they were."""
+    room, kept = _MOST_BYTES, []
+    for buffer in model.buffers():
+        room -= buffer.nbytes
+        if room >= 0 and not buffer.is_meta and not buffer.is_inference():
+            kept.append((buffer, buffer._version, buffer.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, before in kept:
+                if buffer._version != version:
+                    buffer.copy_(before)
+
+
+def _losses(model: nn.Module, task: Task, batch: Any, count: int) -> Tensor:
+    own = to_device(rows_of(batch, 0, count), device_of(model))
+    return losses_alone(task, model, own).losses.detach().double()
+
+
+def _near(one: Tensor, other: Tensor, by: float) -> bool:
+    limit = by * float(one.abs().nan_to_num().mean()) + 1e-6
+    return one.shape == other.shape and bool(
+        torch.allclose(one, other, rtol=by, atol=limit, equal_nan=True)
+    )
+
 
 _ODD, _MOST_ODD = 4, 8
 """Rows that are checked of a batch with a new shape, and of how many such batches."""

@@ -14,16 +14,15 @@ from gradkeep import remat
 from gradkeep._arguments import count, flag, instance, number, one_of, optional, texts
 from gradkeep._budgets import parse_budget
 from gradkeep._preview import Preview
-from gradkeep.capturing._columns import column_choice
-from gradkeep.capturing._crew import Crew
+from gradkeep.capturing._distributed import Crew
 from gradkeep.capturing._first_batch import CaptureSettings
 from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._readiness import uncompiled
 from gradkeep.capturing._replay import Replay
-from gradkeep.capturing._sequence_checks import sequence_checks
-from gradkeep.capturing._unpacking import unpacking_for
+from gradkeep.capturing._row_making import column_choice
+from gradkeep.capturing._sequences import sequence_checks, unpacking_for
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
-from gradkeep.capturing.tasks._task import Task
+from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
 from gradkeep.farm._run import check_place
 
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._loader import Batches, Ids
-    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._proofs import Uncovered
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing._rule_choice import Uncovered
+    from gradkeep.capturing._row_making import Columns
     from gradkeep.farm._run import Engine
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice

@@ -12,12 +12,7 @@ import torch
 
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
 from gradkeep.capturing._calls import fill
-from gradkeep.capturing._footprint import rows_at_once, segment_bytes
-from gradkeep.capturing._mode import device_of
-from gradkeep.capturing._replay import COORDINATE_ROWS
-from gradkeep.capturing._shapes import PassCount
-from gradkeep.capturing._tracer import Tracer
-from gradkeep.capturing.coordinates._choice import (
+from gradkeep.capturing._choice import (
     block_sizes,
     moment_bytes,
     moment_values,
@@ -27,20 +22,25 @@ from gradkeep.capturing.coordinates._choice import (
     sizes_kept,
     worth_keeping,
 )
-from gradkeep.capturing.coordinates._keep import OVERHEAD
-from gradkeep.capturing.coordinates._maker import CODES, SCALE
-from gradkeep.capturing.rules._units import units_of, watched
+from gradkeep.capturing._coordinates import CODES, SCALE
+from gradkeep.capturing._first_batch import rows_at_once, segment_bytes
+from gradkeep.capturing._keep import OVERHEAD
+from gradkeep.capturing._readiness import device_of
+from gradkeep.capturing._replay import COORDINATE_ROWS
+from gradkeep.capturing._shapes import PassCount
+from gradkeep.capturing._tracer import Tracer
+from gradkeep.capturing.rules._rules import units_of, watched
 from gradkeep.factors._bits import PACKED, Bits
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._row_making import RowMaker
     from gradkeep.capturing._shapes import PassWork, ShapedCapture
-    from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._cost import MachineSpeeds
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf

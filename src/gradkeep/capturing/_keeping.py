@@ -3,26 +3,153 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.capturing._adjustments import Adjustments, BatchUnlikeFirst
+from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._tied import TiedRows
+from gradkeep.factors._tied import Tied, TiedRows
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradkeep.capturing.rules._gradients import LayerGradients
-    from gradkeep.capturing.rules._units import LayerUnit
+    from torch import Tensor
+
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
-    from gradkeep.factors._outer import Outer
     from gradkeep.store import Encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Layers, by name, that a later batch showed to need more than the first one did."""
+
+    single: frozenset[str] = frozenset()
+    """Captured by passes over single samples."""
+    dense: frozenset[str] = frozenset()
+    """Kept dense, as their factors change their shape."""
+    ragged: frozenset[str] = frozenset()
+    """Kept with any number of positions, though the first batch had one of each row."""
+    late: frozenset[str] = frozenset()
+    """Not used by the first batch; zero in rows that do not use them."""
+
+    def __or__(self, other: Adjustments) -> Adjustments:
+        parts = {f.name: getattr(self, f.name) | getattr(other, f.name) for f in _FIELDS}
+        return Adjustments(**parts)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) for f in _FIELDS)
+
+    @property
+    def names(self) -> list[str]:
+        """All layers that are adjusted."""
+        return sorted(self.single | self.dense | self.ragged | self.late)
+
+    def to_text(self) -> str:
+        """A text that a schema can hold."""
+        parts = {f.name: sorted(getattr(self, f.name)) for f in _FIELDS}
+        return json.dumps({name: names for name, names in parts.items() if names}, sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> Adjustments:
+        """Parse what a schema holds; nothing is adjusted where it holds no text."""
+        known = {f.name for f in _FIELDS}
+        try:
+            given = json.loads(text) if text else {}
+            return cls(**{name: frozenset(names) for name, names in given.items() if name in known})
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise CaptureError(
+                "the adjustments of an earlier capture cannot be read",
+                found=text[:100],
+                fix="delete that capture, or use another name=",
+            ) from None
+
+
+_FIELDS = dataclasses.fields(Adjustments)
+NO_ADJUSTMENTS = Adjustments()
+
+
+class BatchUnlikeFirst(CaptureError):
+    """A batch that the choices made on the first one do not fit; a capture begins again adjusted."""
+
+    adjustments: Adjustments = NO_ADJUSTMENTS
+    candidates: frozenset[str] = frozenset()
+    """Further layers that no batch has used so far, where one of them ran for the first time."""
+
+    @classmethod
+    def needing(cls, adjustments: Adjustments, what: str, **parts: Any) -> BatchUnlikeFirst:
+        """The error, with what would make the batch fit."""
+        error = cls(what, **parts)
+        error.adjustments = adjustments
+        return error
+
+
+def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
+    """The same gradients in that form, exactly; unchanged where they have factors or it has no room."""
+    if piece.form.kind == form.kind:
+        return piece
+    if isinstance(form, Dense):
+        return LayerGradients(form, DenseRows(piece.form.restore(piece.rows)))
+    if not isinstance(piece.rows, DenseRows):
+        return piece
+    values = piece.rows.values
+    if isinstance(form, Outer) and not form.ones:
+        return LayerGradients(form, _outer(form, values))
+    if isinstance(form, Lookup):
+        return LayerGradients(form, _lookup(form, values))
+    if isinstance(form, Tied):
+        return LayerGradients(form, _tied(form, values))
+    return piece
+
+
+def _outer(form: Outer, values: Tensor) -> OuterRows:
+    """A position for each input of the layer, and one that makes up for the bias: none if it is zero."""
+    rows, used = len(values), _nonzero(values)
+    size = form.d_in * form.d_out
+    shape = (-1, form.d_in, form.d_out) if form.transposed else (-1, form.d_out, form.d_in)
+    weight = values[used, :size].reshape(shape)
+    g = weight if form.transposed else weight.mT  # [U, d_in, d_out]
+    x = torch.eye(form.d_in, dtype=values.dtype, device=values.device).expand(len(g), -1, -1)
+    if form.bias:
+        rest = values[used, size:] - g.sum(1)
+        g = torch.cat([g, rest.unsqueeze(1)], 1)
+        x = torch.cat([x, x.new_zeros(len(g), 1, form.d_in)], 1)
+    each = torch.zeros(rows, dtype=torch.int64)
+    each[used.cpu()] = g.shape[1]
+    return OuterRows(x.reshape(-1, form.d_in), g.reshape(-1, form.d_out), _offsets(each))
+
+
+def _lookup(form: Lookup, values: Tensor) -> LookupRows:
+    """A token for each row of the table that is not zero."""
+    table = values[:, : form.rows * form.width].reshape(len(values), form.rows, form.width)
+    used = (table != 0).any(2)
+    row, ids = used.nonzero(as_tuple=True)
+    return LookupRows(ids, table[row, ids], _offsets(used.sum(1).cpu()))
+
+
+def _tied(form: Tied, values: Tensor) -> TiedRows:
+    """The table as tokens; what is left is the bias, as a position without an input."""
+    size = form.lookup.rows * form.lookup.width
+    outer = torch.zeros_like(values)
+    outer[:, size:] = values[:, size:]
+    return TiedRows(_lookup(form.lookup, values), _outer(form.outer, outer))
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    return (values != 0).any(1)
+
+
+def _offsets(each: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)])
+
+
 ALIASES: dict[str, Storage | None] = {
     "exact": None,
     "auto": None,

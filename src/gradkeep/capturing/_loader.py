@@ -12,15 +12,13 @@ from torch.utils.data import DataLoader
 
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._order import LoaderOrder, order_of
-from gradkeep.capturing._packed import documents_of, may_pack
-from gradkeep.capturing._reading import batches_within, filled_batches
+from gradkeep.capturing._order import LoaderOrder, batches_within, filled_batches, order_of
+from gradkeep.capturing._sequences import documents_of, may_pack
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from gradkeep.capturing._columns import ColumnChoice
-    from gradkeep.capturing._sequence_checks import SequenceChecks
-    from gradkeep.capturing._unpacking import Unpacking
+    from gradkeep.capturing._row_making import ColumnChoice
+    from gradkeep.capturing._sequences import SequenceChecks, Unpacking
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
 """Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""

@@ -1,20 +1,23 @@
-"""What capturing and asking will take, before anything runs: bytes, memory, operations, seconds."""
+"""Cost of capturing and asking before anything runs: bytes, memory, operations, seconds."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _annotations
 from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
-from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._estimate import (
     CaptureCost,
     Clock,
@@ -25,22 +28,13 @@ from gradkeep.capturing._estimate import (
     measure_rows,
     measured_pace,
 )
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import rows_at_once
-from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._readiness import ready, uncompiled
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, rows_at_once
+from gradkeep.capturing._keep import Keep
+from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
-from gradkeep.capturing._row_making import GradientMaker
-from gradkeep.capturing._scale import (
-    S3,
-    WorkerCosts,
-    measure_folder,
-    measure_start,
-    scale_plan,
-)
+from gradkeep.capturing._row_making import GradientMaker, without_columns
+from gradkeep.capturing._sequences import unpacking_for
 from gradkeep.capturing._shapes import shaped_capture, shapes_of
-from gradkeep.capturing._unpacking import unpacking_for
-from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 from gradkeep.factors._cost import ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
@@ -52,13 +46,175 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing._scale import PlaceName, ScalePlan
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._shapes import ShapedCapture
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Compute
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Encoding
+
+PlaceName = Literal["local", "s3"]
+_RANGES_EACH = 16
+_REQUESTS_OF_A_RANGE = 4
+"""Listing the free ranges, the lease, the result, and a look at the progress."""
+_PROBE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceCosts:
+    """Seconds of requests to a place, and its rate."""
+
+    name: str
+    put_seconds: float
+    """Of a small value, until it is durable."""
+    get_seconds: float
+    bytes_per_second: float
+    """Of one connection, or of the disk."""
+    measured: bool = False
+
+    def __str__(self) -> str:
+        how = "measured here" if self.measured else "assumed"
+        return (
+            f"{self.name}: put {1e3 * self.put_seconds:.3g} ms, get {1e3 * self.get_seconds:.3g} ms, "
+            f"{self.bytes_per_second / 1e6:.3g} MB/s ({how})"
+        )
+
+
+S3 = PlaceCosts("s3", put_seconds=0.03, get_seconds=0.02, bytes_per_second=80e6)
+"""What one connection from the same region usually has; nothing is measured there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCosts:
+    """Seconds and bytes of a worker's parts of a capture."""
+
+    start_seconds: float
+    """Imports and the model."""
+    first_seconds: float
+    """The proof on the first batch, and a basis."""
+    row_seconds: float
+    row_bytes: float
+    rows_per_segment: int
+    check_seconds: float
+    """Of one row when the capture is sealed: loading it and its fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlan:
+    """Cost of a capture of so many rows by so many workers; prints its assumptions."""
+
+    rows: int
+    workers: int
+    segments: int
+    bytes: float
+    requests: int
+    worker_seconds: float
+    """Until the last worker is done."""
+    seconds: float
+    """Until the capture is sealed."""
+    worker_memory: int
+    """Bytes that each needs beside the model."""
+    place: PlaceCosts
+    costs: WorkerCosts
+
+    @property
+    def hours(self) -> float:
+        """From the first worker's start to the sealed capture."""
+        return self.seconds / 3600
+
+    def __str__(self) -> str:
+        costs = self.costs
+        return (
+            f"{self.rows:,} rows by {self.workers:,} workers: {format_bytes(self.bytes)} in "
+            f"{self.segments:,} segments, {self.requests:,} requests, {_duration(self.seconds)}, "
+            f"{format_bytes(self.worker_memory)} of memory for each worker beside the model\n"
+            f"workers are done after {_duration(self.worker_seconds)}; one process compares and "
+            f"seals for {_duration(self.seconds - self.worker_seconds)}\n"
+            f"assumed: a row {_duration(costs.row_seconds)} on one worker's device as fast as this "
+            f"one, {_duration(costs.check_seconds)} to load and compare, a start "
+            f"{_duration(costs.start_seconds)}; {self.place}; rows are shared out evenly, a segment "
+            "is put while the next is made, and no worker is lost"
+        )
+
+
+def scale_plan(
+    costs: WorkerCosts, *, rows: int, workers: int, place: PlaceCosts, memory: int
+) -> ScalePlan:
+    """Cost in closed form: work shared evenly after the start, then one process compares and seals.
+
+    With w workers that start after s seconds, and this process as one of them where the place is
+    local, work of W seconds ends after min(W, (W + (w - 1) s) / w).
+
+    >>> free = PlaceCosts("free", 0.0, 0.0, math.inf)
+    >>> costs = WorkerCosts(1.0, 0.0, 0.01, 100.0, 100, 0.0)
+    >>> scale_plan(costs, rows=3200, workers=2, place=free, memory=0).seconds
+    17.0
+    """
+    segments = math.ceil(rows / costs.rows_per_segment)
+    ranges = math.ceil(segments / max(1, segments // (_RANGES_EACH * workers)))
+    present = min(workers, ranges)
+    made = costs.row_seconds * rows / segments
+    put = place.put_seconds + costs.row_bytes * rows / segments / place.bytes_per_second
+    # The slower of making and putting a segment paces a range; its last segment is put at the end.
+    asking = 2 * place.get_seconds + 2 * place.put_seconds
+    work = segments * max(made, put) + ranges * (min(made, put) + asking)
+    start = costs.start_seconds
+    if place.measured or ranges < 2:
+        spent = min(work, (work + (present - 1) * start) / present)
+    else:
+        spent = start + work / present
+    done = costs.first_seconds + spent
+    reads = 2 * segments  # of each segment its beginning, and the fingerprints of its rows
+    sealing = rows * costs.check_seconds + reads * place.get_seconds + place.put_seconds
+    return ScalePlan(
+        rows=rows,
+        workers=workers,
+        segments=segments,
+        bytes=rows * costs.row_bytes,
+        requests=segments + reads + _REQUESTS_OF_A_RANGE * ranges + 2,
+        worker_seconds=done,
+        seconds=done + sealing,
+        worker_memory=memory,
+        place=place,
+        costs=costs,
+    )
+
+
+def measure_folder(folder: str) -> PlaceCosts:
+    """Time durable writes in a folder of this machine; the files are removed."""
+    seconds = []
+    for size in (100, _PROBE_BYTES):
+        content, times = os.urandom(size), []
+        for turn in range(5):
+            path = os.path.join(folder, f"probe-{size}-{turn}")
+            began = time.perf_counter()
+            with open(path, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            times.append(time.perf_counter() - began)
+            os.unlink(path)
+        seconds.append(sorted(times)[2])
+    rate = _PROBE_BYTES / max(seconds[1] - seconds[0], 1e-6)
+    return PlaceCosts("this disk", seconds[0], 1e-5, rate, measured=True)
+
+
+def measure_start(workers: int) -> float:
+    """Time the imports of other processes, as many at once as there are workers and cores."""
+    together = max(1, min(workers, os.cpu_count() or 1))
+    command = [sys.executable, "-c", "import torch, gradkeep.capturing._capture"]
+    began = time.perf_counter()
+    for one in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(together)]:
+        one.wait()
+    return time.perf_counter() - began
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
 
 _QUICK_SECONDS = 0.5
 """Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
@@ -277,8 +433,8 @@ def _measure(
     with ready(model), in_mode(model, mode):
         if shaped is not None:
             seconds = shaped.rows * clock.a_pass(shaped.work)
-            held = sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
-            held += shaped.rows * shaped.work.saved
+            held = shaped.rows * shaped.work.saved
+            held += sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
             if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
                 pace = measured_pace(model, task, part, settings.of, clock, shaped.work)
                 return shaped, dataclasses.replace(clock, pace=pace), None

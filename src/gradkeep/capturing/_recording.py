@@ -16,14 +16,13 @@ import gradkeep.store as gs
 from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
-from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._recording_checks import LossProbe, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
-from gradkeep.capturing._row_values import arrays_for, norms, plain
-from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
-from gradkeep.capturing.rules._rules import DENSE_RULES, unit_gradients
-from gradkeep.capturing.rules._units import HINT, units_of
+from gradkeep.capturing._row_making import arrays_for, norms, plain
+from gradkeep.capturing.rules._layers import SAMPLE_AXES, possible
+from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, unit_gradients, units_of
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.query._layers import select_layers
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._layers import SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import Storage
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer

@@ -19,10 +19,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from gradkeep.capturing._audit import buffers_kept
 from gradkeep.capturing._batches import copied, leaves, with_leaves
-from gradkeep.capturing._rule_choice import fits
-from gradkeep.capturing._steadiness import buffers_kept
-from gradkeep.capturing.rules._gradients import by_sample
+from gradkeep.capturing._proofs import fits
+from gradkeep.capturing.rules._layers import by_sample
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
 
 _SUM_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-7}
 _FEW_BITS = 2e-2

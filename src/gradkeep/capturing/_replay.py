@@ -16,42 +16,54 @@ import numpy as np
 
 import gradkeep.store as gs
 from gradkeep._progress import progress as shown
-from gradkeep.capturing._adjustments import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
-from gradkeep.capturing._at_hand import check_recomputable
-from gradkeep.capturing._audit import RowAudit, check_unchanged
+from gradkeep.capturing._audit import (
+    RowAudit,
+    buffers_kept,
+    check_unchanged,
+    fingerprint_function,
+    is_steady,
+)
+from gradkeep.capturing._basis import BasisRequest, find_basis
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
-from gradkeep.capturing._crew import RowProof
-from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._first_moments import FirstMoments
-from gradkeep.capturing._footprint import (
+from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker
+from gradkeep.capturing._distributed import RowProof
+from gradkeep.capturing._first_batch import (
+    CaptureSettings,
     coordinate_footprint,
+    prepare_capture,
     row_footprint,
     rows_at_once,
     rows_within,
     segment_bytes,
 )
-from gradkeep.capturing._function import fingerprint_function
-from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._readiness import ready
+from gradkeep.capturing._keep import OVERHEAD, QUERIES
+from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
+from gradkeep.capturing._moments import FirstMoments
+from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
-from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
+from gradkeep.capturing._resume import (
+    EarlierRun,
+    RowFingerprints,
+    RowsMadeAgain,
+    changed_rows,
+    earlier_run,
+)
 from gradkeep.capturing._row_making import (
     GradientMaker,
     JoinedRows,
     LossMaker,
+    RowAlarms,
     append_rows,
+    arrays_for,
+    keeping_columns,
     layers_of,
+    maker_within,
+    modules_named,
+    without_columns,
 )
-from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
-from gradkeep.capturing._steadiness import buffers_kept, is_steady
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
-from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
-from gradkeep.capturing.coordinates._maker import CoordinateMaker, coordinate_maker
-from gradkeep.capturing.rules._units import units_of
-from gradkeep.capturing.tasks._task import losses_alone
+from gradkeep.capturing.rules._rules import units_of
+from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -59,12 +71,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._crew import Crew
+    from gradkeep.capturing._distributed import Crew
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Batches
-    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._row_making import MadeRows, RowMaker
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import CaptureKey, Schema, Store
 

@@ -11,10 +11,9 @@ from gradkeep._budgets import format_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._readiness import ready, uncompiled
-from gradkeep.capturing.rules._units import HINT, units_of
-from gradkeep.capturing.tasks._task import Task, call, logits_of
+from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
+from gradkeep.capturing.rules._rules import HINT, units_of
+from gradkeep.capturing.tasks._tasks import Task, call, logits_of
 from gradkeep.errors import CaptureError
 from gradkeep.query._layers import select_layers
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.factors._form import Storage
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding

@@ -20,15 +20,18 @@ from gradkeep.capturing._batches import batch_size, with_leaves
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._first_batch import PreparedCapture, storages_wanted
 from gradkeep.capturing._keeping import choose_storage
-from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._rule_choice import is_shared, ways_to_capture
-from gradkeep.capturing._stand_ins import LOW
+from gradkeep.capturing._proofs import is_shared, ways_to_capture
+from gradkeep.capturing._readiness import LOW, in_mode
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer
-from gradkeep.capturing.rules._embedding import tied_pieces
-from gradkeep.capturing.rules._gradients import LayerGradients
-from gradkeep.capturing.rules._linear import linear_gradients
-from gradkeep.capturing.rules._rules import unit_gradients
-from gradkeep.capturing.rules._units import HINT, LayerUnit, tensors, units_of, watched
+from gradkeep.capturing.rules._layers import LayerGradients, linear_gradients, tied_pieces
+from gradkeep.capturing.rules._rules import (
+    HINT,
+    LayerUnit,
+    tensors,
+    unit_gradients,
+    units_of,
+    watched,
+)
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._lookup import Lookup, LookupRows
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.capturing._first_batch import CaptureSettings
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.factors._form import Storage
 
     Numbers = Mapping[int, torch.Tensor]

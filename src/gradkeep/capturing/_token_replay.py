@@ -1,4 +1,4 @@
-"""Running chosen rows again, to tell their tokens apart where only whole rows are kept."""
+"""Replay of chosen rows, to tell their tokens apart where only whole rows are kept."""
 
 from __future__ import annotations
 
@@ -7,37 +7,99 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from gradkeep.capturing._basis import load_basis
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import fill
 from gradkeep.capturing._capture import task_batches
-from gradkeep.capturing._columns import without_columns
-from gradkeep.capturing._fingerprints import RowFingerprints
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
-from gradkeep.capturing._readiness import ready, uncompiled
+from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready, uncompiled
+from gradkeep.capturing._resume import RowFingerprints
+from gradkeep.capturing._row_making import without_columns
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.capturing.coordinates._basis import load_basis
-from gradkeep.capturing.rules._positions import token_products
-from gradkeep.capturing.rules._units import watched
-from gradkeep.capturing.tasks._task import Task
+from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
+from gradkeep.capturing.rules._rules import watched
+from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
+from gradkeep.factors._form import widened
+from gradkeep.factors._lookup import Lookup, LookupRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
-    from torch import Tensor, nn
+    from torch import Tensor
 
+    from gradkeep.capturing._basis import CaptureBasis
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._loader import Batches, Ids
+    from gradkeep.capturing._row_making import Columns
     from gradkeep.capturing._tracer import Tracer
-    from gradkeep.capturing.coordinates._basis import CaptureBasis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
     from gradkeep.query import Gradients
     from gradkeep.store import Store
+
+
+def token_products(
+    unit: LayerUnit, calls: Sequence[LayerCall], directions: Tensor, *, rows: int, tokens: int
+) -> Tensor | None:
+    """`[K, B, T]`: products with directions `[K, P]`, summed over calls; None: it has no such positions.
+
+    Every call must put out one vector for each token, `[B, T, d]`: that of a linear layer, of an
+    embedding, of both uses of a tied weight, or of a norm over the last dimension.
+    """
+    total: Tensor | None = None
+    for call in calls:
+        found = _one(unit, call, directions, rows, tokens)
+        if found is None:
+            return None
+        total = found if total is None else total + found
+    return total
+
+
+def _one(
+    unit: LayerUnit, call: LayerCall, directions: Tensor, rows: int, tokens: int
+) -> Tensor | None:
+    suffix = by_sample(call.suffix(), rows, unit.axis)
+    if suffix.dim() != 3 or suffix.shape[:2] != (rows, tokens):
+        return None
+    if unit.rule == "norm":
+        terms = norm_terms(call, unit.parameters, rows=rows, axis=unit.axis)
+        return None if terms is None else torch.einsum("kp,btp->kbt", directions.to(terms), terms)
+    if unit.rule in ("embedding", "tied") and isinstance(call.module, nn.Embedding):
+        return _looked_up(unit, call, suffix, directions)
+    if unit.rule in ("linear", "tied") and is_linear(call.module):
+        piece = linear_gradients(
+            unit.name, call.module, unit.parameters, [call], rows=rows, axis=unit.axis
+        )
+        kept = piece.rows.widened()
+        parts = piece.form.along_positions(kept, directions.to(kept.example))
+        return None if parts is None else parts[0].values.view(-1, rows, tokens)
+    return None
+
+
+def _looked_up(
+    unit: LayerUnit, call: LayerCall, suffix: Tensor, directions: Tensor
+) -> Tensor | None:
+    """Tokens as they were read, equal ones apart."""
+    table = call.module
+    assert isinstance(table, nn.Embedding)
+    rows, tokens, width = suffix.shape
+    ids = by_sample(call.input, rows, unit.axis)
+    if ids.shape != (rows, tokens):
+        return None
+    g = widened(suffix)
+    if table.padding_idx is not None:
+        g = g.masked_fill((ids == table.padding_idx).unsqueeze(2), 0)
+    size = table.num_embeddings * width
+    form = Lookup(unit.parameters[:1], "", "", table.num_embeddings, width)
+    offsets = torch.arange(rows + 1) * tokens
+    kept = LookupRows(ids.reshape(-1), g.reshape(-1, width), offsets)
+    parts = form.along_positions(kept, directions[:, :size].to(g))
+    return None if parts is None else parts[0].values.view(-1, rows, tokens)
+
 
 _SCRATCH = 64 << 20
 

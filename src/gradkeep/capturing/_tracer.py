@@ -11,24 +11,101 @@ from torch import nn
 
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._calls import LayerCall, fill, watching
-from gradkeep.capturing._pooling import fast_pooling
-from gradkeep.capturing._refit import in_form
+from gradkeep.capturing._keeping import in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
-from gradkeep.capturing.rules._gradients import LayerGradients
-from gradkeep.capturing.rules._rules import unit_gradients
-from gradkeep.capturing.rules._units import watched
+from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.capturing.rules._rules import unit_gradients, watched
 from gradkeep.errors import CaptureError
+from gradkeep.factors._arithmetic import CACHED, tiles
 from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from gradkeep.capturing._proofs import RuleProofs, Rules
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
+
+
+@contextlib.contextmanager
+def fast_pooling(model: nn.Module) -> Iterator[None]:
+    """Let each `nn.MaxPool2d` of windows 2 x 2 that do not overlap run so while the block runs."""
+    # A forward of someone else's own, such as a compiled one, stays.
+    pools = [m for m in model.modules() if type(m) is nn.MaxPool2d and "forward" not in vars(m)]
+    pools = [pool for pool in pools if _halves(pool)]
+    for pool in pools:
+        pool.forward = _forward_of(pool)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for pool in pools:
+            del pool.forward
+
+
+def _halves(pool: nn.MaxPool2d) -> bool:
+    step = pool.kernel_size if pool.stride is None else pool.stride
+    wanted = ((pool.kernel_size, 2), (step, 2), (pool.padding, 0), (pool.dilation, 1))
+    same = all(given in (value, (value, value)) for given, value in wanted)
+    return same and not pool.return_indices
+
+
+def _forward_of(pool: nn.MaxPool2d) -> Any:
+    def forward(x: Any) -> Any:
+        if not _is_slow(x):
+            return nn.MaxPool2d.forward(pool, x)
+        return _Halved.apply(x)  # type: ignore[no-untyped-call]
+
+    return forward
+
+
+def _is_slow(x: Any) -> bool:
+    """Whether it is a plain batch of images, channel by channel, of even sizes."""
+    return (
+        type(x) is torch.Tensor
+        and x.dim() == 4
+        and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.is_contiguous()
+        and x.requires_grad
+    )
+
+
+class _Halved(torch.autograd.Function):
+    """`[B, C, H, W]` -> `[B, C, H / 2, W / 2]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        left, right = x[..., ::2], x[..., 1::2]
+        wide = torch.maximum(left, right)
+        upper, lower = wide[:, :, ::2], wide[:, :, 1::2]
+        ctx.save_for_backward(right > left, lower > upper)
+        return torch.maximum(upper, lower)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        right, lower = ctx.saved_tensors
+        found = gradient.new_empty(*right.shape[:3], 2 * right.shape[3])
+        values = found[0].numel() if len(found) else 0
+        for start, stop in tiles(len(found), values, found.element_size(), CACHED):
+            some = slice(start, stop)
+            _spread(gradient[some], right[some], lower[some], found[some])
+        return found
+
+
+def _spread(
+    gradient: torch.Tensor, right: torch.Tensor, lower: torch.Tensor, into: torch.Tensor
+) -> None:
+    """Write each number where its pixel was found, and zeros beside it."""
+    wide = gradient.new_empty(right.shape)
+    torch.mul(gradient, lower, out=wide[:, :, 1::2])
+    torch.sub(gradient, wide[:, :, 1::2], out=wide[:, :, ::2])
+    torch.mul(wide, right, out=into[..., 1::2])
+    torch.sub(wide, into[..., 1::2], out=into[..., ::2])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

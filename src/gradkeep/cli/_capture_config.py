@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
 
 _TASKS = {
     "classification": "Classification",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
 _OWN = ("checkpoint", "ids", "lr", "model", "progress", "resume", "split", "step")

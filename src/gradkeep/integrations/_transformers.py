@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
     Base = object

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import AnyForm, Parameter
     from gradkeep.query import Gradients
 
@@ -93,7 +93,7 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
             "or curvature='fisher'",
         )
     from gradkeep.attribution.curvature._replayed import ReplayedGaussNewton
-    from gradkeep.capturing.tasks._supervised import Classification
+    from gradkeep.capturing.tasks._tasks import Classification
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
     replayed = ReplayedGaussNewton(space, model, data, told.task or Classification(), mode)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep.capturing._batches import to_device
-from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import AttributionError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution.curvature._operator import GradientSpace
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing.tasks._tasks import Task
 
 
 class ReplayedGaussNewton:

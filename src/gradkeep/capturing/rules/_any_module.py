@@ -12,15 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep.capturing._batches import rows_of
-from gradkeep.capturing.rules._gradients import LayerGradients, possible
+from gradkeep.capturing.rules._layers import LayerGradients, possible
 from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._layers import SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
 
 
 def module_gradients(

@@ -1,9 +1,9 @@
-"""Many workers make one capture: ranges of its segments are jobs of the farm.
+"""Distributed capture: ranges of segments are jobs of the farm.
 
 A worker makes the rows of its range as a single process would, from the same batches, and puts whole
-segments; what is there it passes over, so a killed worker costs the segment it was at. When all are
-there, the process that began the capture goes through the data once more, without the model, holds
-every row's fingerprint and some rows' gradients against its own, and seals.
+segments; what is there it skips, so a killed worker costs the segment it was at. When all are there,
+the process that began the capture goes through the data once more, without the model, compares every
+row's fingerprint and some rows' gradients with its own, and seals.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import gradkeep.store as gs
 from gradkeep import farm
 from gradkeep._progress import progress as shown
 from gradkeep._surroundings import torch_threads
-from gradkeep.capturing._adjustments import BatchUnlikeFirst
 from gradkeep.capturing._batches import digests
-from gradkeep.capturing._mode import device_of
-from gradkeep.capturing._row_values import RowAlarms
+from gradkeep.capturing._keeping import BatchUnlikeFirst
+from gradkeep.capturing._readiness import device_of
+from gradkeep.capturing._row_making import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 from gradkeep.farm._job import packed
 from gradkeep.farm._process import worker_number

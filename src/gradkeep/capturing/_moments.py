@@ -1,26 +1,86 @@
-"""Moments of the first rows' prefixes and suffixes, of layers that are kept dense.
-
-Kronecker methods need them, and a dense gradient does not tell them.
-"""
+"""Second moments of both sides of layers, from a pass over some rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._tracer import DenseSoon
+from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.errors import CaptureError
+from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._outer import OuterRows
-from gradkeep.factors.kronecker._moments import matrix_moments
+from gradkeep.factors._weights import WeightMatrix
+from gradkeep.factors.kronecker._moments import VectorMoments, matrix_moments
 from gradkeep.query._kept_moments import KeptMoments, SideMoments
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    import torch
+
+    from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Measured
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors.kronecker._moments import MatrixMoments
+
+    Moments = MatrixMoments | VectorMoments
     from collections.abc import Mapping
 
     from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing.rules._gradients import LayerGradients
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors._form import AnyForm
+
+
+class MomentsSoon:
+    """Adds up moments while the backward pass goes on, and lets the gradients go."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.units: Collection[LayerUnit] = list(tracer.units)
+        self._tracer = tracer
+        self.forms: dict[LayerUnit, AnyForm] = {}
+        self.moments: dict[LayerUnit, list[Moments]] = {}
+        self.rows = 0
+
+    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+        """Nothing is left of the gradients but their moments."""
+        form, rows = piece.form, piece.rows.widened()
+        if unit not in self.moments:
+            self.forms[unit] = form
+            with rows.example.device:
+                self.moments[unit] = [
+                    matrix_moments(block, form, lean=True)
+                    if isinstance(block, WeightMatrix)
+                    else VectorMoments(block, form)
+                    for block in form.weight_blocks()
+                ]
+        slopes = self._tracer.loss_slopes(measured)
+        for one in self.moments[unit]:
+            one.add(rows, slopes)
+        nothing = rows.example.new_empty(len(rows), 0)
+        return LayerGradients(Dense(form.parameters, "", 0), DenseRows(nothing))
+
+
+def measure_moments(tracer: Tracer, sample: Iterable[Any], device: torch.device) -> MomentsSoon:
+    """The moments of all units' loss gradients over some batches; one pass forward and back.
+
+    Of a weight, left = sum g g^T / rows and right = sum x x^T / positions, so that products of their
+    eigenvalues have the size of the Fisher matrix.
+    """
+    found = MomentsSoon(tracer)
+    for batch in sample:
+        found.rows += batch_size(batch)
+        losses = tracer.run(batch, device=device, soon=found).measured.losses
+        if not bool(losses.isfinite().all()):
+            raise CaptureError(
+                "the loss of a row that the basis is found with is not a number",
+                found=f"losses {losses.detach().tolist()[:8]}",
+                fix="look at the data, or capture an earlier checkpoint: training diverged",
+            )
+    if not found.rows:
+        raise CaptureError("there are no rows to find a basis with", fix="check the loader")
+    return found
+
 
 FIRST_ROWS = 128
 """Rows whose moments are kept: on a CNN of 3 x 32 x 32 EK-FAC's ranks by those of 32, 64 and 128 rows

@@ -1,4 +1,4 @@
-"""Making the rows of a compressed capture: coordinates as the backward pass comes by, then few bits."""
+"""Rows of a compressed capture: coordinates made during the backward pass, then few bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from gradkeep.capturing._audit import RowAudit
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import LayerKeeping, arrays_of
-from gradkeep.capturing._row_making import MadeRows
-from gradkeep.capturing._row_values import measured_values, seeing_outputs, vectors
+from gradkeep.capturing._row_making import MadeRows, measured_values, seeing_outputs, vectors
 from gradkeep.capturing._tracer import DENSE_RULES
-from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
 from gradkeep.factors._dense import Dense, DenseRows
 
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gradkeep.capturing._basis import CaptureBasis
     from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._tracer import Tracer
-    from gradkeep.capturing.coordinates._basis import CaptureBasis
-    from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Measured
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._bits import BitWidth
     from gradkeep.factors._form import AnyForm
     from gradkeep.factors._projection import LayerProjection
