@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import _moments, _replay
+from gradkeep.capturing import _moments, _row_making
 from gradkeep.query._kept_moments import KeptMoments
 
 KEY = gk.store.CaptureKey("final", "train")
@@ -116,14 +116,14 @@ def test_a_byte_budget_bounds_them(tmp_path):
 def test_an_interrupted_capture_ends_with_the_same_bytes(tmp_path, after, monkeypatch):
     loader, options = batches(size=6), {"memory_budget": "300KB"}
     captured(tmp_path / "whole", loader, **options)
-    calls, original = iter(range(150)), _replay.append_rows
+    calls, original = iter(range(150)), _row_making.RowFeed.add
 
     def torn(*given):
         if next(calls) == after:
             raise KeyboardInterrupt
         return original(*given)
 
-    monkeypatch.setattr(_replay, "append_rows", torn)
+    monkeypatch.setattr(_row_making.RowFeed, "add", torn)
     with pytest.raises(KeyboardInterrupt):
         captured(tmp_path / "torn", loader, **options)
     monkeypatch.undo()

@@ -19,8 +19,9 @@ from gradkeep.attribution.kronecker._fisher import Damping, LayerFisher
 from gradkeep.attribution.kronecker._fit import fisher_basis
 from gradkeep.capturing._audit import buffers_kept, is_steady
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
-from gradkeep.capturing._capture import capture, task_batches
+from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._loader import task_batches
 from gradkeep.capturing._moments import measure_moments
 from gradkeep.capturing._readiness import in_mode, ready
 from gradkeep.capturing.rules._layers import LayerGradients

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     BlockSize = tuple[int, int, int]
     """Groups, rows and columns of a weight."""
 
-
     from gradkeep.capturing._tracer import Traced, Tracer
 
 _LEAST_SIDE = 32

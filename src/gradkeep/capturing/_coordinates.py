@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.capturing._audit import RowAudit
-from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._keeping import LayerKeeping, arrays_of
-from gradkeep.capturing._row_making import MadeRows, measured_values, seeing_outputs, vectors
+from gradkeep.capturing._keeping import arrays_of
+from gradkeep.capturing._row_making import RowMaker, measured_values, traced_fingerprints
 from gradkeep.capturing._tracer import DENSE_RULES
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
@@ -28,17 +25,18 @@ if TYPE_CHECKING:
     from gradkeep.capturing._basis import CaptureBasis
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._keep import Keep
-    from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing._keeping import LayerKeeping
+    from gradkeep.capturing._row_making import Values
+    from gradkeep.capturing._tracer import Traced, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
     from gradkeep.factors._bits import BitWidth
-    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors._form import AnyForm, GradientRows
     from gradkeep.factors._projection import LayerProjection
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Encoding
 
 SCALE = "gradient.scale"
-_POOR = 0.3
 CODES: dict[BitWidth, Encoding] = {
     1: "plain",
     4: "plain",
@@ -72,116 +70,95 @@ class CoordinatesSoon:
         return LayerGradients(Dense(piece.form.parameters, "", values.shape[1]), DenseRows(values))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CoordinateMaker:
+@dataclass(slots=True, eq=False, kw_only=True)
+class CoordinateMaker(RowMaker):
     """Makes rows of coordinates in a basis, some bits each."""
 
     tracer: Tracer
     """Of the units that the basis has coordinates of."""
     basis: CaptureBasis
     bits: BitWidth
-    watched: dict[str, nn.Module]
     recompute: MemoryBudget | None
-    device: torch.device
-    kept: tuple[LayerKeeping, ...]
     left_out: tuple[str, ...]
-    joined: int = 1
-    audit: RowAudit | None = None
 
-    def audited(self) -> CoordinateMaker:
-        """The same, with some of its rows checked."""
+    @property
+    def joined(self) -> int:
+        """One batch: rows take long to make again."""
+        return 1
 
-        def project(unit: LayerUnit, dense: Tensor) -> Tensor:
-            form = Dense(unit.parameters, "", dense.shape[1])
-            piece = LayerGradients(form, DenseRows(dense))
-            return _values(self._soon().make(unit, piece, None))
-
-        audit = RowAudit(self.tracer.model, self.tracer.task, self.device, self.tracer, project)
-        return dataclasses.replace(self, audit=audit)
+    def project(self, unit: LayerUnit, dense: Tensor) -> Tensor:
+        """Coordinates of a unit's dense gradients, as an audit compares them."""
+        form = Dense(unit.parameters, "", dense.shape[1])
+        return _values(self._soon().make(unit, LayerGradients(form, DenseRows(dense)), None))
 
     def _soon(self) -> CoordinatesSoon:
         assert self.tracer.proofs is not None
         units = {unit: self.basis.layers[unit.name] for unit in self.tracer.units}
         return CoordinatesSoon(units, self.tracer.proofs.forms)
 
-    @property
-    def group(self) -> int:
-        """Coordinates that share a byte."""
-        return self.basis.group if self.bits == 1 else 0
-
-    @property
-    def row_bytes(self) -> float:
-        """Bytes on disk of one row's coordinates."""
-        return sum(keeping.row_bytes for keeping in self.kept)
-
-    def make(self, batch: Any, *, alone: bool = False, ids: Any = None) -> MadeRows:
-        """The coordinates and the other values of one batch."""
-        started = time.perf_counter()
+    def _pass(self, batch: Any, *, alone: bool) -> Traced:
         soon = self._soon()
         within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
         light: frozenset[nn.Module] = frozenset()
         if self.recompute is not None and not alone:
             within = self.recompute.step
             light = frozenset(m for u in soon.units if u.rule not in DENSE_RULES for m in u.modules)
-        with seeing_outputs(self.watched) as seen:
-            traced = self.tracer.run(
-                batch, soon=soon, light=light, device=self.device, within=within
-            )
-        if self.audit is not None and ids is not None:
-            losses = traced.measured.losses.detach()
-            self.audit.look(ids, batch, losses, traced, time.perf_counter() - started)
+        return self.tracer.run(batch, soon=soon, light=light, device=self.device, within=within)
+
+    def _measured(self, measured: Measured) -> Values:
+        values = measured_values(measured)
+        values.pop("token_loss", None)  # four bytes a token: often more than all coordinates
+        return values
+
+    def _keep(
+        self, traced: Traced, values: Values
+    ) -> tuple[dict[str, Any], dict[str, GradientRows]]:
+        group = self.basis.group if self.bits == 1 else 0
         with torch.no_grad():
             parts = {unit: _values(traced.pieces[unit]) for unit in self.tracer.units}
             whole = torch.cat(list(parts.values()), 1)
-            scales = bit_scales(whole, self.bits, self.group)
-            rows = {unit: self._rows(values, scales) for unit, values in parts.items()}
-        values = measured_values(traced.measured)
-        values.pop("token_loss", None)  # four bytes a token: often more than all coordinates
-        values |= vectors(seen, batch_size(batch))
+            scales = bit_scales(whole, self.bits, group)
+            rows: dict[str, GradientRows] = {
+                unit.name: BitRows(part)
+                if scales is None
+                else BitRows(packed_bits(part, scales, self.bits, group), scales)
+                for unit, part in parts.items()
+            }
         values["norm"] = torch.linalg.vector_norm(whole, dim=1).cpu().numpy()
         gradients: dict[str, Any] = {}
         for keeping in self.kept:
-            for name, tensor in keeping.form.tensors(rows[keeping.unit]).items():
+            for name, tensor in keeping.form.tensors(rows[keeping.unit.name]).items():
                 gradients[name] = tensor.cpu().numpy()
-        return MadeRows(values, gradients, {unit.name: made for unit, made in rows.items()})
+        return gradients, rows
 
-    def fingerprints(self, values: Mapping[str, Any]) -> dict[str, str]:
+    def fingerprints(self, values: Values) -> dict[str, str]:
         """Whose gradients these are, and in which basis."""
-        wanted = self.tracer.of
-        outputs = wanted == "output" or (wanted is None and "slope" in values)
-        return {
-            "of": "output" if outputs else "loss",
-            "unused": ", ".join(unit.name for unit in self.tracer.unused),
-            "skipped": ", ".join(self.left_out),
-            "basis": self.basis.fingerprint,
-            "kept": self.basis.told(self.bits),
-        }
+        facts = traced_fingerprints(self.tracer, values, self.left_out)
+        return facts | {"basis": self.basis.fingerprint, "kept": self.basis.told(self.bits)}
 
     def notes(self) -> list[str]:
         """That ranks hardly agree with those of whole gradients, where that was seen."""
         agreement = self.basis.agreement
-        if agreement is None or agreement >= _POOR:
+        if agreement is None or agreement >= 0.3:
             return []
-        told = (
-            f"ranks from what is kept agree only {agreement:.2f} with those of whole gradients on "
-            f"{self.basis.compared} rows: keep more bytes, or find the basis with more rows "
-            "(gk.Keep(..., rows=))"
-        )
-        return [told]
+        return [
+            (
+                f"ranks from what is kept agree only {agreement:.2f} with those of whole gradients on "
+                f"{self.basis.compared} rows: keep more bytes, or find the basis with more rows "
+                "(gk.Keep(..., rows=))"
+            )
+        ]
 
     def facts(self) -> list[str]:
         """What is kept, and which layers are not."""
-        kept = [f"kept {self.basis.told(self.bits)}"]
-        if not self.left_out:
-            return kept
-        some = ", ".join(self.left_out[:4]) + (" ..." if len(self.left_out) > 4 else "")
-        told = f"{len(self.left_out)} layers have no coordinate among the kept ones ({some}); "
-        return [*kept, told + "layers= chooses layers, and more bytes keep more of them"]
-
-    def _rows(self, values: Tensor, scales: Tensor | None) -> BitRows:
-        if scales is None:
-            return BitRows(values)
-        return BitRows(packed_bits(values, scales, self.bits, self.group), scales)
+        facts = [f"kept {self.basis.told(self.bits)}"]
+        if self.left_out:
+            some = ", ".join(self.left_out[:4]) + (" ..." if len(self.left_out) > 4 else "")
+            facts.append(
+                f"{len(self.left_out)} layers have no coordinate among the kept ones ({some}); "
+                "layers= chooses layers, and more bytes keep more of them"
+            )
+        return facts
 
 
 def coordinate_maker(
@@ -195,49 +172,43 @@ def coordinate_maker(
 ) -> CoordinateMaker:
     """What makes rows in a basis, unrounded without a number of bytes; other units are not watched."""
     bits: BitWidth = 32 if keep is None else keep.bits
-    tracer, whitened = prepared.tracer, basis.whitened
+    tracer = prepared.tracer
     exact = {keeping.unit: keeping for keeping in prepared.kept}
     units = [unit for unit in tracer.units if unit.name in basis.layers]
     kept: list[LayerKeeping] = []
+    packed = bits in PACKED
+    group = basis.group if packed else 0
     for unit in units:
-        size = basis.layers[unit.name].size
-        packed = bits in PACKED
+        name, size = f"{unit.name}.bits", basis.layers[unit.name].size
         scale = SCALE if packed else ""
         form = Bits(
-            unit.parameters,
-            f"{unit.name}.bits",
-            scale,
-            size,
-            bits,
-            basis.fingerprint,
-            whitened,
-            basis.group if packed else 0,
+            *(unit.parameters, name, scale, size, bits), basis.fingerprint, basis.whitened, group
         )
-        example, one = torch.zeros(1, size), torch.ones(1)
-        rows = BitRows(packed_bits(example, one, bits, form.group), one) if packed else None
-        arrays = arrays_of(unit.name, form, rows or BitRows(example), CODES[bits])
+        rows = BitRows(torch.zeros(1, size))
+        if packed:
+            rows = BitRows(packed_bits(rows.codes, torch.ones(1), bits, group), torch.ones(1))
+        arrays = arrays_of(unit.name, form, rows, CODES[bits])
         own = tuple(array for array in arrays if array.name != SCALE or not kept)
         kept.append(
-            LayerKeeping(
-                unit=unit,
+            dataclasses.replace(
+                exact[unit],
                 form=form,
                 storage="coordinates",
                 arrays=own,
                 row_bytes=sum(array.row_bytes for array in own),
-                factor_bytes=exact[unit].factor_bytes,
-                positions=exact[unit].positions,
+                tolerance=0.0,
+                places=None,
             )
         )
-    left_out = tuple(unit.name for unit in tracer.units if unit.name not in basis.layers)
     return CoordinateMaker(
-        dataclasses.replace(tracer, units=units),
-        basis,
-        bits,
-        watched,
-        recompute,
-        device,
-        tuple(kept),
-        left_out,
+        tracer=dataclasses.replace(tracer, units=units),
+        basis=basis,
+        bits=bits,
+        watched=watched,
+        recompute=recompute,
+        device=device,
+        kept=tuple(kept),
+        left_out=tuple(unit.name for unit in tracer.units if unit.name not in basis.layers),
     )
 
 

@@ -25,9 +25,10 @@ import gradkeep.store as gs
 from gradkeep import farm
 from gradkeep._progress import progress as shown
 from gradkeep._surroundings import torch_threads
-from gradkeep.capturing._batches import digests
+from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import BatchUnlikeFirst
 from gradkeep.capturing._readiness import device_of
+from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
 from gradkeep.capturing._row_making import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 from gradkeep.farm._job import packed
@@ -38,91 +39,47 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from gradkeep.capturing._capture import ReplayOrder
-    from gradkeep.capturing._replay import PartReplay
+    from gradkeep.capturing._audit import FirstRows
     from gradkeep.farm._progress import Progress
     from gradkeep.farm._run import Engine
     from gradkeep.store import CaptureKey
 
 _JOBS_EACH = 16
 """Ranges for each worker: enough that none waits long for the last one."""
-_NEAR = 1e-3
-_TOLD = ("rows", "zero", "tiny", "example")
-_ARRAYS = tuple(gs.Array(name, "int64", nan="keep") for name in _TOLD)
-"""What a range tells: how many rows, and how many of them without a gradient to speak of."""
+_COUNTS = ("rows", "zero", "tiny", "example")
+_ARRAYS = tuple(gs.Array(name, "int64", nan="keep") for name in _COUNTS)
+"""Counts of a range: rows, and rows without a gradient to speak of."""
 _UNLIKE_FIRST = -2
 """Example of a range with a batch that the choices of the first one do not fit: it was not made."""
 _PACKAGES = ("gradkeep", "torch", "numpy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowProof:
-    """What the first rows of a capture are, by which a worker knows that it makes the same."""
+class DistributedCapture:
+    """Workers of a capture: so many processes here, or those of an engine."""
 
-    contents: np.ndarray[Any, np.dtype[np.uint64]]
-    """Fingerprints of the first batch."""
-    values: dict[str, np.ndarray[Any, Any]]
-    """What was made of its first rows."""
-
-    @classmethod
-    def of(cls, first: Any, made: dict[str, Any]) -> RowProof:
-        """That of the first batch, and of the values that were made of a few of its rows."""
-        names: tuple[str, ...] = ("loss", "norm")
-        told = {name: np.asarray(made[name]) for name in names if name in made}
-        return cls(digests(first), told)
-
-    def check(self, other: RowProof) -> None:
-        """Raise unless a worker sees the same data and makes the same numbers of it."""
-        if not np.array_equal(self.contents, other.contents):
-            raise CaptureError(
-                "this worker sees other data than the process that began the capture",
-                found="other fingerprints of the first batch",
-                fix="let every worker read the same files; what was kept stays as it is",
-            )
-        for name, mine in self.values.items():
-            if not np.allclose(mine, other.values[name], rtol=_NEAR, atol=_NEAR / 10):
-                raise CaptureError(
-                    f"this worker makes another {name} of the first rows: its code is not that of "
-                    "the process that began the capture",
-                    found=np.array2string(other.values[name], precision=6),
-                    expected=np.array2string(mine, precision=6),
-                    fix="install the same versions of model, task and packages everywhere",
-                )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Crew:
-    """Who makes a capture: so many processes here, or the workers of an engine."""
-
-    order: ReplayOrder
+    request: CaptureRequest
     workers: int | None
     engine: Engine | None
 
     def threads(self) -> AbstractContextManager[None]:
-        """As many threads as each of them has: what this process makes has the bytes of theirs."""
+        """As many threads as each worker has: the bytes of this process are then those of theirs."""
         place = farm.LocalProcesses(self.workers) if self.engine is None else self.engine
         return torch_threads(place.threads)
 
     def packed(self) -> bytes:
-        """What travels to the workers: the model as it is now, the loader, the task and the choices."""
-        order = self.order
-        if device_of(order.model).type != "cpu":  # a worker may not have this device
-            order = dataclasses.replace(order, model=copy.deepcopy(order.model).cpu())
-        return packed(order)
+        """The request as it is sent: the model as it is now, the loader, the task and the choices."""
+        request = self.request
+        if device_of(request.model).type != "cpu":  # a worker may not have this device
+            request = dataclasses.replace(request, model=copy.deepcopy(request.model).cpu())
+        return packed(request)
 
-    def fill(
-        self,
-        part: PartReplay,
-        proof: RowProof,
-        *,
-        packed: bytes,
-        batch: int,
-    ) -> RowAlarms:
-        """Have all segments made that are missing; what looked wrong in their rows.
+    def fill(self, here: SegmentMaker, request: bytes) -> RowAlarms:
+        """Have all missing segments made; counts of what looked wrong in their rows.
 
-        `part` is what this process makes itself: it is ready, and local workers take seconds to be.
+        `here` is what this process makes itself: it is ready, and local workers take seconds to be.
         """
-        replay, key, schema = part.replay, part.key, part.schema
+        replay, key, schema = here.replay, here.key, here.first.schema
         if schema.num_rows is None:
             raise CaptureError(
                 "workers need to know how many rows there are",
@@ -132,21 +89,21 @@ class Crew:
         ranges = segment_ranges(
             schema.num_rows,
             schema.rows_per_segment,
-            batch=batch,
+            batch=batch_size(replay.batches.first),
             workers=size_of(self.workers, self.engine),
         )
         if len(ranges) < 2:
             return RowAlarms()  # this process makes it sooner than another would be started
         job = _RangeJob(
-            order=packed,
+            ranges,
+            request=request,
             device=device_of(replay.model),
             paths=tuple(path for path in sys.path if path),
             versions=_versions(),
             store=replay.store.location,
             durability=replay.store.durability,
             key=key,
-            ranges=ranges,
-            proof=proof,
+            expected=here.first_rows(),
         )
         title = f"capture {key.split} at {key.checkpoint}"
         with contextlib.ExitStack() as stack:
@@ -166,7 +123,7 @@ class Crew:
                     job,
                     workers=self.workers,
                     engine=self.engine,
-                    here=_RangeMaker(part, ranges),
+                    here=_RangeJob(ranges, here),
                     progress=told,
                 )
             except FarmError as error:
@@ -177,22 +134,15 @@ class Crew:
                     fix="repair what it says and run the same again: whole segments stay, and are "
                     "not made twice",
                 ) from error
-        if (np.asarray(found["example"]) == _UNLIKE_FIRST).any():
+        examples = [int(number) for number in found["example"]]
+        if _UNLIKE_FIRST in examples:
             raise BatchUnlikeFirst(
                 "a batch does not fit what was chosen on the first one",
                 fix="capture without workers=",
             )
-        return _added(found)
-
-
-def _added(counted: Any) -> RowAlarms:
-    total = RowAlarms()
-    total.rows, total.zero, total.tiny = (
-        int(np.sum(counted[name])) for name in ("rows", "zero", "tiny")
-    )
-    found = [int(number) for number in counted["example"] if number >= 0]
-    total.example = min(found, default=None)
-    return total
+        rows, zero, tiny = (int(np.sum(found[name])) for name in ("rows", "zero", "tiny"))
+        example = min((one for one in examples if one >= 0), default=None)
+        return RowAlarms(rows, zero, tiny, example)
 
 
 def segment_ranges(
@@ -232,69 +182,58 @@ def _versions() -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _RangeMaker:
-    """A job of the farm for a process whose model is ready."""
+@dataclass(slots=True, eq=False)
+class _RangeJob:
+    """A job of the farm: makes ranges of segments; the model is made ready when the first one comes."""
 
-    part: PartReplay
     ranges: Sequence[tuple[int, int]]
+    maker: SegmentMaker | GradkeepError | None = None
+    """Set in a process whose model is ready; or why it cannot be."""
+    request: bytes = b""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    paths: tuple[str, ...] = ()
+    """Where modules are found, also on other machines that see the same files."""
+    versions: dict[str, str] = field(default_factory=dict)
+    store: str = ""
+    durability: Any = None
+    key: CaptureKey | None = None
+    expected: FirstRows | None = None
 
     def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Make these ranges, and tell what looked wrong in their rows."""
+        """Make these ranges, and count what looked wrong in their rows."""
+        if self.maker is None:
+            try:
+                self.maker = self._begin()
+            except GradkeepError as error:
+                self.maker = error
+        if isinstance(self.maker, GradkeepError):
+            raise self.maker
         found = []
         for number in numbers:
             try:
-                alarms = self.part.make(range(*self.ranges[number]))
+                alarms = self.maker.make(range(*self.ranges[number]))
+                example = -1 if alarms.example is None else alarms.example
             except BatchUnlikeFirst:
-                found.append(dict(zip(_TOLD, (0, 0, 0, _UNLIKE_FIRST), strict=True)))
-                continue
-            example = -1 if alarms.example is None else alarms.example
-            told = (alarms.rows, alarms.zero, alarms.tiny, example)
-            found.append(dict(zip(_TOLD, told, strict=True)))
+                alarms, example = RowAlarms(), _UNLIKE_FIRST
+            counts = (alarms.rows, alarms.zero, alarms.tiny, example)
+            found.append(dict(zip(_COUNTS, counts, strict=True)))
         return found
 
-
-@dataclass(slots=True, eq=False)
-class _RangeJob:
-    """The same for any other process: it makes the model ready when its first range comes."""
-
-    order: bytes
-    device: torch.device
-    paths: tuple[str, ...]
-    """Where modules are found, also on other machines that see the same files."""
-    versions: dict[str, str]
-    store: str
-    durability: Any
-    key: CaptureKey
-    ranges: Sequence[tuple[int, int]]
-    proof: RowProof
-    _ready: _RangeMaker | GradkeepError | None = field(default=None, init=False)
-    """Where the job is by then; or why it cannot be."""
-
-    def __call__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Make these ranges, and tell what looked wrong in their rows."""
-        if self._ready is None:
-            try:
-                self._ready = _RangeMaker(self._begin(), self.ranges)
-            except GradkeepError as error:
-                self._ready = error
-        if isinstance(self._ready, GradkeepError):
-            raise self._ready
-        return self._ready(numbers)
-
-    def _begin(self) -> PartReplay:
+    def _begin(self) -> SegmentMaker:
         found = _versions()
         if found != self.versions:
             raise CaptureError(
                 "this worker has other packages than the process that began the capture",
-                found=", ".join(f"{name} {version}" for name, version in found.items()),
-                expected=", ".join(f"{name} {version}" for name, version in self.versions.items()),
+                found=str(found),
+                expected=str(self.versions),
                 fix="install the same versions everywhere",
             )
         sys.path += [path for path in self.paths if path not in sys.path]
-        order: ReplayOrder = pickle.loads(self.order)
+        request: CaptureRequest = pickle.loads(self.request)
         own = device_for(self.device, worker_number(), torch.cuda.device_count())
-        order.model.to(own)
+        request.model.to(own)
         store = gs.open(self.store, create=False, durability=self.durability)
-        replay = order.replay(store, resume=True, progress=False)
-        return replay.begin_part(self.key, self.proof)
+        replay = Replay(request, store, resume=True, progress=False)
+        assert self.key is not None
+        assert self.expected is not None
+        return SegmentMaker.begin(replay, self.key, self.expected)

@@ -13,12 +13,18 @@ from torch.utils.data import DataLoader
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._order import LoaderOrder, batches_within, filled_batches, order_of
-from gradkeep.capturing._sequences import documents_of, may_pack
+from gradkeep.capturing._row_making import column_choice
+from gradkeep.capturing._sequences import documents_of, may_pack, sequence_checks, unpacking_for
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from gradkeep._preview import Preview
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._row_making import ColumnChoice
     from gradkeep.capturing._sequences import SequenceChecks, Unpacking
+    from gradkeep.capturing.tasks._tasks import Task
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
 """Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""
@@ -235,3 +241,23 @@ def _taken_apart(given: Any, ids: Any) -> tuple[Any, Any]:
         return {key: value for key, value in given.items() if key != ids}, found
     at = range(len(given))[int(ids)]
     return tuple(item for place, item in enumerate(given) if place != at), found
+
+
+def task_batches(
+    loader: Iterable[Any],
+    model: nn.Module,
+    task: Task,
+    mode: Mode | None,
+    *,
+    ids: Ids | None = None,
+    columns: Any = None,
+    preview: Preview | None = None,
+) -> Batches:
+    """The batches of a loader as a task takes them: packs taken apart, tokens and labels checked."""
+    return batches_of(
+        loader,
+        ids,
+        unpacking=unpacking_for(model, task, mode),
+        checks=sequence_checks(model, task),
+        columns=column_choice(columns, preview),
+    )

@@ -444,7 +444,7 @@ def _measure(
         shaped = shapes_of(prepared, own) if shaped is None else shaped
         shaped = dataclasses.replace(shaped, prepared=prepared)
         pace = measured_pace(model, task, own, settings.of, clock, shaped.work)
-        maker = GradientMaker(prepared, {}, None, device)
+        maker = GradientMaker(prepared=prepared, kept=prepared.kept, watched={}, device=device)
         measured = measure_rows(maker, own)
         # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
         many = min(batch_size(batch), int(_QUICK_SECONDS / 4 / max(measured.seconds, 1e-6)), 256)
