@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -38,39 +37,33 @@ if TYPE_CHECKING:
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._loader import Batches
-    from gradkeep.factors._form import AnyForm
-    from gradkeep.store import BasisKey, Block, Store
+    from gradkeep.store import BasisKey, Store
 
-_AT_ONCE = 4
-"""Rows that are taken from one batch, if there are batches enough."""
-_REACH = 64
-"""Rows are looked for among so many times as many: a data set may be too long to go through."""
+_FORMAT = 1
+_PARTS = ("left", "right", "weights", "chosen")
+_BLOCKS = "blocks of "
 
 
 def sample_batches(batches: Batches, rows: int) -> Iterator[Any]:
     """About `rows` rows, a few of each of the chosen batches, which lie evenly.
 
-    Rows that lie together are taken together: they have been padded to one length.
+    Rows are looked for among 64 times as many: a data set may be too long to go through. Rows that lie
+    together are taken together: they have been padded to one length.
     """
     size = batch_size(batches.first)
     # Of a loader that does not know its rows, the first: beyond them there may be none.
-    total = rows if batches.num_rows is None else min(batches.num_rows, rows * _REACH)
+    total = rows if batches.num_rows is None else min(batches.num_rows, rows * 64)
     there = max(1, math.ceil(total / size))
-    each = min(size, max(_AT_ONCE, math.ceil(rows / there)))
+    each = min(size, max(4, math.ceil(rows / there)))
     wanted = min(there, math.ceil(rows / each))
     chosen = {int((2 * number + 1) * there / (2 * wanted)) for number in range(wanted)}
-    last = max(chosen)
     for number, (_, batch) in enumerate(batches):
         if number in chosen:
             have = batch_size(batch)
             start = (number * 7) % max(1, have - each + 1)
             yield rows_of(without_columns(batch), start, min(have, start + each))
-        if number == last:
+        if number == max(chosen):
             return
-
-
-_FORMAT = 1
-_PARTS = ("left", "right", "weights", "chosen")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +107,8 @@ class CaptureBasis:
 
     def told(self, bits: int) -> str:
         """What is kept of a row, and how far it can be trusted."""
-        white = "whitened " if self.whitened else "random "
-        kept = f"{self.size} {white}coordinates, {bits_told(bits, self.group if bits == 1 else 0)}"
+        white = "whitened" if self.whitened else "random"
+        kept = f"{self.size} {white} coordinates, {bits_told(bits, self.group if bits == 1 else 0)}"
         if self.agreement is None:
             return f"{kept}, not compared with whole gradients"
         return (
@@ -162,7 +155,7 @@ def save_basis(store: Store, key: BasisKey, basis: CaptureBasis) -> None:
             "group": basis.group,
             "agreement": basis.agreement,
             "compared": basis.compared,
-            **{f"blocks of {name}": len(layer.blocks) for name, layer in basis.layers.items()},
+            **{f"{_BLOCKS}{name}": len(layer.blocks) for name, layer in basis.layers.items()},
         },
     )
     if store.has(key):
@@ -175,52 +168,41 @@ def load_basis(store: Store, key: BasisKey) -> CaptureBasis | None:
     """The basis of that name; None if there is none, or none that was finished."""
     if not store.has(key):
         return None
-    with contextlib.suppress(NotSealed):
-        return _read(store.read(key))
-    return None
-
-
-def _read(block: Block) -> CaptureBasis:
-    facts = block.schema.fingerprints
+    try:
+        block = store.read(key)
+    except NotSealed:
+        return None
+    facts: Any = block.schema.fingerprints
     if facts.get("format") != _FORMAT:
         raise CaptureError(
             "this basis is in a format that this version does not know",
             path=block.path,
             found=facts.get("format"),
-            expected=_FORMAT,
-            fix="upgrade gradkeep",
+            fix="open it with a later gradkeep",
         )
     row = block.read_rows(np.zeros(1, np.int64), list(block.names))
     arrays = {name: torch.from_numpy(np.array(row[name])[0]) for name in block.names}
-    prefix = "blocks of "
-    counts = {
-        key.removeprefix(prefix): int(number or 0)
-        for key, number in facts.items()
-        if key.startswith(prefix)
-    }
-    agreement = facts.get("agreement")
+
+    def projection(name: str) -> BlockProjection | None:
+        parts = [arrays.get(f"{name}.{part}") for part in _PARTS]
+        return None if parts[0] is None else BlockProjection(*parts)  # type: ignore[arg-type]
+
+    layers = {}
+    for fact, count in facts.items():
+        if fact.startswith(_BLOCKS):
+            name = fact.removeprefix(_BLOCKS)
+            blocks = tuple(projection(f"{name}.{at}") for at in range(int(count or 0)))
+            layers[name] = LayerProjection(blocks)
     return CaptureBasis(
-        layers={
-            name: LayerProjection(tuple(_block(arrays, f"{name}.{at}") for at in range(count)))
-            for name, count in counts.items()
-        },
+        layers=layers,
         settings=str(facts.get("settings")),
         weights=str(facts.get("weights")),
         task=str(facts.get("task")),
         rows=int(facts.get("rows") or 0),
         group=int(facts.get("group") or 0),
-        agreement=None if agreement is None else float(agreement),
+        agreement=facts.get("agreement"),
         compared=int(facts.get("compared") or 0),
         fingerprint=str(facts.get("basis")),
-    )
-
-
-def _block(arrays: Mapping[str, torch.Tensor], name: str) -> BlockProjection | None:
-    if f"{name}.left" not in arrays:
-        return None
-    chosen = arrays.get(f"{name}.chosen")
-    return BlockProjection(
-        arrays[f"{name}.left"], arrays[f"{name}.right"], arrays[f"{name}.weights"], chosen
     )
 
 
@@ -248,44 +230,33 @@ class BasisRequest:
 def find_basis(
     request: BasisRequest, prepared: PreparedCapture, batches: Batches, device: torch.device
 ) -> CaptureBasis:
-    """The basis that the store has for these captures, or else a new one, which is put there."""
+    """The basis that the store has for these captures, or else a new one, which is put there.
+
+    A new one takes a pass over a sample of rows of the loader, forward and back, and a few more.
+    """
     found = load_basis(request.store, request.key)
     if found is not None:
         _check(request, found, prepared)
         return found
-    if request.keep is None or request.keep.basis is not None:
+    keep = request.keep
+    if keep is None or keep.basis is not None:
         raise CaptureError(
             "there is no basis to keep coordinates in",
             path=request.store.backend.describe(request.key.folder),
             fix="capture the training rows first, with keep='4KiB' and the same name=",
         )
     positions = max((keeping.positions for keeping in prepared.kept), default=1.0)
-    sample = request.keep.sample(positions, batches.num_rows)
-    made = make_basis(request, request.keep, prepared, batches, device, sample=sample)
-    save_basis(request.store, request.key, made)
-    return made
-
-
-def make_basis(
-    request: BasisRequest,
-    keep: Keep,
-    prepared: PreparedCapture,
-    batches: Batches,
-    device: torch.device,
-    *,
-    sample: int,
-) -> CaptureBasis:
-    """A basis from a sample of rows of the loader; a pass over them, forward and back, and a few more."""
+    rows = keep.sample(positions, batches.num_rows)
     tracer, every = prepared.tracer, list(prepared.tracer.units)
     if not request.chosen:
         tracer = dataclasses.replace(tracer, units=worth_keeping(every, keep))
-    forms = [prepared.pieces[unit].form for unit in tracer.units]
-    moments = measure_moments(tracer, _sample(request, batches, sample, forms), device)
+    held = moment_bytes(prepared.pieces[unit].form for unit in tracer.units)
+    moments = measure_moments(tracer, _sample(request, batches, rows, int(held)), device)
     agreement, compared = None, 0
     if keep.whitened:
         layers = leading_layers(moments, keep, every)
         chosen = choose_coordinates(layers, keep)
-        again = _sample(request, batches, sample, forms)
+        again = _sample(request, batches, rows, int(held))
         agreement, compared = measure_agreement(
             tracer, again, layers, chosen, keep, device, budget=request.budget
         )
@@ -297,7 +268,7 @@ def make_basis(
             found=f"{keep.room} bytes of {format_bytes(keep.row_bytes)}",
             fix="keep more bytes, or choose fewer layers with layers=",
         )
-    return CaptureBasis(
+    basis = CaptureBasis(
         layers={unit.name: projection for unit, projection in chosen.layers.items()},
         group=chosen.group,
         settings=keep.described(),
@@ -307,16 +278,15 @@ def make_basis(
         agreement=agreement,
         compared=compared,
     )
+    save_basis(request.store, request.key, basis)
+    return basis
 
 
-def _sample(
-    request: BasisRequest, batches: Batches, rows: int, forms: list[AnyForm]
-) -> Iterator[Any]:
+def _sample(request: BasisRequest, batches: Batches, rows: int, held: int) -> Iterator[Any]:
     """Some rows, no more at once than fit the budget beside the moments."""
-    if request.budget is None:
-        yield from sample_batches(batches, rows)
-        return
-    most = rows_within(request.budget, request.footprint, beside=int(moment_bytes(forms)))
+    most = rows
+    if request.budget is not None:
+        most = rows_within(request.budget, request.footprint, beside=held)
     for batch in sample_batches(batches, rows):
         count = batch_size(batch)
         for start in range(0, count, most):
@@ -324,14 +294,13 @@ def _sample(
 
 
 def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture) -> None:
-    path = request.store.backend.describe(request.key.folder)
-    keep = request.keep
+    path, keep = request.store.backend.describe(request.key.folder), request.keep
     if keep is not None and found.settings != keep.described():
         raise CaptureError(
             f"captures called {request.key.capture!r} are kept in another way at this checkpoint",
             path=path,
-            found=_told(found.settings),
-            expected=_told(keep.described()),
+            found=re.sub(r"[{}\"]", "", found.settings),
+            expected=re.sub(r"[{}\"]", "", keep.described()),
             fix="pass the same keep=, or another name= for another way",
         )
     if found.weights != request.weights and (keep is None or keep.basis is None):
@@ -344,24 +313,20 @@ def _check(request: BasisRequest, found: CaptureBasis, prepared: PreparedCapture
         raise CaptureError(
             "the basis was found with another task", path=path, found=found.task, fix="pass name="
         )
-    sizes = {
-        unit.name: [(b.groups, b.rows, b.cols) for b in piece.form.weight_blocks()]
-        for unit, piece in prepared.pieces.items()
-    }
     for name, layer in found.layers.items():
+        piece = next((p for unit, p in prepared.pieces.items() if unit.name == name), None)
+        own = (
+            []
+            if piece is None
+            else [(b.groups, b.rows, b.cols) for b in piece.form.weight_blocks()]
+        )
         for at, block in enumerate(layer.blocks):
-            if block is None:
-                continue
-            sides = (block.left.shape[0], block.left.shape[1], block.right.shape[1])
-            if name not in sizes or len(sizes[name]) <= at or sizes[name][at] != sides:
+            sides = block and (*block.left.shape[:2], block.right.shape[1])
+            if sides is not None and own[at : at + 1] != [sides]:
                 raise CaptureError(
                     f"the basis does not fit layer {name} of this model",
                     path=path,
-                    found=sizes.get(name, "no such layer, or one that was not chosen"),
+                    found=own or "no such layer, or one that was not chosen",
                     expected=sides,
                     fix="capture the model that the basis was found with, or pass name=",
                 )
-
-
-def _told(settings: str) -> str:
-    return re.sub(r"[{}\"]", "", json.dumps(json.loads(settings), sort_keys=True))

@@ -220,28 +220,27 @@ def random_coordinates(found: MomentsSoon, keep: Keep) -> ChosenCoordinates:
 
 def _random(block: WeightBlock, side: int, keep: Keep, name: str, at: int) -> BlockProjection:
     draws = _draws(keep.seed, name, at)
-    high, wide = min(side, block.rows), min(side, block.cols)
-    make = _normal if keep.coordinates == "random" else _signs
-    left = make((block.groups, block.rows, high), draws)
-    right = make((block.groups, block.cols, wide), draws)
-    return BlockProjection(left, right, torch.ones(1, block.groups * high * wide))
+    left, right = (
+        _random_side(
+            (block.groups, size, min(side, size)), draws, signs=keep.coordinates != "random"
+        )
+        for size in (block.rows, block.cols)
+    )
+    return BlockProjection(
+        left, right, torch.ones(1, left.shape[2] * right.shape[2] * block.groups)
+    )
 
 
-def _normal(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
+def _random_side(shape: tuple[int, int, int], draws: torch.Generator, *, signs: bool) -> Tensor:
+    """Normal numbers; or every entry goes to one random place with a random sign."""
     groups, size, to = shape
     if to == size:
         return torch.eye(size).expand(groups, size, size).contiguous()
-    return torch.randn(shape, generator=draws) / math.sqrt(to)
-
-
-def _signs(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
-    """Every entry goes to one random place with a random sign."""
-    groups, size, to = shape
-    if to == size:
-        return torch.eye(size).expand(groups, size, size).contiguous()
+    if not signs:
+        return torch.randn(shape, generator=draws) / math.sqrt(to)
     places = torch.randint(to, (groups, size, 1), generator=draws)
-    signs = torch.randint(2, (groups, size, 1), generator=draws).mul(2).sub(1).float()
-    return torch.zeros(shape).scatter_(2, places, signs)
+    drawn = torch.randint(2, (groups, size, 1), generator=draws).mul(2).sub(1).float()
+    return torch.zeros(shape).scatter_(2, places, drawn)
 
 
 def block_sizes(forms: Iterable[AnyForm]) -> list[BlockSize]:
@@ -369,6 +368,7 @@ _HELD = 512 << 20
 compared."""
 
 
+@torch.no_grad()
 def measure_agreement(
     tracer: Tracer,
     sample: Iterable[Any],
@@ -382,8 +382,8 @@ def measure_agreement(
     """The mean over rows of the rank correlation of kept and full scores of all others, and how many.
 
     The full score of a layer is that of its leading coordinates, weighed as they are kept, and of the
-    rest of the gradient with the mean eigenvalue of the rest. What is asked about is not rounded. Of
-    a `budget` of bytes at most a half is taken.
+    rest of the gradient with the mean eigenvalue of the rest. Queries are not rounded. Of a `budget`
+    of bytes at most a half is taken.
     """
     parts: list[Traced] = []
     rows, size = 0, sum(4 * unit.size for unit in tracer.units)
@@ -391,28 +391,16 @@ def measure_agreement(
     if _LEAST * size > held:
         return None, 0
     for batch in sample:
-        traced = tracer.run(batch, device=device)
-        parts.append(traced)
-        rows += len(traced.measured.losses)
+        with torch.enable_grad():
+            parts.append(tracer.run(batch, device=device))
+        rows += len(parts[-1].measured.losses)
         if rows >= _MOST or (rows + 4) * size > held:
             break
     if rows < _LEAST:
         return None, rows
-    return _compared(parts, rows, tracer, layers, chosen, keep), rows
-
-
-@torch.no_grad()
-def _compared(
-    parts: list[Traced],
-    rows: int,
-    tracer: Tracer,
-    layers: Mapping[LayerUnit, LeadingLayer],
-    chosen: ChosenCoordinates,
-    keep: Keep,
-) -> float:
     full = torch.zeros(rows, rows, dtype=torch.float64)
     for unit in tracer.units:
-        full += _full(parts, unit, layers.get(unit), keep).double().cpu()
+        full += _full_scores(parts, unit, layers.get(unit), keep).double().cpu()
     kept = torch.cat(
         [
             torch.cat([_coordinates(part, unit, projection) for part in parts])
@@ -425,18 +413,21 @@ def _compared(
     if slopes[0] is not None:
         share = torch.cat([slope.double().cpu() for slope in slopes if slope is not None])
         full, scores = full * share, scores * share
+    others = ~torch.eye(rows, dtype=torch.bool)
     found = [
-        rank_correlation(_other_values(full[row], row), _other_values(scores[row], row))
+        rank_correlation(full[row, others[row]].numpy(), scores[row, others[row]].numpy())
         for row in range(rows)
     ]
-    return sum(found) / rows
+    return sum(found) / rows, rows
 
 
-def _full(parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep: Keep) -> Tensor:
+def _full_scores(
+    parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep: Keep
+) -> Tensor:
     """The scores `[S, S]` of one layer."""
     form = parts[0].pieces[unit].form
     dense = torch.cat([form.restore(part.pieces[unit].rows.widened()) for part in parts])
-    if layer is None or not keep.whitened or layer.mean <= 0:
+    if layer is None or layer.mean <= 0:
         return pairwise(dense, dense)
     added = keep.damping * layer.mean
     out = pairwise(dense, dense) / (layer.rest + added)
@@ -461,7 +452,3 @@ def _rounded(values: Tensor, keep: Keep, group: int) -> Tensor:
     assert scales is not None
     form = Bits((), "", "scale", values.shape[1], keep.bits, group=group)
     return form.restore(BitRows(packed_bits(values, scales, keep.bits, group), scales))
-
-
-def _other_values(values: Tensor, row: int) -> Any:
-    return torch.cat([values[:row], values[row + 1 :]]).numpy()

@@ -24,7 +24,14 @@ from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
-from gradkeep.capturing.rules._rules import LayerUnit, holder_that_ran, unit_gradients, watched
+from gradkeep.capturing.rules._rules import (
+    LayerUnit,
+    calls_by_module,
+    calls_of,
+    holder_that_ran,
+    unit_gradients,
+    watched,
+)
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -44,78 +51,55 @@ if TYPE_CHECKING:
 
 
 def told_of_gradients(
-    target: Tensor, units: Sequence[LayerUnit], tell: Callable[[LayerUnit, Tensor], None]
+    target: Tensor, units: Sequence[LayerUnit], callback: Callable[[LayerUnit, Tensor], None]
 ) -> list[LayerUnit]:
-    """Tell of each unit's gradient `[P]` of a scalar, and give the units that have none.
+    """Give each unit's gradient `[P]` of a scalar to the callback; returns the units that have none.
 
-    A unit is told of when the gradients of all its weights are there; those whose weights do not all
-    take part come last. Nothing but what is told is held: a model's gradients take as much as it does.
-    Only of what stands in for other weights, as for those of 16 bits, all gradients come at once.
+    A unit's turn comes when the gradients of all its weights are there; units whose weights do not all
+    take part come last. Nothing else is held: a model's gradients take as much as it does. Only the
+    gradients of stand-ins, as for 16-bit weights, come all at once.
     """
     standing_in = [unit for unit in units if has_torch_function(unit.weights)]
-    unused = _all_at_once(target, standing_in, tell)
-    leaves = [unit for unit in units if unit not in standing_in]
-    unused += _one_by_one(target, leaves, tell) if leaves else []
-    return [unit for unit in units if unit in unused]
-
-
-def _all_at_once(
-    target: Tensor, units: Sequence[LayerUnit], tell: Callable[[LayerUnit, Tensor], None]
-) -> list[LayerUnit]:
-    weights = [weight for unit in units for weight in unit.weights]
-    if not weights:
-        return []
-    gradients = torch.autograd.grad(target, weights, retain_graph=True, allow_unused=True)
-    there = {w: g for w, g in zip(weights, gradients, strict=True) if g is not None}
-    used = [unit for unit in units if any(weight in there for weight in unit.weights)]
-    with torch.no_grad():
-        for unit in used:
-            tell(unit, _flat(unit, there))
-    return [unit for unit in units if unit not in used]
-
-
-def _one_by_one(
-    target: Tensor, units: Sequence[LayerUnit], tell: Callable[[LayerUnit, Tensor], None]
-) -> list[LayerUnit]:
+    there: dict[LayerUnit, dict[Tensor, Tensor]] = {}
+    done: set[LayerUnit] = set()
+    weights = [weight for unit in standing_in for weight in unit.weights]
     owners = {weight: unit for unit in units for weight in unit.weights}
-    there: dict[LayerUnit, dict[nn.Parameter, Tensor]] = {}
+    if weights:
+        gradients = torch.autograd.grad(target, weights, retain_graph=True, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                there.setdefault(owners[weight], {})[weight] = gradient
 
     @torch.no_grad()
-    def arrived(weight: Tensor) -> None:
-        unit = owners[weight]  # type: ignore[index]  # a leaf's hook is given the leaf
-        own = there.setdefault(unit, {})
-        assert weight.grad is not None
-        own[weight], weight.grad = weight.grad, None  # type: ignore[index]
-        if len(own) == len(unit.weights):
-            tell(unit, _flat(unit, there.pop(unit)))
-            done.add(unit)
+    def finish(unit: LayerUnit) -> None:
+        own = there.pop(unit)
+        parts = [
+            # To dense: of embeddings with sparse=True.
+            (own[w].to_dense() if w in own else torch.zeros_like(w)).reshape(-1)
+            for w in unit.weights
+        ]
+        done.add(unit)
+        callback(unit, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    done: set[LayerUnit] = set()
-    before = {weight: weight.grad for weight in owners}
+    def arrived(weight: Tensor) -> None:
+        own = there.setdefault(owners[weight], {})  # type: ignore[index]  # a hook gets the leaf
+        assert weight.grad is not None
+        own[weight], weight.grad = weight.grad, None
+        if len(own) == len(owners[weight].weights):  # type: ignore[index]
+            finish(owners[weight])  # type: ignore[index]
+
+    leaves = [weight for weight, unit in owners.items() if unit not in standing_in]
     with contextlib.ExitStack() as stack:
-        for weight in owners:
+        for weight in leaves:
+            stack.callback(setattr, weight, "grad", weight.grad)
             weight.grad = None
             handle = weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
             stack.callback(handle.remove)
-        try:
-            torch.autograd.backward(target, inputs=list(owners))
-        finally:
-            for weight, gradient in before.items():
-                weight.grad = gradient
+        if leaves:
+            torch.autograd.backward(target, inputs=leaves)
     for unit in [unit for unit in units if unit in there]:
-        tell(unit, _flat(unit, there.pop(unit)))
-        done.add(unit)
+        finish(unit)
     return [unit for unit in units if unit not in done]
-
-
-def _flat(unit: LayerUnit, own: dict[nn.Parameter, Tensor]) -> Tensor:
-    parts = [
-        own[weight].to_dense().reshape(-1)  # of embeddings with sparse=True
-        if weight in own
-        else torch.zeros_like(weight).reshape(-1)
-        for weight in unit.weights
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 Uncovered = Literal["dense", "error", "skip"]
@@ -160,99 +144,155 @@ def choose_rules(
     Cost: one forward and two backward passes, and for what only the last resort covers, one pass
     per sample. Of autograd's gradients one layer's is held at a time, and those that no factors give.
     """
-    rows = batch_size(batch)
     modules = [*watched(units), *tracer.model.modules()]
-    with _seeing_precision() as precision:
+    dtypes: set[torch.dtype] = set()  # of what autograd saves: parts of a model may use fewer bits
+
+    def pack(tensor: Tensor) -> Tensor:
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         measured, target, calls = tracer.forward(modules, batch)
-    tolerance = precision.tolerance(target.dtype)
-    weights = torch.rand(rows, generator=torch.Generator().manual_seed(0)).add_(0.5).to(target)
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point} | {target.dtype}
     fill(calls, target, retain=True)
-    by_module: dict[nn.Module, list[LayerCall]] = {}
-    for call in calls:
-        by_module.setdefault(call.module, []).append(call)
-    truths: dict[LayerUnit, torch.Tensor] = {}
-    found: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
-
-    def arrived(unit: LayerUnit, truth: torch.Tensor) -> None:
-        if unit.name not in single and not is_shared(unit, by_module, rows):
-            ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
-            cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
-            settled = _first_that_fits(cheap, by_module, truth, weights, rows, tolerance)
-            if settled is not None:
-                found[unit] = settled
-                return
-        truths[unit] = truth  # of what runs the layer once more, when the pass is over
-
-    unused = told_of_gradients((target * weights).sum(), units, arrived)
-    left: list[LayerUnit] = []
-    for unit, truth in truths.items():
-        if unit.name in single:
-            left.append(unit)
-            continue
-        if is_shared(unit, by_module, rows):
-            shared = _spread(tracer, unit, truth, weights, batch, target, tolerance)
-            if shared is not None:
-                found[unit] = shared
-                continue
-        with torch.no_grad():
-            ways = ways_to_capture(tracer.model, unit, by_module, rows=rows)
-            settled = _first_that_fits(ways, by_module, truth, weights, rows, tolerance)
-        if settled is None:
-            left.append(unit)
-        else:
-            found[unit] = settled
-    used = [unit for unit in units if unit in found or unit in truths]
-    dense = [unit for unit in used if unit in left or found[unit][0].rule in DENSE_RULES]
-    if dense and uncovered != "dense":
-        if uncovered == "error":
-            raise _uncovered(dense)
+    search = _RuleSearch(
+        tracer,
+        batch,
+        target,
+        calls_by_module(calls),
+        tolerance=max(_TOLERANCE.get(dtype, _LOW) for dtype in floating),
+    )
+    search.single = single
+    unused = told_of_gradients((target * search.weights).sum(), units, search.arrived)
+    found, last_resort = search.rules, search.try_dense()
+    used = [unit for unit in units if unit in found or unit in search.truths]
+    dense = [unit for unit in used if unit in last_resort or found[unit][0].rule in DENSE_RULES]
+    if dense and uncovered == "error":
+        raise CaptureError(
+            "some parameters are covered by no factor rule",
+            found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
+            expected="layers with a rule: linear, convolution, embedding, normalisation",
+            fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
+        )
+    if dense and uncovered == "skip":
         for unit in dense:
             found.pop(unit, None)
-        left = []
-    if left:
-        found |= _by_the_last_resort(tracer, left, truths, weights, batch, tolerance)
+    elif last_resort:
+        search.try_whole_model(last_resort)
     return ChosenRules(
         units=tuple(found[unit][0] for unit in used if unit in found),
         pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
-        patterns={rule: _pattern(rule, by_module, rows) for rule, _ in found.values()},
+        patterns={
+            rule: call_pattern(
+                calls_of(rule, search.calls), search.rows, spread=rule.axis == "shared"
+            )
+            for rule, _ in found.values()
+        },
         unused=tuple(unused),
-        aside=frozenset(unit for unit in unused if passed(unit, by_module)),
+        aside=frozenset(unit for unit in unused if passed(unit, search.calls)),
         skipped=tuple(dense) if uncovered == "skip" else (),
-        tolerance=tolerance,
+        tolerance=search.tolerance,
         example=target.detach(),
         tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
 
 
-@dataclass(slots=True)
-class _Precision:
-    """The dtypes of what autograd saves: a model may compute parts of itself with fewer bits."""
+class _RuleSearch:
+    """Tries the ways to capture each unit against autograd's gradient, on one batch."""
 
-    dtypes: set[torch.dtype]
+    def __init__(
+        self,
+        tracer: Tracer,
+        batch: Any,
+        target: Tensor,
+        calls: dict[nn.Module, list[LayerCall]],
+        *,
+        tolerance: float,
+    ) -> None:
+        self.tracer, self.batch, self.target, self.calls = tracer, batch, target, calls
+        self.tolerance, self.rows = tolerance, batch_size(batch)
+        draws = torch.rand(self.rows, generator=torch.Generator().manual_seed(0))
+        self.weights = draws.add_(0.5).to(target)
+        self.single: Collection[str] = ()
+        self.rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
+        self.truths: dict[LayerUnit, Tensor] = {}
+        """Autograd's gradients of the units that no factors give."""
 
-    def tolerance(self, own: torch.dtype) -> float:
-        """The relative error of the least precise dtype."""
-        known = {dtype for dtype in self.dtypes if dtype.is_floating_point} | {own}
-        return max(_TOLERANCE.get(dtype, _LOW) for dtype in known)
+    def arrived(self, unit: LayerUnit, truth: Tensor) -> None:
+        """Try the factor rules on a unit whose gradient is there; others wait for the end of the pass."""
+        if unit.name not in self.single and not is_shared(unit, self.calls, self.rows):
+            ways = ways_to_capture(self.tracer.model, unit, self.calls, rows=self.rows)
+            cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
+            if self._try(unit, cheap, truth):
+                return
+        self.truths[unit] = truth
 
+    def try_dense(self) -> list[LayerUnit]:
+        """Try the ways that run a layer once more; returns the units that none of them fits."""
+        rest = []
+        for unit, truth in self.truths.items():
+            if unit.name not in self.single:
+                if is_shared(unit, self.calls, self.rows) and self._try_spread(unit, truth):
+                    continue
+                with torch.no_grad():
+                    ways = ways_to_capture(self.tracer.model, unit, self.calls, rows=self.rows)
+                    if self._try(unit, ways, truth):
+                        continue
+            rest.append(unit)
+        return rest
 
-@contextlib.contextmanager
-def _seeing_precision() -> Iterator[_Precision]:
-    seen = _Precision(set())
+    def _try(self, unit: LayerUnit, ways: Iterable[LayerUnit], truth: Tensor) -> bool:
+        for way in ways:
+            try:
+                piece = unit_gradients(way, calls_of(way, self.calls), rows=self.rows)
+                is_right = self._fits(piece, truth)
+            except _OTHER_WAYS:
+                # A layer that is called in another way than its rule or its first sample expects:
+                # the next way is tried, and the last one works for every model.
+                continue
+            if is_right:
+                self.rules[unit] = way, piece
+                return True
+        return False
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.dtypes.add(tensor.dtype)
-        return tensor
+    def _try_spread(self, unit: LayerUnit, truth: Tensor) -> bool:
+        """Spread the unit's output to all samples, if the model then says and learns the same."""
+        way = dataclasses.replace(unit, axis="shared")
+        alone = dataclasses.replace(self.tracer, units=[way])
+        try:
+            _, again, calls = alone.forward(list(unit.modules), self.batch)
+            if not torch.equal(again, self.target):
+                return False
+            fill(calls, again)
+            with torch.no_grad():
+                piece = unit_gradients(way, calls, rows=self.rows)
+                is_right = self._fits(piece, truth)
+        except _OTHER_WAYS:
+            return False
+        if is_right:
+            self.rules[unit] = way, piece
+        return is_right
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield seen
+    def try_whole_model(self, units: Sequence[LayerUnit]) -> None:
+        """The last resort: one pass over the model for each sample."""
+        whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
+        tracer, rows = self.tracer, self.rows
+        pieces = whole_model_gradients(
+            list(whole), tracer.target, tracer.model, self.batch, rows=rows
+        )
+        for way, piece in pieces.items():
+            if not self._fits(piece, self.truths[whole[way]]):
+                raise CaptureError(
+                    f"layer {way.name}: the gradients of single samples do not add up to the batch's",
+                    found="samples that influence each other, or randomness in the model",
+                    expected="a loss per sample that depends on that sample alone",
+                    fix="capture in eval mode (mode='eval'), without statistics over the batch",
+                )
+            self.rules[whole[way]] = way, piece
 
-
-def _pattern(
-    rule: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int
-) -> tuple[Any, ...]:
-    own = [call for module in dict.fromkeys(rule.modules) for call in calls.get(module, ())]
-    return call_pattern(own, rows, spread=rule.axis == "shared")
+    def _fits(self, piece: LayerGradients, truth: Tensor) -> bool:
+        weights = self.weights.unsqueeze(0).to(piece.rows.example)
+        return fits(piece.form.weighted_sum(piece.rows, weights)[0], truth, self.tolerance)
 
 
 def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
@@ -261,54 +301,6 @@ def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: in
         return False
     own = [call for module in unit.modules for call in calls.get(module, ())]
     return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
-
-
-def _spread(
-    tracer: Tracer,
-    unit: LayerUnit,
-    truth: torch.Tensor,
-    weights: torch.Tensor,
-    batch: Any,
-    target: torch.Tensor,
-    tolerance: float,
-) -> tuple[LayerUnit, LayerGradients] | None:
-    """The unit with its output spread to all samples, if the model then says and learns the same."""
-    rows = batch_size(batch)
-    candidate = dataclasses.replace(unit, axis="shared")
-    alone = dataclasses.replace(tracer, units=[candidate])
-    try:
-        _, again, calls = alone.forward(list(unit.modules), batch)
-        if not torch.equal(again, target):
-            return None
-        fill(calls, again)
-        with torch.no_grad():
-            piece = unit_gradients(candidate, calls, rows=rows)
-            total = _weighted_sum(piece, weights)
-    except _OTHER_WAYS:
-        return None
-    return (candidate, piece) if fits(total, truth, tolerance) else None
-
-
-def _first_that_fits(
-    ways: Iterable[LayerUnit],
-    calls: dict[nn.Module, list[LayerCall]],
-    truth: torch.Tensor,
-    weights: torch.Tensor,
-    rows: int,
-    tolerance: float,
-) -> tuple[LayerUnit, LayerGradients] | None:
-    for candidate in ways:
-        own = [call for module in dict.fromkeys(candidate.modules) for call in calls[module]]
-        try:
-            piece = unit_gradients(candidate, own, rows=rows)
-            total = _weighted_sum(piece, weights)
-        except _OTHER_WAYS:
-            # A layer that is called in another way than its rule or its first sample expects:
-            # the next way is tried, and the last one works for every model.
-            continue
-        if fits(total, truth, tolerance):
-            return candidate, piece
-    return None
 
 
 def ways_to_capture(
@@ -335,35 +327,6 @@ def ways_to_capture(
             yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
 
 
-def _by_the_last_resort(
-    tracer: Tracer,
-    units: Sequence[LayerUnit],
-    truths: dict[LayerUnit, torch.Tensor],
-    weights: torch.Tensor,
-    batch: Any,
-    tolerance: float,
-) -> dict[LayerUnit, tuple[LayerUnit, LayerGradients]]:
-    rows = batch_size(batch)
-    whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
-    pieces = whole_model_gradients(list(whole), tracer.target, tracer.model, batch, rows=rows)
-    found = {}
-    for unit, piece in pieces.items():
-        total = _weighted_sum(piece, weights)
-        if not fits(total, truths[whole[unit]], tolerance):
-            raise CaptureError(
-                f"layer {unit.name}: the gradients of single samples do not add up to the batch's",
-                found="samples that influence each other, or randomness in the model",
-                expected="a loss per sample that depends on that sample alone",
-                fix="capture in eval mode (mode='eval'), without statistics over the batch",
-            )
-        found[whole[unit]] = (unit, piece)
-    return found
-
-
-def _weighted_sum(piece: LayerGradients, weights: torch.Tensor) -> torch.Tensor:
-    return piece.form.weighted_sum(piece.rows, weights.unsqueeze(0).to(piece.rows.example))[0]
-
-
 def fits(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
     """Whether a captured sum is autograd's, up to rounding."""
     if found.shape != truth.shape:
@@ -374,16 +337,6 @@ def fits(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
     if error <= tolerance * scale:
         return True
     return bool(torch.equal(found.isfinite(), truth.isfinite()) and not truth.isfinite().all())
-
-
-def _uncovered(units: Sequence[LayerUnit]) -> CaptureError:
-    names = ", ".join(f"{unit.name} ({unit.type})" for unit in units)
-    return CaptureError(
-        "some parameters are covered by no factor rule",
-        found=names,
-        expected="layers with a rule: linear, convolution, embedding, normalisation",
-        fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
-    )
 
 
 PROOF_ROWS = 16
@@ -426,7 +379,7 @@ class RuleProofs:
                 found[unit] = unit  # one sample at a time, whatever the batch is
                 continue
             known = self._rules[unit]
-            pattern = call_pattern(_own(unit, calls), rows)
+            pattern = call_pattern(calls_of(unit, calls), rows)
             if pattern not in known:
                 return None
             found[unit] = known[pattern]
@@ -478,7 +431,7 @@ class RuleProofs:
             if unit.rule == "whole":
                 continue
             known = self._rules[unit]
-            pattern = call_pattern(_own(unit, calls), rows)
+            pattern = call_pattern(calls_of(unit, calls), rows)
             before = known.get(pattern)
             if before is not None and rule is not None and not _is_same_rule(before, rule):
                 contradicted.append(unit.name)
@@ -498,10 +451,6 @@ class RuleProofs:
         )
         error.candidates = frozenset(unit.name for unit in candidates)
         return error
-
-
-def _own(unit: LayerUnit, calls: Calls) -> list[LayerCall]:
-    return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
 def _is_same_rule(one: LayerUnit, other: LayerUnit) -> bool:

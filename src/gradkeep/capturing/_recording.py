@@ -17,12 +17,19 @@ from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
 from gradkeep.capturing._readiness import in_mode
-from gradkeep.capturing._recording_checks import LossProbe, SampleProbe, WeightGradients
+from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
 from gradkeep.capturing._row_making import arrays_for, norms, plain
 from gradkeep.capturing.rules._layers import SAMPLE_AXES, possible
-from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, unit_gradients, units_of
+from gradkeep.capturing.rules._rules import (
+    DENSE_RULES,
+    HINT,
+    calls_by_module,
+    calls_of,
+    unit_gradients,
+    units_of,
+)
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.query._layers import select_layers
@@ -30,7 +37,7 @@ from gradkeep.remat import budget_is_active
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -96,45 +103,25 @@ class GradientRecording:
     @contextlib.contextmanager
     def _checking(self, calls: list[LayerCall], rows: int) -> Iterator[WeightGradients]:
         """Check the step that runs inside of the block, if its turn has come or its shapes are new."""
-        step, new = self._step, False
+        step = self._step
         # A step of every power of two, too: early steps are cheap to lose, late ones are many.
         scheduled = step < _PROBED_STEPS or step % _EVERY == 0 or step.bit_count() == 1
-
-        def probed() -> bool:
-            nonlocal new
-            new = new or self._is_new(calls, rows)
-            return scheduled or new
-
-        def summed() -> bool:
-            return step < _SUMMED_STEPS or probed()
-
+        probed = _Turn(functools.partial(self._is_new, calls, rows), scheduled)
+        summed = _Turn(probed, step < _SUMMED_STEPS)
         sums = WeightGradients(self._units, wanted=summed)
+        axes = functools.partial(self._axes_by_module, rows=rows)
         with contextlib.ExitStack() as stack:
             stack.enter_context(sums.collecting())
             # Probes run the model and the loss again, which a budget's plan does not expect.
             if rows > 1 and not budget_is_active():
-                sample = (step * 7) % rows
-                probe = SampleProbe(
-                    self._model,
-                    calls,
-                    rows=rows,
-                    sample=sample,
-                    axes=functools.partial(self._axes_by_module, rows=rows),
-                    wanted=probed,
-                    batch_first=self._batch_first,
-                )
+                probes = ProbedStep(self._model, calls, rows, (step * 7) % rows, axes)
+                sample = SampleProbe(probes, wanted=probed, batch_first=self._batch_first)
                 # A loop may call parts of the model by themselves; hooks on all of them take time.
                 modules = self._model.modules() if scheduled else [self._model]
-                stack.enter_context(probe.watching(modules))
+                stack.enter_context(sample.watching(modules))
                 if scheduled:
-                    loss = LossProbe(
-                        calls,
-                        [module for unit in self._units for module in unit.modules],
-                        rows=rows,
-                        sample=sample,
-                        axes=functools.partial(self._axes_by_module, rows=rows),
-                        unproved=self._warn_unproved,
-                    )
+                    own = [module for unit in self._units for module in unit.modules]
+                    loss = LossProbe(probes, own, unproved=self._warn_unproved)
                     stack.enter_context(loss.watching())
             yield sums
 
@@ -150,9 +137,7 @@ class GradientRecording:
         self, calls: Sequence[LayerCall], *, rows: int
     ) -> dict[nn.Module, SampleAxis]:
         """How samples lie in the calls of each module, where their shapes tell."""
-        by_module: dict[nn.Module, list[LayerCall]] = {}
-        for call in calls:
-            by_module.setdefault(call.module, []).append(call)
+        by_module = calls_by_module(calls)
         units = [unit for unit in self._units if any(m in by_module for m in unit.modules)]
         try:
             axes = self._axes(by_module, rows, units)
@@ -301,6 +286,18 @@ class GradientRecording:
             self._writer.__exit__(RuntimeError, RuntimeError("abandoned"), None)
 
 
+@dataclasses.dataclass(slots=True)
+class _Turn:
+    """Whether it is a check's turn: always, or once something says so."""
+
+    ask: Callable[[], bool]
+    now: bool
+
+    def __call__(self) -> bool:
+        self.now = self.now or self.ask()
+        return self.now
+
+
 @contextlib.contextmanager
 def recording(
     store: Store | str | os.PathLike[str],
@@ -396,7 +393,7 @@ def _tell_flat(
 
 
 def _calls_of(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
-    own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
+    own = calls_of(unit, calls)
     if not own:
         raise CaptureError(
             f"layer {unit.name} got no gradient in this batch",

@@ -14,7 +14,7 @@ from gradkeep.capturing._calls import LayerCall, fill, watching
 from gradkeep.capturing._keeping import in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._layers import LayerGradients
-from gradkeep.capturing.rules._rules import unit_gradients, watched
+from gradkeep.capturing.rules._rules import calls_by_module, calls_of, unit_gradients, watched
 from gradkeep.errors import CaptureError
 from gradkeep.factors._arithmetic import CACHED, tiles
 from gradkeep.factors._dense import Dense, DenseRows
@@ -175,9 +175,7 @@ class Tracer:
             new = [rule for rule in rules.values() if rule is not None and rule.axis == "shared"]
             spread |= {module for rule in new for module in rule.modules}
         measured, target, calls = self.forward(modules, batch, light=light, spread=spread)
-        by_module: dict[nn.Module, list[LayerCall]] = {}
-        for call in calls:
-            by_module.setdefault(call.module, []).append(call)
+        by_module = calls_by_module(calls)
         if rules is None:
             rules = proofs.rules(self.units, by_module, rows)
             if rules is None:
@@ -208,9 +206,9 @@ class Tracer:
                 elif rule.rule == "whole":
                     whole[rule] = unit
                 else:
-                    pieces[unit] = unit_gradients(rule, _calls(rule, by_module), rows=rows)
+                    pieces[unit] = unit_gradients(rule, calls_of(rule, by_module), rows=rows)
             for units in again.values():
-                own = _calls(next(iter(units)), by_module)
+                own = calls_of(next(iter(units)), by_module)
                 found = module_gradients(list(units), own, rows=rows)
                 pieces |= {units[rule]: piece for rule, piece in found.items()}
         if whole:
@@ -302,10 +300,6 @@ class _Unproved(Exception):
     def __init__(self, ran: list[LayerUnit]) -> None:
         super().__init__()
         self.ran = ran
-
-
-def _calls(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
-    return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
 def _is_late(rule: LayerUnit | None) -> bool:
@@ -435,7 +429,7 @@ class DuringBackward:
         rule = self._rules[unit]
         assert rule is not None
         modules = list(dict.fromkeys(rule.modules))
-        made = unit_gradients(rule, _calls(rule, self._calls), rows=self._rows)
+        made = unit_gradients(rule, calls_of(rule, self._calls), rows=self._rows)
         self._pieces[unit] = self._soon.make(unit, in_form(made, self._forms[unit]), self._measured)
         for module in modules:
             self._waiting[module].discard(unit)

@@ -25,7 +25,7 @@ from gradkeep.factors._form import Parameter
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -241,6 +241,19 @@ def watched(units: Sequence[LayerUnit]) -> list[nn.Module]:
         if unit.rule != "whole":
             found.update(dict.fromkeys(unit.modules))
     return list(found)
+
+
+def calls_by_module(calls: Iterable[LayerCall]) -> dict[nn.Module, list[LayerCall]]:
+    """The calls of each module, in order."""
+    found: dict[nn.Module, list[LayerCall]] = {}
+    for call in calls:
+        found.setdefault(call.module, []).append(call)
+    return found
+
+
+def calls_of(unit: LayerUnit, calls: Mapping[nn.Module, Sequence[LayerCall]]) -> list[LayerCall]:
+    """The calls of a unit's modules."""
+    return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
 def holder_that_ran(
