@@ -12,7 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradkeep._arguments import count, flag, one_of, optional, text
-from gradkeep.capturing.tasks._tasks import Measured, Task, call, holds_numbers, logits_of
+from gradkeep.capturing.tasks._tasks import (
+    Measured,
+    Task,
+    call,
+    described_batch,
+    holds_numbers,
+    logits_of,
+)
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -177,7 +184,7 @@ class LanguageModelling(Task):
             if targets is None:
                 raise CaptureError(
                     "no tokens in the batch",
-                    found=f"a dict with {', '.join(map(str, batch))}",
+                    found=described_batch(batch),
                     expected="input_ids, and optionally attention_mask and labels",
                 )
             mask = batch.get("attention_mask")
@@ -191,9 +198,7 @@ class LanguageModelling(Task):
             return batch, batch, self.shift
         raise CaptureError(
             "a batch that is no sequence of tokens",
-            found=f"{batch.dtype} {tuple(batch.shape)}"
-            if isinstance(batch, torch.Tensor)
-            else type(batch).__name__,
+            found=described_batch(batch),
             expected="a dict with input_ids, (tokens, next tokens), or tokens [B, T]",
         )
 
@@ -211,9 +216,7 @@ def _with_decoder_inputs(model: Any, inputs: Any, batch: Any) -> Any:
     if not isinstance(batch, Mapping) or "labels" not in batch or prepare is None:
         raise CaptureError(
             "an encoder-decoder needs to be told what its decoder writes",
-            found=f"a dict with {', '.join(map(str, batch))}"
-            if isinstance(batch, Mapping)
-            else type(batch).__name__,
+            found=described_batch(batch),
             expected="a dict with input_ids and labels, or with decoder_input_ids, too",
         )
     return {**inputs, "decoder_input_ids": prepare(labels=batch["labels"])}
@@ -254,9 +257,16 @@ def completions(
         )
     rows = []
     for row, (prompt, ids) in enumerate(zip(asked, written, strict=True)):
-        new = _without_prompt(prompt, ids, row) if with_prompt else ids
-        rows.append((_stripped(prompt, pad), _ended(new, pad, eos), row))
-    for prompt, new, row in rows:
+        if with_prompt and ids[: len(prompt)] != prompt:
+            raise CaptureError(
+                f"what was written in row {row} does not begin with its prompt",
+                found=str(ids[: min(8, len(prompt))]),
+                expected=str(prompt[:8]),
+                fix="pass with_prompt=False if these are the new tokens alone",
+            )
+        new = ids[len(prompt) :] if with_prompt else ids
+        new = new[: new.index(eos) + 1] if eos is not None and eos in new else _stripped(new, pad)
+        prompt = _stripped(_stripped(prompt, pad)[::-1], pad)[::-1]
         if not new or not prompt:
             raise CaptureError(
                 "a prompt without a completion" if prompt else "a completion without a prompt",
@@ -264,10 +274,11 @@ def completions(
                 fix="leave the row out; a model that writes from nothing begins with a token, such "
                 "as its bos",
             )
-    longest = max(len(prompt) + len(new) for prompt, new, _ in rows)
+        rows.append((prompt, new))
+    longest = max(len(prompt) + len(new) for prompt, new in rows)
     tokens = torch.full((len(rows), longest), pad or 0)
     labels = torch.full((len(rows), longest), ignore_index)
-    for prompt, new, row in rows:
+    for row, (prompt, new) in enumerate(rows):
         both = torch.tensor([*prompt, *new])
         tokens[row, : len(both)] = both
         labels[row, len(prompt) : len(both)] = both[len(prompt) :]
@@ -277,48 +288,21 @@ def completions(
 def _rows(name: str, given: Any) -> list[list[int]]:
     """Ids as a list of rows."""
     rows = given.tolist() if isinstance(given, torch.Tensor) else given
-    if not isinstance(rows, list | tuple) or not rows:
-        raise _refused(name, given)
+    rows = rows if isinstance(rows, list | tuple) else []
     found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in rows]
-    if not all(isinstance(one, list | tuple) for one in found):
-        raise _refused(name, given)
-    if any(type(token) is not int or token < 0 for token in chain.from_iterable(found)):
-        raise _refused(name, given)
+    whole = bool(found) and all(isinstance(one, list | tuple) for one in found)
+    if not whole or any(type(t) is not int or t < 0 for t in chain.from_iterable(found)):
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise CaptureError(
+            f"{name} are no token ids",
+            found=str(shape),
+            expected="whole numbers [B, T], or a list of them for each row",
+        )
     return [list(one) for one in found]
 
 
-def _refused(name: str, given: Any) -> CaptureError:
-    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-    return CaptureError(
-        f"{name} are no token ids",
-        found=str(shape),
-        expected="whole numbers [B, T], or a list of them for each row",
-    )
-
-
-def _without_prompt(prompt: list[int], ids: list[int], row: int) -> list[int]:
-    if ids[: len(prompt)] != prompt:
-        raise CaptureError(
-            f"what was written in row {row} does not begin with its prompt",
-            found=str(ids[: min(8, len(prompt))]),
-            expected=str(prompt[:8]),
-            fix="pass with_prompt=False if these are the new tokens alone",
-        )
-    return ids[len(prompt) :]
-
-
-def _stripped(prompt: list[int], pad: int | None) -> list[int]:
-    while prompt and prompt[0] == pad:
-        prompt = prompt[1:]
-    while prompt and prompt[-1] == pad:
-        prompt = prompt[:-1]
-    return prompt
-
-
-def _ended(new: list[int], pad: int | None, eos: int | None) -> list[int]:
-    """Without what rows were filled up with behind their end."""
-    if eos is not None and eos in new:
-        return new[: new.index(eos) + 1]
-    while new and new[-1] == pad:
-        new = new[:-1]
-    return new
+def _stripped(tokens: list[int], pad: int | None) -> list[int]:
+    """The tokens without padding at their end."""
+    while tokens and tokens[-1] == pad:
+        tokens = tokens[:-1]
+    return tokens

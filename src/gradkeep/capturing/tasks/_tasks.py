@@ -15,6 +15,7 @@ import xxhash
 from torch import nn
 from torch.nn import functional as F
 
+from gradkeep._arguments import one_of
 from gradkeep.capturing._batches import batch_size, digests, rows_of
 from gradkeep.errors import CaptureError
 
@@ -113,26 +114,23 @@ def call(model: nn.Module, inputs: Any) -> Any:
     try:
         return _called(model, inputs)
     except IndexError as error:
-        raise _beyond_tables(model, inputs, error) from error
+        row = _row_beyond_tables(model, inputs)
+        raise CaptureError(
+            "the model has no entry for what it is to look up"
+            + ("" if row is None else f" in row {row} of this batch"),
+            found=str(error).splitlines()[0][:200] if str(error) else "IndexError",
+            fix="use the tokenizer that belongs to the model, and truncate as in training",
+        ) from error
 
 
-def _beyond_tables(model: nn.Module, inputs: Any, error: IndexError) -> CaptureError:
-    """The error for what a model has no entry for: which row of the batch it is."""
-    row = None
-    with torch.no_grad():
-        for at in range(batch_size(inputs)):
-            try:
-                _called(model, rows_of(inputs, at, at + 1))
-            except IndexError:
-                row = at
-                break
-    return CaptureError(
-        "the model has no entry for what it is to look up"
-        + ("" if row is None else f" in row {row} of this batch"),
-        found=str(error).splitlines()[0][:200] if str(error) else "IndexError",
-        expected="tokens of the model's vocabulary, and no more of them than it has positions",
-        fix="use the tokenizer that belongs to the model, and truncate as in training",
-    )
+@torch.no_grad()
+def _row_beyond_tables(model: nn.Module, inputs: Any) -> int | None:
+    for row in range(batch_size(inputs)):
+        try:
+            _called(model, rows_of(inputs, row, row + 1))
+        except IndexError:
+            return row
+    return None
 
 
 def _called(model: nn.Module, inputs: Any) -> Any:
@@ -172,14 +170,11 @@ def holds_numbers(tensor: torch.Tensor) -> bool:
 
 def logits_of(answer: Any) -> torch.Tensor:
     """The logits in a model's answer: a tensor, `.logits`, `["logits"]`, or the first of a tuple."""
-    found = answer
-    if not isinstance(found, torch.Tensor):
-        if hasattr(answer, "logits"):
-            found = answer.logits
-        elif isinstance(answer, Mapping) and "logits" in answer:
-            found = answer["logits"]
-        elif isinstance(answer, tuple | list) and answer:
-            found = answer[0]
+    found = getattr(answer, "logits", answer)
+    if isinstance(answer, Mapping) and "logits" in answer:
+        found = answer["logits"]
+    elif found is answer and isinstance(answer, tuple | list) and answer:
+        found = answer[0]
     if not isinstance(found, torch.Tensor):
         raise CaptureError(
             "the model's answer holds no logits",
@@ -197,21 +192,23 @@ def split_labels(batch: Any, names: tuple[str, ...]) -> tuple[Any, torch.Tensor]
             if name in batch:
                 rest = {key: value for key, value in batch.items() if key != name}
                 return rest, torch.as_tensor(batch[name])
-        raise CaptureError(
-            "no labels in the batch",
-            found=f"a dict with {', '.join(map(str, batch))}",
-            expected=f"one of {', '.join(names)}",
-            fix="name the labels so, or subclass gk.Task",
-        )
-    if isinstance(batch, tuple | list) and len(batch) >= 2:
+    elif isinstance(batch, tuple | list) and len(batch) >= 2:
         inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
         return inputs, torch.as_tensor(batch[-1])
     raise CaptureError(
         "no labels in the batch",
-        found=type(batch).__name__,
-        expected="(inputs, labels), or a dict with labels",
+        found=described_batch(batch),
+        expected=f"(inputs, labels), or a dict with one of {', '.join(names)}",
         fix="give such batches, or subclass gk.Task",
     )
+
+
+def described_batch(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with {', '.join(map(str, batch))}"
+    if isinstance(batch, torch.Tensor):
+        return f"{batch.dtype} {tuple(batch.shape)}"
+    return type(batch).__name__
 
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -241,12 +238,7 @@ class Classification(Task):
     seed: int = field(default=0, kw_only=True, metadata={"later": True})
 
     def __post_init__(self) -> None:
-        if self.labels not in ("given", "sampled"):
-            raise CaptureError(
-                "labels are given or drawn from the model",
-                found=repr(self.labels),
-                expected="'given' or 'sampled'",
-            )
+        one_of("labels", self.labels, words=("given", "sampled"), error=CaptureError)
 
     def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """-log p `[B]`"""
@@ -258,9 +250,8 @@ class Classification(Task):
 
     def measure_losses(self, model: nn.Module, batch: Any) -> Measured:
         """Losses, labels, predictions and logits, in fewer steps than `measure` takes."""
-        own = type(self).measure is Classification.measure and self.labels == "given"
-        if not own:  # a subclass measures something else
-            return self.measure(model, batch)
+        if type(self).measure is not Classification.measure or self.labels == "sampled":
+            return self.measure(model, batch)  # a subclass measures something else
         inputs, labels = split_labels(batch, LABELS)
         logits = logits_of(call(model, inputs))
         if logits.dim() == 1 or logits.shape[1:] == (1,):
