@@ -233,7 +233,7 @@ def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
 
     weights = {p.untyped_storage().data_ptr() for p in prepared.tracer.model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        prepared.tracer.target(prepared.tracer.model, batch).sum()
+        prepared.tracer.measure(batch)
     return [size for pointer, size in seen.items() if pointer not in weights]
 
 

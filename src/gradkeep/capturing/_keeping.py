@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._lookup import Lookup, LookupRows
@@ -91,6 +91,17 @@ class BatchUnlikeFirst(CaptureError):
         return error
 
 
+def used_late(units: Sequence[LayerUnit], candidates: Sequence[LayerUnit]) -> BatchUnlikeFirst:
+    """The error about layers that run for the first time, of all that no batch has used."""
+    error = BatchUnlikeFirst.needing(
+        Adjustments(late=frozenset(unit.name for unit in units)),
+        f"layer {units[0].name} is used by this batch, but not by the first one",
+        fix="leave the layer out, or begin with a batch that uses it",
+    )
+    error.candidates = frozenset(unit.name for unit in candidates)
+    return error
+
+
 def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
     """The same gradients in that form, exactly; unchanged where they have factors or it has no room."""
     if piece.form.kind == form.kind:
@@ -111,7 +122,7 @@ def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
 
 def _outer(form: Outer, values: Tensor) -> OuterRows:
     """A position for each input of the layer, and one that makes up for the bias: none if it is zero."""
-    rows, used = len(values), _nonzero(values)
+    rows, used = len(values), (values != 0).any(1)
     size = form.d_in * form.d_out
     shape = (-1, form.d_in, form.d_out) if form.transposed else (-1, form.d_out, form.d_in)
     weight = values[used, :size].reshape(shape)
@@ -140,10 +151,6 @@ def _tied(form: Tied, values: Tensor) -> TiedRows:
     outer = torch.zeros_like(values)
     outer[:, size:] = values[:, size:]
     return TiedRows(_lookup(form.lookup, values), _outer(form.outer, outer))
-
-
-def _nonzero(values: Tensor) -> Tensor:
-    return (values != 0).any(1)
 
 
 def _offsets(each: Tensor) -> Tensor:
@@ -276,7 +283,7 @@ def _keeping(
     encoding: Encoding,
     tolerance: float,
 ) -> LayerKeeping:
-    form, rows = _measured(unit.name, piece, storage, tolerance=tolerance)
+    form, rows = stored(unit.name, piece, storage, tolerance=tolerance, hollow=True)
     arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
     tokens = {name: len(values) / count for name, values in form.tensors(rows).items()}
@@ -302,28 +309,20 @@ def _as_outer(name: str, piece: LayerGradients) -> tuple[Outer, OuterRows] | Non
 
 
 def stored(
-    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
+    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float, hollow: bool = False
 ) -> tuple[AnyForm, GradientRows]:
-    """The gradients of a piece in the form they are kept in."""
+    """The gradients of a piece in the form they are kept in; `hollow` ones have only their sizes."""
     outer = _as_outer(name, piece) if storage == "low rank" else None
     if outer is not None:
         return cut_rank(*outer, tolerance)
     if storage == "factors" or piece.form.storage == "dense":
         return piece.form, piece.rows
-    values = piece.form.restore(piece.rows)
-    form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
-    return form, DenseRows(values)
-
-
-def _measured(
-    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
-) -> tuple[AnyForm, GradientRows]:
-    """The form that gradients would be kept in, with rows of their sizes: no gradient is restored."""
-    if storage != "dense" or piece.form.storage == "dense":
-        return stored(name, piece, storage, tolerance=tolerance)
-    values = piece.rows.example.new_empty(len(piece.rows), piece.form.restored_size)
-    form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
-    return form, DenseRows(values)
+    if hollow:
+        values = piece.rows.example.new_empty(len(piece.rows), piece.form.restored_size)
+    else:
+        values = piece.form.restore(piece.rows)
+    dense = dense_gradients(name, piece.form.parameters, values)
+    return dense.form, dense.rows
 
 
 def rows_to_store(
@@ -386,7 +385,8 @@ def _drop_idle_positions(
         for keeping in group[1:]:
             rows = factors[keeping.unit]
             assert isinstance(rows, OuterRows)
-            if not _reads(pieces, keeping, group[0], rows, first):
+            one, other = pieces[keeping.unit].source, pieces[group[0].unit].source
+            if not _is_same(one, other) and not torch.equal(rows.x, first.x):
                 raise BatchUnlikeFirst.needing(
                     Adjustments(dense=frozenset({keeping.unit.name})),
                     f"layers {group[0].unit.name} and {keeping.unit.name} read the same input in "
@@ -406,18 +406,6 @@ def _drop_idle_positions(
             factors[keeping.unit] = rows.at_positions(used)
             left[keeping.unit] = used
     return left
-
-
-def _reads(
-    pieces: Mapping[LayerUnit, LayerGradients],
-    one: LayerKeeping,
-    other: LayerKeeping,
-    rows: OuterRows,
-    first: OuterRows,
-) -> bool:
-    return _is_same(pieces[one.unit].source, pieces[other.unit].source) or torch.equal(
-        rows.x, first.x
-    )
 
 
 def _with_shared_prefix(keeping: LayerKeeping, owner: LayerKeeping) -> LayerKeeping:

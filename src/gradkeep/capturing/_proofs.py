@@ -276,10 +276,8 @@ class _RuleSearch:
     def try_whole_model(self, units: Sequence[LayerUnit]) -> None:
         """The last resort: one pass over the model for each sample."""
         whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
-        tracer, rows = self.tracer, self.rows
-        pieces = whole_model_gradients(
-            list(whole), tracer.target, tracer.model, self.batch, rows=rows
-        )
+        measure, rows = self.tracer.measure, self.rows
+        pieces = whole_model_gradients(list(whole), measure, self.batch, rows=rows)
         for way, piece in pieces.items():
             if not self._fits(piece, self.truths[whole[way]]):
                 raise CaptureError(
@@ -439,18 +437,6 @@ class RuleProofs:
                 known[pattern] = rule
         if contradicted:
             raise rows_moved(contradicted)
-
-    def unused_before(
-        self, units: Sequence[LayerUnit], candidates: Sequence[LayerUnit]
-    ) -> BatchUnlikeFirst:
-        """The error about layers that run for the first time, of all that no batch has used."""
-        error = BatchUnlikeFirst.needing(
-            Adjustments(late=frozenset(unit.name for unit in units)),
-            f"layer {units[0].name} is used by this batch, but not by the first one",
-            fix="leave the layer out, or begin with a batch that uses it",
-        )
-        error.candidates = frozenset(unit.name for unit in candidates)
-        return error
 
 
 def _is_same_rule(one: LayerUnit, other: LayerUnit) -> bool:

@@ -11,13 +11,12 @@ from torch import nn
 
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._calls import LayerCall, fill, watching
-from gradkeep.capturing._keeping import in_form
+from gradkeep.capturing._keeping import in_form, used_late
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
-from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, unit_gradients, watched
 from gradkeep.errors import CaptureError
 from gradkeep.factors._arithmetic import CACHED, tiles
-from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -190,7 +189,10 @@ class Tracer:
             fill(calls, target, arrived=passing.arrived)
             with torch.no_grad():
                 pieces |= passing.finished()
-        self._check_unused(by_module)
+        unused = [unit for unit in self.unused if unit not in self.aside]
+        late = [unit for unit in unused if passed(unit, by_module)]
+        if late:
+            raise used_late(late, unused)
         again: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
         whole: dict[LayerUnit, LayerUnit] = {}
         with torch.no_grad():
@@ -212,12 +214,12 @@ class Tracer:
                 found = module_gradients(list(units), own, rows=rows)
                 pieces |= {units[rule]: piece for rule, piece in found.items()}
         if whole:
-            found = whole_model_gradients(list(whole), self.target, self.model, batch, rows=rows)
+            found = whole_model_gradients(list(whole), self.measure, batch, rows=rows)
             pieces |= {whole[rule]: piece for rule, piece in found.items()}
         with torch.no_grad():
             for unit in self.units:
-                made = soon is not None and unit in soon.units
-                if made and not _is_late(rules[unit]):
+                made, rule = soon is not None and unit in soon.units, rules[unit]
+                if made and rule is not None and rule.rule not in DENSE_RULES:
                     continue
                 pieces[unit] = in_form(pieces[unit], proofs.forms[unit])
                 if made and soon is not None:
@@ -243,16 +245,8 @@ class Tracer:
             fast_pooling(self.model),
             watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls,
         ):
-            measured, target = self._measure(batch)
+            measured, target = self.measure(batch)
         return measured, target, calls
-
-    def target(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """What is differentiated `[B]`."""
-        return self._measure(batch)[1]
-
-    def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
-        """What the task measures, and what of it is differentiated `[B]`."""
-        return self._measure(batch)
 
     def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
         """`[B]`: what makes the gradients of losses of those that are captured; None: they are."""
@@ -265,7 +259,8 @@ class Tracer:
             return False
         return measured.slopes is not None or self.of is not None
 
-    def _measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+    def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+        """What the task measures, and what of it is differentiated `[B]`."""
         rows = batch_size(batch)
         with torch.enable_grad():
             measured = self.task.measure(self.model, batch)
@@ -287,12 +282,6 @@ class Tracer:
         _check_shape("outputs", outputs, rows)
         return measured, outputs
 
-    def _check_unused(self, calls: dict[nn.Module, list[LayerCall]]) -> None:
-        unused = [unit for unit in self.unused if unit not in self.aside]
-        used = [unit for unit in unused if passed(unit, calls)]
-        if used:
-            raise self._proved().unused_before(used, unused)
-
 
 class _Unproved(Exception):
     """A batch shows a pattern of calls that no rule is proved for."""
@@ -302,26 +291,15 @@ class _Unproved(Exception):
         self.ran = ran
 
 
-def _is_late(rule: LayerUnit | None) -> bool:
-    """Whether gradients are made when the backward pass is over."""
-    return rule is None or rule.rule in DENSE_RULES
-
-
 def no_gradients(unit: LayerUnit, rows: int, like: torch.Tensor) -> LayerGradients:
     """Gradients of zero, in the memory of a single value."""
     values = torch.zeros((), dtype=like.dtype, device=like.device).expand(rows, unit.size)
-    form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
-    return LayerGradients(form, DenseRows(values))
+    return dense_gradients(unit.name, unit.parameters, values)
 
 
 def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
     """Whether the backward pass came by a module of the unit."""
-    return any(
-        suffix is not None
-        for module in unit.modules
-        for call in calls.get(module, ())
-        for suffix in call.suffixes
-    )
+    return any(suffix is not None for call in calls_of(unit, calls) for suffix in call.suffixes)
 
 
 def check_measured(what: str, values: torch.Tensor, rows: int) -> None:
@@ -372,9 +350,7 @@ class DenseSoon:
         del measured
         if piece.form.storage == "dense":
             return piece
-        values = piece.form.restore(piece.rows)
-        form = Dense(piece.form.parameters, f"{unit.name}.gradient", values.shape[1])
-        return LayerGradients(form, DenseRows(values))
+        return dense_gradients(unit.name, piece.form.parameters, piece.form.restore(piece.rows))
 
 
 class DuringBackward:
@@ -403,9 +379,8 @@ class DuringBackward:
             rule = rules[unit]
             if rule is None or rule.rule in DENSE_RULES:
                 continue
-            modules = list(dict.fromkeys(rule.modules))
-            self._missing[unit] = sum(len(calls.get(module, ())) for module in modules)
-            for module in modules:
+            self._missing[unit] = len(calls_of(rule, calls))
+            for module in rule.modules:
                 self._waiting.setdefault(module, set()).add(unit)
 
     @torch.no_grad()
@@ -428,10 +403,9 @@ class DuringBackward:
     def _make(self, unit: LayerUnit) -> None:
         rule = self._rules[unit]
         assert rule is not None
-        modules = list(dict.fromkeys(rule.modules))
         made = unit_gradients(rule, calls_of(rule, self._calls), rows=self._rows)
         self._pieces[unit] = self._soon.make(unit, in_form(made, self._forms[unit]), self._measured)
-        for module in modules:
+        for module in dict.fromkeys(rule.modules):
             self._waiting[module].discard(unit)
             if not self._waiting[module]:
                 for call in self._calls[module]:

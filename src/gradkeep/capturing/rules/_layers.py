@@ -39,6 +39,13 @@ class LayerGradients:
     """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
 
 
+def dense_gradients(
+    name: str, parameters: tuple[Parameter, ...], values: torch.Tensor
+) -> LayerGradients:
+    """Whole gradients `[B, P]` of a layer."""
+    return LayerGradients(Dense(parameters, f"{name}.gradient", values.shape[1]), DenseRows(values))
+
+
 def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of the classes, or of a subclass that has their `forward`.
 
@@ -167,8 +174,7 @@ def convolution_gradients(
             gradient = one.form.restore(one.rows)
             total = gradient if total is None else total + gradient
     assert total is not None
-    form = Dense(parameters, f"{name}.gradient", total.shape[1])
-    return LayerGradients(form, DenseRows(total))
+    return dense_gradients(name, parameters, total)
 
 
 def _pixels(
@@ -335,7 +341,7 @@ def norm_gradients(
         gradient = torch.cat(parts, 1)
         total = gradient if total is None else total + gradient
     assert total is not None
-    return LayerGradients(Dense(parameters, f"{name}.gradient", total.shape[1]), DenseRows(total))
+    return dense_gradients(name, parameters, total)
 
 
 def _both_at_once(
