@@ -203,10 +203,7 @@ def _slices(loader: Any, first: int = 0, last: int | None = None) -> Iterator[li
 
 _LOOKED_AT = 2
 """Batches at the beginning of which every pass must be the same."""
-_COMPARED, _FEW = 8, 4
-"""Batches, from the first to the last, that are compared with the data set's own contents: fewer of
-many, where the sampler has more to contradict itself in."""
-_BATCHES, _ROWS = 16, 16
+_ROWS = 16
 """Where rows can be compared without the others of their batch: so many of so many batches."""
 
 
@@ -288,18 +285,30 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
     if isinstance(loader, list | tuple):
         rows = sum(batch_size(batch) for batch in loader)
     if indices is not None and isinstance(loader, DataLoader):
-        if not is_sequential(loader) and not _equal(indices, _indices(loader)):
-            raise shuffled()
         places = _flat(indices)
+        if not is_sequential(loader):
+            again = _indices(loader) or []
+            if len(again) != len(indices) or _flat(again) != places:
+                raise shuffled()
         rows = len(places) if loader.batch_sampler is not None else None
         if by_position:
             if places != list(range(len(places))):
-                raise _reordered(places)
-            told = [batch for batch in indices if said_places(batch)]
-            most = _COMPARED if len(told) <= 4 * _COMPARED else _FEW
-            most = _BATCHES if collates_by_row(loader) else most
-            numbers = np.linspace(0, len(told) - 1, min(len(told), most))
-            compared = {int(number): told[int(number)] for number in numbers.round()}
+                at = next(place for place, index in enumerate(places) if index != place)
+                raise CaptureError(
+                    "the sampler's order is the same in every pass, but it is not the data set's "
+                    "order: ids by position would not be the data set's indices",
+                    found=f"index {places[at]} at place {at}",
+                    expected="0, 1, 2 ...",
+                    fix="pass ids=list(loader.sampler), or with a batch sampler ids=[i for batch in "
+                    "loader.batch_sampler for i in batch], to keep every row under its index; or "
+                    "use shuffle=False",
+                )
+            filled = [batch for batch in indices if said_places(batch)]
+            # Fewer of many, where the sampler has more to contradict itself in.
+            most = 8 if len(filled) <= 32 else 4
+            most = _ROWS if collates_by_row(loader) else most
+            numbers = np.linspace(0, len(filled) - 1, min(len(filled), most))
+            compared = {int(number): filled[int(number)] for number in numbers.round()}
     try:
         delivered = filled_batches(loader)
     except TypeError as error:
@@ -331,14 +340,7 @@ def _indices(loader: Iterable[Any]) -> list[Any] | None:
 
 
 def _flat(indices: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    for batch in indices:
-        found += said_places(batch)
-    return found
-
-
-def _equal(one: list[Any], other: list[Any] | None) -> bool:
-    return other is not None and _flat(one) == _flat(other) and len(one) == len(other)
+    return [place for batch in indices for place in said_places(batch)]
 
 
 def _fetched(loader: Any, wanted: Any) -> Any:
@@ -358,14 +360,9 @@ def _is_random(loader: Any, wanted: Any) -> bool:
 def _same_labels(one: Any, other: Any) -> bool:
     """Whether the whole numbers of two batches are the same, and tell rows apart."""
     pairs = zip(leaves(one), leaves(other), strict=False)
-    labels = [
-        (a, b)
-        for a, b in pairs
-        if isinstance(a, torch.Tensor) and not a.dtype.is_floating_point and a.ndim == 1
-    ]
-    return bool(labels) and all(
-        a.shape == b.shape and torch.equal(a, b) and bool((a != a[0]).any()) for a, b in labels
-    )
+    tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.ndim == 1]
+    labels = [(a, b) for a, b in tensors if not a.dtype.is_floating_point]
+    return bool(labels) and all(torch.equal(a, b) and bool((a != a[0]).any()) for a, b in labels)
 
 
 def _augmented() -> CaptureError:
@@ -375,17 +372,4 @@ def _augmented() -> CaptureError:
         found="other contents when the same samples are read a second time",
         expected="the same contents behind every id, so that a run can be resumed and proved",
         fix="capture the data set with the transforms of evaluation",
-    )
-
-
-def _reordered(flat: list[Any]) -> CaptureError:
-    at = next(place for place, index in enumerate(flat) if index != place)
-    return CaptureError(
-        "the sampler's order is the same in every pass, but it is not the data set's order: ids by "
-        "position would not be the data set's indices",
-        found=f"index {flat[at]} at place {at}",
-        expected="0, 1, 2 ...",
-        fix="pass ids=list(loader.sampler), or with a batch sampler "
-        "ids=[i for batch in loader.batch_sampler for i in batch], to keep every row under its "
-        "index; or use shuffle=False",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -195,11 +196,6 @@ def standing_in(model: nn.Module, sources: Mapping[nn.Parameter, WeightSource]) 
         yield
 
 
-def is_plain(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is torch's own, not a quantised or distributed one that does more."""
-    return type(parameter) in (nn.Parameter, torch.Tensor)
-
-
 def on_device(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """The same function with its inputs moved to a device first."""
 
@@ -220,59 +216,46 @@ def weights_at_hand(model: nn.Module) -> Iterator[list[str]]:
     Gives notes about what was done. 16-bit weights are widened, offloaded ones fetched, by the
     operation; a model that has neither is left alone. Afterwards everything is as it was.
     """
-    hooked = _offloaded(model)
-    sources: dict[nn.Parameter, WeightSource] = {}
-    for parameter in model.parameters():
+    sources = _offloaded(model)
+    for name, parameter in model.named_parameters():
         if isinstance(parameter, StandIn):
             yield []  # it is at hand already
             return
-        if parameter in hooked:
-            sources[parameter] = hooked[parameter]
-        elif parameter.is_meta:
-            raise _nowhere(model, parameter)
-        elif parameter.dtype in LOW and is_plain(parameter):
-            sources[parameter] = WeightSource(
-                functools.partial(_itself, parameter), torch.float32, parameter.device
+        if parameter not in sources and parameter.is_meta:
+            raise CaptureError(
+                "the model's weights are not loaded",
+                found=f"{name} on the meta device, and nothing that would fetch it",
+                fix="load the weights first: from_pretrained(folder), or model.to_empty(device=...) "
+                "and load_state_dict",
             )
+        is_plain = type(parameter) in (nn.Parameter, torch.Tensor)  # not a quantised one
+        if parameter not in sources and parameter.dtype in LOW and is_plain:
+            kept = functools.partial(torch.Tensor.detach, parameter)
+            sources[parameter] = WeightSource(kept, torch.float32, parameter.device)
     if not sources:
         yield []
         return
+    low = sorted({str(p.dtype).removeprefix("torch.") for p in sources if p.dtype in LOW})
+    note = (
+        f"weights in {' and '.join(low)} were computed with as float32, layer by layer: these are "
+        "the gradients of model.float()"
+    )
     with _own_forward(model), standing_in(model, sources):
         hook = model.register_forward_pre_hook(_widened, with_kwargs=True)
         try:
-            yield _notes(model, sources)
+            yield [note] if low else []
         finally:
             hook.remove()
 
 
 def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Inputs of 16 bits as wide as the weights are computed with."""
-    del module
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype in LOW else tensor
 
     found: tuple[Any, Any] = tree_map_only(torch.Tensor, wide, (args, kwargs))
     return found
-
-
-def _itself(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter
-
-
-def _looked_up(kept: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    return kept[name]
-
-
-def _notes(model: nn.Module, sources: dict[nn.Parameter, WeightSource]) -> list[str]:
-    low = sorted({str(p.dtype).removeprefix("torch.") for p in sources if p.dtype in LOW})
-    notes = []
-    if low:
-        notes.append(
-            f"weights in {' and '.join(low)} were computed with as float32, layer by layer: these "
-            "are the gradients of model.float()"
-        )
-    return notes
 
 
 def check_recomputable(model: nn.Module) -> None:
@@ -324,9 +307,8 @@ def _offloaded(model: nn.Module) -> dict[nn.Parameter, WeightSource]:
                 continue
             value = hook.weights_map[name]
             dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
-            source = WeightSource(
-                functools.partial(_looked_up, hook.weights_map, name), dtype, device
-            )
+            kept = functools.partial(operator.getitem, hook.weights_map, name)
+            source = WeightSource(kept, dtype, device)
             if value.device.type != "meta" and not _is_mapped(hook, value):
                 place = (value.data_ptr(), value.shape, value.stride(), device)
                 source = places.setdefault(place, source)
@@ -365,17 +347,6 @@ def _own_forward(model: nn.Module) -> Iterator[None]:
             stack.callback(module.__dict__.__setitem__, "forward", module.__dict__["forward"])
             module.__dict__["forward"] = on_device(own, device)
         yield
-
-
-def _nowhere(model: nn.Module, parameter: nn.Parameter) -> CaptureError:
-    name = next(name for name, own in model.named_parameters() if own is parameter)
-    return CaptureError(
-        "the model's weights are not loaded",
-        found=f"{name} on the meta device, and nothing that would fetch it",
-        expected="weights, or accelerate's hooks that fetch them",
-        fix="load the weights first: from_pretrained(folder), or model.to_empty(device=...) and "
-        "load_state_dict",
-    )
 
 
 Mode = Literal["eval", "train"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from gradkeep.capturing._batches import rows_of, to_device
 from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready
@@ -60,7 +62,7 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
             continue
         if name.startswith(BOUNDS) and value.numel() > 2:
             found = _between(value, batch_shape(batch), batch)
-            return found if _several(found) else None
+            return found if len({document.row for document in found}) < len(found) else None
         if name in NUMBERS and value.dim() == 2 and bool((value != value[:, :1]).any()):
             return _runs(value, _mask(batch, value) & (value >= 0))
     mask = batch.get(MASK)
@@ -68,7 +70,7 @@ def documents_of(batch: Any) -> tuple[Document, ...] | None:
         return _runs(mask, mask > 0)
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3]:
         found = _apart(mask)
-        if _several(found):
+        if len({document.row for document in found}) < len(found):
             return found
     places = batch.get(POSITIONS)
     if _is_whole(places) and places.dim() == 2:
@@ -83,10 +85,6 @@ def may_pack(batch: Any) -> bool:
     names = [name for name in batch if isinstance(name, str)]
     told = any(name.startswith(BOUNDS) or name in (*NUMBERS, POSITIONS) for name in names)
     return told or documents_of(batch) is not None
-
-
-def _several(found: tuple[Document, ...]) -> bool:
-    return len({document.row for document in found}) < len(found)
 
 
 def _is_whole(value: Any) -> TypeGuard[torch.Tensor]:
@@ -267,34 +265,25 @@ class Unpacking:
             value = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
             if name == MASK or name in NUMBERS or str(name).startswith((*BOUNDS, *_DROPPED)):
                 continue
-            size = len(value) if isinstance(value, list | tuple) or _counts(value) else None
+            is_tensor = isinstance(value, torch.Tensor)
+            counts = isinstance(value, list | tuple) or (is_tensor and value.dim() > 0)
+            size = len(value) if counts else None
             if name == POSITIONS:
                 made[name] = places + _first_place(value, documents, shape)
-            elif isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-                made[name] = self._cut(name, value, own)
+            elif is_tensor and value.shape[:2] == shape:
+                pieces = [value[d.row, d.start : d.stop] for d in own]
+                fill = self.ignored if name.endswith(_LABELS) else 0
+                made[name] = pad_sequence(pieces, batch_first=True, padding_value=fill)
             elif size == len(documents):
                 made[name] = value[start:stop]
             elif size == shape[0]:
-                made[name] = _repeated(value, [document.row for document in own])
+                rows = [document.row for document in own]
+                made[name] = value[rows] if is_tensor else [value[row] for row in rows]
             else:
                 made[name] = value
         if MASK in batch or bool((lengths < lengths.max()).any()):
             made[MASK] = (places < lengths.unsqueeze(1)).long()
         return made
-
-    def _cut(self, name: str, value: torch.Tensor, documents: Sequence[Document]) -> torch.Tensor:
-        pieces = [value[d.row, d.start : d.stop] for d in documents]
-        fill = self.ignored if name.endswith(_LABELS) else 0
-        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=fill)
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _repeated(value: Any, rows: list[int]) -> Any:
-    """What is said of whole packs, for each of their documents."""
-    return value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows]
 
 
 def _first_place(value: Any, documents: Sequence[Document], shape: tuple[int, int]) -> int:
@@ -345,103 +334,81 @@ class SequenceChecks:
 
     def check(self, ids: Ids, batch: Any) -> None:
         """Raise for the first row with an unknown token, too many tokens, or no label to learn."""
+        is_language = isinstance(self.task, LanguageModelling)
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if tokens is None and isinstance(self.task, LanguageModelling):
+        if tokens is None and is_language:
             tokens = batch[0] if isinstance(batch, tuple | list) and batch else batch
-        if not isinstance(tokens, torch.Tensor) or tokens.dtype.is_floating_point:
+        if not _is_whole(tokens) or tokens.dim() != 2 or len(tokens) != len(ids):
             return
-        if tokens.dim() == 2 and len(tokens) == len(ids):
-            self._check_tokens(ids, tokens)
-            self._check_length(ids, tokens, batch)
-            if isinstance(self.task, LanguageModelling):
-                self._check_labels(ids, batch)
-
-    def _check_tokens(self, ids: Ids, tokens: torch.Tensor) -> None:
-        if self.vocabulary is None or not tokens.numel():
-            return
-        low, high = (int(end) for end in tokens.aminmax())
-        if 0 <= low <= high < self.vocabulary:
-            return
-        wrong = (tokens < 0) | (tokens >= self.vocabulary)
-        row, place = wrong.nonzero()[0].tolist()
-        raise CaptureError(
-            f"sample {ids[row]} has a token that the model does not know; {_KEPT}",
-            found=f"token {int(tokens[row, place])} at place {place}; "
-            f"{int(wrong.any(1).sum())} of {len(ids)} rows have such",
-            expected=f"tokens from 0 to {self.vocabulary - 1}",
-            fix="use the tokenizer that belongs to the model; if tokens were added to it, "
-            "model.resize_token_embeddings(len(tokenizer)) and train first",
-        )
-
-    def _check_length(self, ids: Ids, tokens: torch.Tensor, batch: Any) -> None:
-        if self.positions is None or tokens.shape[1] <= self.positions:
-            return
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        lengths = torch.full((len(ids),), tokens.shape[1])
-        if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
-            lengths = torch.count_nonzero(mask, 1)
-        row = int(lengths.argmax())
-        raise CaptureError(
-            f"sample {ids[row]} is longer than the model can read; {_KEPT}",
-            found=f"{int(lengths[row])} tokens"
-            + (f", padded to {tokens.shape[1]}" if int(lengths[row]) < tokens.shape[1] else ""),
-            expected=f"at most {self.positions}, the positions that the model has",
-            fix="truncate, or cut documents into chunks, as in training",
-        )
+        mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+        if self.vocabulary is not None and tokens.numel():
+            low, high = (int(end) for end in tokens.aminmax())
+            if not 0 <= low <= high < self.vocabulary:
+                wrong = (tokens < 0) | (tokens >= self.vocabulary)
+                row, place = wrong.nonzero()[0].tolist()
+                raise CaptureError(
+                    f"sample {ids[row]} has a token that the model does not know; {_KEPT}",
+                    found=f"token {int(tokens[row, place])} at place {place}; "
+                    f"{int(wrong.any(1).sum())} of {len(ids)} rows have such",
+                    expected=f"tokens from 0 to {self.vocabulary - 1}",
+                    fix="use the tokenizer that belongs to the model; if tokens were added to it, "
+                    "model.resize_token_embeddings(len(tokenizer)) and train first",
+                )
+        if self.positions is not None and tokens.shape[1] > self.positions:
+            lengths = torch.full((len(ids),), tokens.shape[1])
+            if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
+                lengths = torch.count_nonzero(mask, 1)
+            row = int(lengths.argmax())
+            raise CaptureError(
+                f"sample {ids[row]} is longer than the model can read; {_KEPT}",
+                found=f"{int(lengths[row])} tokens, padded to {tokens.shape[1]}",
+                expected=f"at most {self.positions}, the positions that the model has",
+                fix="truncate, or cut documents into chunks, as in training",
+            )
+        # Other tasks make losses of something else.
+        if is_language and type(self.task).measure is LanguageModelling.measure:
+            self._check_labels(ids, batch)
 
     def _check_labels(self, ids: Ids, batch: Any) -> None:
-        task = self.task
-        assert isinstance(task, LanguageModelling)
-        if type(task).measure is not LanguageModelling.measure:
-            return  # it makes losses of something else
-        targets = task.targets(batch)
+        assert isinstance(self.task, LanguageModelling)
+        targets, ignored = self.task.targets(batch), self.task.ignore_index
         if not isinstance(targets, torch.Tensor) or targets.dim() != 2:
             return
-        none = (targets == task.ignore_index).all(1)
+        none = (targets == ignored).all(1)
         if bool(none.any()):
-            row = int(none.nonzero()[0])
             raise CaptureError(
-                f"all labels of sample {ids[row]} are ignored, so that it has no loss and no "
-                f"gradient; {_KEPT}",
-                found=f"{int(none.sum())} of {len(ids)} rows with nothing but {task.ignore_index}",
-                expected="at least one token to predict in every row",
+                f"all labels of sample {ids[int(none.nonzero()[0])]} are ignored, so that it has no "
+                f"loss and no gradient; {_KEPT}",
+                found=f"{int(none.sum())} of {len(ids)} rows with nothing but {ignored}",
                 fix="leave such rows out of the data set (truncation may have cut the answer off, or "
                 "a document may have a single token), and give ids= to keep the others' ids",
             )
         if self.vocabulary is None:
             return
-        wrong = (targets != task.ignore_index) & ((targets < 0) | (targets >= self.vocabulary))
+        wrong = (targets != ignored) & ((targets < 0) | (targets >= self.vocabulary))
         if bool(wrong.any()):
             row, place = wrong.nonzero()[0].tolist()
             raise CaptureError(
                 f"sample {ids[row]} has a label that is no token of the model; {_KEPT}",
                 found=f"label {int(targets[row, place])}",
-                expected=f"0 to {self.vocabulary - 1}, or {task.ignore_index} for what is ignored",
+                expected=f"0 to {self.vocabulary - 1}, or {ignored} for what is ignored",
                 fix="use the tokenizer that belongs to the model",
             )
 
 
 def sequence_checks(model: nn.Module, task: Task) -> SequenceChecks:
-    """What can be known of a model's limits without running it."""
+    """The model's limits, as far as they are known without running it."""
     if isinstance(task, LanguageModelling) and has_decoder(model):
         task = dataclasses.replace(task, shift=False)
-    return SequenceChecks(_vocabulary(model), _positions(model), task)
-
-
-def _vocabulary(model: Any) -> int | None:
-    try:
-        table = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return table.num_embeddings if isinstance(table, nn.Embedding) else None
-
-
-def _positions(model: nn.Module) -> int | None:
-    """The rows of a table of positions; what is computed, as rotations are, has no end."""
+    table: Any = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        table = model.get_input_embeddings()  # type: ignore[operator]
+    vocabulary = table.num_embeddings if isinstance(table, nn.Embedding) else None
     config = getattr(model, "config", None)
-    told = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     for path, module in model.named_modules():
-        table = path.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding)
-        if table and isinstance(told, int) and told <= module.num_embeddings:
-            return told
-    return None
+        is_table = path.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding)
+        if is_table and isinstance(most, int) and most <= module.num_embeddings:
+            return SequenceChecks(vocabulary, most, task)
+    # Positions that are computed, as rotations are, have no end.
+    return SequenceChecks(vocabulary, None, task)
