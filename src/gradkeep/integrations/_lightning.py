@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradkeep._arguments import count, one_of
 from gradkeep.errors import CaptureError
 from gradkeep.integrations._replays import base, learning_rate, need, replays
 
@@ -46,10 +47,8 @@ class GradkeepLightningCallback(Base):
         **options: Any,
     ) -> None:
         need(Base, "lightning")
-        if at not in get_args(LightningMoment):
-            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(LightningMoment)))
-        if every < 1:
-            raise CaptureError("every must be at least 1", found=every)
+        one_of("at", at, get_args(LightningMoment), error=CaptureError)
+        count("every", every, error=CaptureError, least=1)
         self._replays = replays(store, loaders, task=task, run=run, options=options)
         self._at, self._every, self._module = at, every, module
         self._lr: float | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
-_OWN = ("checkpoint", "ids", "lr", "model", "progress", "resume", "split", "step")
+_OWN = ("checkpoints", "ids", "lr", "model", "progress", "resume", "split", "step")
 """Arguments of `gk.capture` that follow from the training."""
 
 
@@ -89,20 +89,22 @@ def replays(
     run: str,
     options: Mapping[str, Any],
 ) -> Replays:
-    """The replays of a callback, once its arguments are seen to make sense."""
+    """Validate the arguments of a callback."""
     if not loaders:
         raise CaptureError(
             "no loaders to replay", fix='pass {"train": train_loader, "test": test_loader}'
         )
-    wrong = sorted(set(options) & set(_OWN))
+    check_options(options, _OWN)
+    return Replays(gs.open(store), dict(loaders), task, run, {"mode": "eval", **options})
+
+
+def check_options(options: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Raise for arguments that follow from the training."""
+    wrong = ", ".join(sorted(set(options) & set(own)))
     if wrong:
         raise CaptureError(
-            "the training decides about these arguments",
-            found=", ".join(wrong),
-            fix="leave them out",
+            "the training decides about these arguments", found=wrong, fix="leave them out"
         )
-    opened = store if isinstance(store, gs.Store) else gs.open(store)
-    return Replays(opened, dict(loaders), task, run, {"mode": "eval", **options})
 
 
 def learning_rate(optimizer: Any) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradkeep._arguments import one_of
 from gradkeep.errors import CaptureError
 from gradkeep.integrations._replays import base, learning_rate, need, replays
 
@@ -45,8 +46,7 @@ class GradkeepTrainerCallback(Base):
         **options: Any,
     ) -> None:
         need(Base, "transformers")
-        if at not in get_args(TrainerMoment):
-            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(TrainerMoment)))
+        one_of("at", at, get_args(TrainerMoment), error=CaptureError)
         self._replays = replays(store, loaders, task=task, run=run, options=options)
         self._at = at
         self._lr: float | None = None
