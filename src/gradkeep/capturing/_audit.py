@@ -113,26 +113,38 @@ def _names(code: types.CodeType) -> list[str]:
     return sorted(found)
 
 
-_TRIED, _ALONE = 4, 2
-"""Rows of the first batch that are run together, and of these without the others."""
 _AGAIN, _ROUNDED = 1e-3, 1e-2
 """Shares of the mean loss that a second pass may be off, and one with other rows beside it: products of other
 sizes round otherwise, with 16 bits inside of a model by a hundredth."""
 _MOST_BYTES = 256 << 20
 
 
+def run_apart(
+    model: nn.Module, task: Task, batch: Any, rows: slice, tracer: Tracer | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Run rows of a batch without the others: their losses, and what a tracer differentiates."""
+    some = to_device(rows_of(batch, rows.start, rows.stop), device_of(model))
+    if tracer is None:
+        return losses_alone(task, model, some).losses.detach(), None
+    measured, target = tracer.measure(some)
+    return measured.losses.detach(), target
+
+
 def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bool:
     """Whether rows can be made again; an error where it was not said that they need not, and where rows mix.
 
-    Cost: three forward passes of a few rows.
+    What is kept of a row is kept under its id alone. A model that counts its calls, carries a state from
+    batch to batch or draws at random gives the same row another gradient each time, one that looks at
+    the whole batch another one beside other rows. Cost: three forward passes of a few rows.
     """
     if draws_at_random(model):
         return False  # which has been asked for
-    count = min(_TRIED, batch_size(batch))
-    one = _losses(model, task, batch, count)
+    count = min(4, batch_size(batch))
+    one, _ = run_apart(model, task, batch, slice(0, count))
     if one.shape != (count,):
         return True  # which is refused where rows are made
-    if not _near(one, _losses(model, task, batch, count), _AGAIN):
+    again, _ = run_apart(model, task, batch, slice(0, count))
+    if not _near(one, again, _AGAIN):
         if mode == "train":
             return False
         raise CaptureError(
@@ -142,8 +154,8 @@ def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bo
             expected="losses that depend on weights and sample alone, so that a row can be made again",
             fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
         )
-    few = min(_ALONE, count - 1)
-    if few and not _near(one[:few], _losses(model, task, batch, few), _ROUNDED):
+    few = min(2, count - 1)
+    if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], _ROUNDED):
         raise CaptureError(
             "a sample's loss depends on the others of its batch",
             found="other losses of the same samples without the rest of the batch",
@@ -171,12 +183,8 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def _losses(model: nn.Module, task: Task, batch: Any, count: int) -> Tensor:
-    own = to_device(rows_of(batch, 0, count), device_of(model))
-    return losses_alone(task, model, own).losses.detach().double()
-
-
 def _near(one: Tensor, other: Tensor, by: float) -> bool:
+    one, other = one.double(), other.double()
     limit = by * float(one.abs().nan_to_num().mean()) + 1e-6
     return one.shape == other.shape and bool(
         torch.allclose(one, other, rtol=by, atol=limit, equal_nan=True)
@@ -256,13 +264,13 @@ class RowAudit:
         self, ids: Any, batch: Any, losses: Tensor, traced: Traced | None, part: slice
     ) -> None:
         found = self._differences(batch, losses, traced, part)
-        if not found.loss_differs and not found.layers:
+        if found.row is None and not found.layers:
             return
         sure = self._differences_in_double(batch, part, found)
-        if sure.loss_differs:
-            row = part.start + sure.row
+        if sure.row is not None:
             raise CaptureError(
-                f"the loss of sample {int(ids[row])} is another one without the rest of its batch",
+                f"the loss of sample {int(ids[part.start + sure.row])} is another one without the rest "
+                "of its batch",
                 found="samples that influence each other in a later batch (a capacity that overflows, "
                 "statistics over the batch), or a model that changes while it is captured",
                 expected="a loss per sample that depends on that sample alone",
@@ -275,27 +283,21 @@ class RowAudit:
     def _tolerance(self) -> float:
         """The relative error of a pass over some rows, in the precision that the model computes in."""
         proofs = None if self.tracer is None else self.tracer.proofs
-        return (
-            1e-3 if proofs is None else 10 * proofs.tolerance if proofs.tolerance < 1e-3 else 1e-3
-        )
+        return 1e-3 if proofs is None or proofs.tolerance >= 1e-3 else 10 * proofs.tolerance
 
     def _differences(
         self, batch: Any, losses: Tensor, traced: Traced | None, part: slice, within: float = 0.0
     ) -> _Differences:
-        some = to_device(rows_of(batch, part.start, part.stop), self.device)
-        count = part.stop - part.start
-        if self.tracer is None or traced is None:
-            alone = losses_alone(self.task, self.model, some).losses
-            return _compared_losses(losses[part], alone, losses, within or 1e-3)
-        measured, target = self.tracer.measure(some)
+        tracer = None if traced is None else self.tracer
+        alone, target = run_apart(self.model, self.task, batch, part, tracer)
+        found = _compared_losses(losses, alone, part, within or 1e-3)
+        if tracer is None or traced is None or target is None:
+            return found
         near = within or self._slack * self._tolerance()
-        found = _compared_losses(losses[part], measured.losses, losses, within or 1e-3)
-        weights = torch.rand(count, generator=torch.Generator().manual_seed(1)).add_(0.5).to(target)
-        units = {unit for unit in self.tracer.units if unit.rule != "whole"}
+        draws = torch.rand(len(target), generator=torch.Generator().manual_seed(1))
+        weights = draws.add_(0.5).to(target)
 
         def arrived(unit: LayerUnit, truth: Tensor) -> None:
-            if unit not in units or traced is None:
-                return
             piece = traced.pieces[unit]
             rows = piece.rows.take(part.start, part.stop).widened()
             own = piece.form.weighted_sum(rows, weights.unsqueeze(0).to(rows.example))[0]
@@ -304,9 +306,9 @@ class RowAudit:
             if not error <= near * max(scale, float(own.norm())):
                 found.layers.append(unit.name)
 
-        unused = told_of_gradients((target * weights).sum(), list(units), arrived)
-        for unit in unused:
-            piece = traced.pieces[unit]
+        units = [unit for unit in tracer.units if unit.rule != "whole"]
+        for unit in told_of_gradients((target * weights).sum(), units, arrived):
+            piece = traced.pieces[unit]  # the rows alone do not use it
             lengths = piece.form.squared_norms(piece.rows.take(part.start, part.stop).widened())
             if bool((lengths > 0).any()):
                 found.layers.append(unit.name)
@@ -327,7 +329,7 @@ class RowAudit:
     def _again(self, batch: Any, part: slice, within: float) -> _Differences:
         """Capture the whole batch once more, and compare some of its rows with themselves run apart."""
         if self.tracer is None:
-            losses = losses_alone(self.task, self.model, to_device(batch, self.device)).losses
+            losses, _ = run_apart(self.model, self.task, batch, slice(0, batch_size(batch)))
             return self._differences(batch, losses, None, part, within)
         traced = self.tracer.run(batch, device=self.device)
         project, self.project = self.project, None
@@ -341,17 +343,16 @@ class RowAudit:
 class _Differences:
     """What came out otherwise when some rows ran apart."""
 
-    loss_differs: bool
-    row: int = 0
+    row: int | None
     """The first of the rows whose loss differs."""
     layers: list[str] = field(default_factory=list)
 
 
-def _compared_losses(one: Tensor, other: Tensor, batch: Tensor, within: float) -> _Differences:
-    left, right = one.detach().double(), other.detach().double()
-    size = float(batch.detach().abs().nan_to_num().double().mean())
-    wrong = (left - right).abs() > within * (right.abs() + 0.1 * size) + 1e-12
-    return _Differences(bool(wrong.any()), int(wrong.int().argmax()) if wrong.any() else 0)
+def _compared_losses(batch: Tensor, alone: Tensor, part: slice, within: float) -> _Differences:
+    batch, alone = batch.detach().double(), alone.double()
+    size = float(batch.abs().nan_to_num().mean())
+    wrong = (batch[part] - alone).abs() > within * (alone.abs() + 0.1 * size) + 1e-12
+    return _Differences(int(wrong.int().argmax()) if wrong.any() else None)
 
 
 def check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

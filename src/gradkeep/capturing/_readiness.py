@@ -307,7 +307,7 @@ def _offloaded(model: nn.Module) -> dict[nn.Parameter, WeightSource]:
                 continue
             value = hook.weights_map[name]
             dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
-            kept = functools.partial(operator.getitem, hook.weights_map, name)
+            kept: Any = functools.partial(operator.getitem, hook.weights_map, name)
             source = WeightSource(kept, dtype, device)
             if value.device.type != "meta" and not _is_mapped(hook, value):
                 place = (value.data_ptr(), value.shape, value.stride(), device)

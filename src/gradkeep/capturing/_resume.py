@@ -69,8 +69,7 @@ class RowFingerprints:
 
 def changed_rows(ids: Ids, *, path: str, known: int) -> CaptureError:
     """The error that names rows whose contents are not what they were."""
-    others = len(ids) - 1
-    also = f", nor are {others} others" if others > 1 else ", nor is another one" if others else ""
+    also = f", nor are {len(ids) - 1} others" if len(ids) > 1 else ""
     return CaptureError(
         f"sample {ids[0]} is not what it was when this capture was begun{also}",
         path=path,
@@ -108,26 +107,24 @@ class EarlierRun:
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """Its folder."""
         return self.block.path
 
     @property
     def schema(self) -> Schema:
-        """What it holds."""
+        """Its arrays and layers."""
         return self.block.schema
 
     @property
     def rows(self) -> int:
-        """How many rows are there."""
+        """Rows that are there."""
         return len(self.block)
 
     @property
     def storages(self) -> dict[str, Storage]:
         """How each layer was kept, so that a resumed run keeps it the same way."""
-        found: dict[str, Storage] = {}
-        for layer in self.schema.layers:
-            found[layer.name] = form_from_fields(layer.form).storage
-        return found
+        layers = self.schema.layers
+        return {layer.name: form_from_fields(layer.form).storage for layer in layers}
 
     @property
     def adjustments(self) -> Adjustments:
@@ -184,9 +181,8 @@ def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
         block, sealed = store.read(key), True
     except NotSealed:
         block, sealed = store.read(key, live=True), False
-    contents = RowFingerprints.of(np.empty(0, np.int64), np.empty(0, np.uint64))
-    if "example" in block.names:
-        contents = RowFingerprints.of(block.ids, block.column("example"))
+    known = "example" in block.names
+    contents = RowFingerprints.of(*(block.ids, block.column("example")) if known else ([], []))
     return EarlierRun(key, block, sealed, contents)
 
 
@@ -228,7 +224,8 @@ class RowsMadeAgain:
                 found.append(f"{name} {now:.6g}, kept is {was:.6g}")
         if not made.layers:
             return found
-        gradients = gradients_of(block, self._earlier.key, None, _of(block))
+        of: Any = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
+        gradients = gradients_of(block, self._earlier.key, None, of)
         before = gradients.rows([place]).factors
         for name, form in gradients.forms.items():
             arrays = [block.schema.array(array) for array in form.arrays]
@@ -247,7 +244,3 @@ def _gradient(form: AnyForm, rows: GradientRows) -> torch.Tensor:
     """The whole gradient `[P]` of a single row."""
     wide = rows.widened()
     return form.weighted_sum(wide, wide.example.new_ones(1, 1))[0].double().cpu()
-
-
-def _of(block: Block) -> Any:
-    return "output" if block.schema.fingerprints.get("of") == "output" else "loss"

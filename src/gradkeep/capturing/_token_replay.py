@@ -265,7 +265,7 @@ def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any,
     if "example" in train.block.names:
         known = RowFingerprints.of(train.ids, train.block.column("example"))
     for own, batch in batches:
-        changed = () if known is None else known.changed(own, digests(batch))
+        changed = own[:0] if known is None else known.changed(own, digests(batch))
         if len(changed):
             raise CaptureError(
                 f"sample {changed[0]} is not what it was when {train.key.split} was captured",

@@ -106,6 +106,8 @@ class GradkeepTrainerRecorder(Base):
                 fix="let the collate function pass the column on",
             )
         # What the Trainer divides the sum of a batch's losses by.
+        divisor: Any
+        labels: Any
         divisor, labels = rest.get("num_items_in_batch"), rest.get("labels")
         if divisor is None and (self._steps > 1 or not isinstance(labels, torch.Tensor)):
             raise CaptureError(

@@ -47,7 +47,7 @@ def module_gradients(
 
 def _by_unit(units: Sequence[LayerUnit], values: torch.Tensor) -> dict[LayerUnit, LayerGradients]:
     """The gradients of all units `[B, P]`, taken apart."""
-    parts = values.split([unit.size for unit in units], 1)
+    parts = torch.split(values, [unit.size for unit in units], 1)
     return {
         unit: dense_gradients(unit.name, unit.parameters, part)
         for unit, part in zip(units, parts, strict=True)
