@@ -113,9 +113,6 @@ def _names(code: types.CodeType) -> list[str]:
     return sorted(found)
 
 
-_AGAIN, _ROUNDED = 1e-3, 1e-2
-"""Shares of the mean loss that a second pass may be off, and one with other rows beside it: products of other
-sizes round otherwise, with 16 bits inside of a model by a hundredth."""
 _MOST_BYTES = 256 << 20
 
 
@@ -144,7 +141,9 @@ def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bo
     if one.shape != (count,):
         return True  # which is refused where rows are made
     again, _ = run_apart(model, task, batch, slice(0, count))
-    if not _near(one, again, _AGAIN):
+    # Shares of the mean loss that a second pass may be off, and one with other rows beside it:
+    # products of other sizes round otherwise, with 16 bits inside of a model by a hundredth.
+    if not _near(one, again, 1e-3):
         if mode == "train":
             return False
         raise CaptureError(
@@ -155,7 +154,7 @@ def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bo
             fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
         )
     few = min(2, count - 1)
-    if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], _ROUNDED):
+    if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], 1e-2):
         raise CaptureError(
             "a sample's loss depends on the others of its batch",
             found="other losses of the same samples without the rest of the batch",
@@ -191,12 +190,6 @@ def _near(one: Tensor, other: Tensor, by: float) -> bool:
     )
 
 
-_ODD, _MOST_ODD = 4, 8
-"""Rows that are checked of a batch with a new shape, and of how many such batches."""
-_FEW, _SHARE = 8, 16
-"""Of other batches a sixteenth of the rows, at most so many."""
-_TIME_SHARE, _FREE_SECONDS = 0.01, 0.002
-"""How much of a capture's time checks may take, beside those that are always made."""
 _DOUBTED, _LOOSE = 1e-6, 0.3
 """Relative errors that are accepted in double precision, and where a model keeps to fewer bits."""
 _CHANGED = 1e-2
@@ -247,15 +240,18 @@ class RowAudit:
         """How many rows of a batch are checked; none of the first one, which is proved."""
         rows, self._batches = batch_size(batch), self._batches + 1
         shape = tuple(x.shape for x in leaves(batch) if isinstance(x, torch.Tensor | np.ndarray))
-        is_new = shape not in self._odd and len(self._odd) <= _MOST_ODD
+        is_new = shape not in self._odd and len(self._odd) <= 8
         self._odd |= {shape} if is_new else set()
         is_last, self.is_last = self.is_last, False
         if self._batches == 1:
             return 0
-        few = max(1, min(_FEW, rows // _SHARE))
+        # Of other batches a sixteenth of the rows, at most so many.
+        few = max(1, min(8, rows // 16))
         if is_new:
-            return max(few, min(rows, _ODD))
-        allowed = max(_FREE_SECONDS, _TIME_SHARE * self._total)
+            # Rows that are checked of a batch with a new shape, and of how many such batches.
+            return max(few, min(rows, 4))
+        # How much of a capture's time checks may take, beside those that are always made.
+        allowed = max(0.002, 0.01 * self._total)
         each = self.seconds / max(1, self.checks)
         within = self.seconds + each <= allowed
         return few if is_last or self._batches == 2 or within else 0

@@ -37,21 +37,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing._tracer import Traced, Tracer
 
 _LEAST_SIDE = 32
-_ROOM = 1.5
-"""Coordinates of the leading eigenvectors of both sides, times those that are kept of them: the kept
-ones fill a corner, not a square."""
-_BYTE = 8
-_FAINT = 0.001
-_LEAST_GROUP = 12
-"""Smaller groups tell less than a bit for each of their coordinates."""
-_ENOUGH = 400_000
-"""Coordinates that are worth what they take, in a model of any size."""
-_PRICE = 0.3
-"""Share of a pass, forward and back, that moving positions along eigenvectors may take."""
 _TABLES = ("lookup", "tied")
 """Forms of which the moments of tokens are a diagonal."""
 _ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
-_ATTENTION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +86,7 @@ def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
     are vectors, and what has to run once more for its gradients, where they are next to nothing.
     """
     found = list(units)
-    if keep.row_bytes < _ATTENTION_BYTES:
+    if keep.row_bytes < (64 << 10):
         found = _without(found, lambda unit: bool(_ATTENTION.search(unit.name)), 0.5)
     found = _without(found, lambda unit: unit.rule in DENSE_RULES, 0.1)
     return _without(found, lambda unit: all(len(p.shape) < 2 for p in unit.parameters), 0.1)
@@ -158,7 +146,7 @@ def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> 
     ]
     there = sum(int((share > 0).sum()) for _, _, share in parts)
     _, group, fold = sizes_kept(there, keep)
-    wanted, step = (keep.room * group, group) if group else (keep.sums * fold, _BYTE * fold)
+    wanted, step = (keep.room * group, group) if group else (keep.sums * fold, 8 * fold)
     counts = _counts([share for _, _, share in parts], wanted, step)
     made: dict[LayerUnit, list[BlockProjection | None]] = {}
     for (unit, at, share), count in zip(parts, counts, strict=True):
@@ -188,7 +176,8 @@ def sizes_kept(there: int, keep: Keep) -> tuple[int, int, int]:
     if not keep.whitened:
         return min(keep.sums, there), 0, 1
     group = min(keep.group or 0, there // keep.room)
-    if group >= _LEAST_GROUP:
+    # Smaller groups tell less than a bit for each of their coordinates.
+    if group >= 12:
         return keep.room * group, group, 1
     fold = max(1, min(keep.fold, there // keep.sums))
     return min(keep.sums, there // fold), 0, fold
@@ -262,11 +251,15 @@ def side_of(blocks: Sequence[BlockSize], keep: Keep, units: Sequence[LayerUnit])
         while side < most and pairs_of(blocks, side + 1) <= keep.sums:
             side += 1
         return side
-    wanted, price = math.ceil(_ROOM * keep.most), 3 * _PRICE * sum(unit.size for unit in units)
+    # Coordinates of the leading eigenvectors of both sides, times those that are kept of them:
+    # the kept ones fill a corner, not a square.
+    # Share of a pass, forward and back, that moving positions along eigenvectors may take.
+    wanted, price = math.ceil(1.5 * keep.most), 3 * 0.3 * sum(unit.size for unit in units)
     side = _LEAST_SIDE
     while side < most and pairs_of(blocks, side) < wanted:
         dear = operations_of(blocks, side + _LEAST_SIDE) > price
-        if dear and pairs_of(blocks, side) >= _ENOUGH:
+        # Coordinates that are worth what they take, in a model of any size.
+        if dear and pairs_of(blocks, side) >= 400_000:
             break
         side += _LEAST_SIDE
     return side
@@ -337,7 +330,7 @@ def _traces(moment: Tensor) -> Tensor:
 
 def _usable(shares: Tensor, keep: Keep) -> Tensor:
     """Shares of the mean eigenvalue; 0 for those so far below the damping that bits would be noise."""
-    return torch.where(shares > _FAINT * keep.damping, shares, 0)
+    return torch.where(shares > 0.001 * keep.damping, shares, 0)
 
 
 def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:

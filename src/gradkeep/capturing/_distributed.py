@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from gradkeep.farm._run import Engine
     from gradkeep.store import CaptureKey
 
-_JOBS_EACH = 16
-"""Ranges for each worker: enough that none waits long for the last one."""
 _COUNTS = ("rows", "zero", "tiny", "example")
 _ARRAYS = tuple(gs.Array(name, "int64", nan="keep") for name in _COUNTS)
 """Counts of a range: rows, and rows without a gradient to speak of."""
@@ -156,7 +154,8 @@ def segment_ranges(
     ((0, 2), (2, 4))
     """
     segments = -(-rows // per_segment)
-    each = max(1, segments // (_JOBS_EACH * workers))
+    # Ranges for each worker: enough that none waits long for the last one.
+    each = max(1, segments // (16 * workers))
     even = batch // math.gcd(batch, per_segment)  # segments after which a batch ends, too
     if even <= 2 * each:
         each = -(-each // even) * even

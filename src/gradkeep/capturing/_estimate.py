@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 _HEADER = 160
 """Bytes of an array in the header of a segment, beside its name, which is written twice."""
 _PASSES_OF_PROOF = 4.0
-_COPIES = 6.0
-"""Times that a value of an exact row is written, read or hashed on its way to the disk."""
 _TIMED_SECONDS = 1.5
 """Seconds that the timed pass may be predicted to take; longer sequences are cut."""
 
@@ -194,7 +192,8 @@ def exact_cost(
         query_bytes=row_bytes,
         segment_rows=_power_of_two(segment / max(1.0, prepared.row_bytes), 1 << 16),
         basis_bytes=0.0,
-        row_seconds=making + _COPIES * row_bytes / 4 * clock.speeds.write,
+        # Times that a value of an exact row is written, read or hashed on its way to the disk.
+        row_seconds=making + 6.0 * row_bytes / 4 * clock.speeds.write,
         fixed_seconds=_PASSES_OF_PROOF * tried * a_pass,
         row_memory=2 * (shaped.work.saved + factors + row_bytes),
         fixed_memory=2.0 * min(segment, tried * row_bytes),

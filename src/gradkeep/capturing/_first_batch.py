@@ -194,11 +194,6 @@ _SHARE_OF_SEGMENTS = 4
 """A quarter of a budget goes to the two segments that are being filled and written."""
 
 
-_PASSING, _COPIES = 3, 3
-_NEAR = 64 << 20
-_LEAST_ROWS = 8
-
-
 def row_footprint(prepared: PreparedCapture, batch: Any, rows: int) -> int:
     """Bytes that one sample occupies at the peak: what backward needs, gradients, and a copy.
 
@@ -218,8 +213,8 @@ def coordinate_footprint(prepared: PreparedCapture, coordinates: int, batch: Any
     all together and once more while they are rounded.
     """
     saved = _saved(prepared, batch)
-    passing = sum(saved) + _PASSING * max(saved, default=0)
-    return passing // max(1, rows) + _COPIES * 4 * coordinates + 1
+    passing = sum(saved) + 3 * max(saved, default=0)
+    return passing // max(1, rows) + 3 * 4 * coordinates + 1
 
 
 def _saved(prepared: PreparedCapture, batch: Any) -> list[int]:
@@ -261,7 +256,7 @@ def rows_at_once(prepared: PreparedCapture, rows: int) -> int:
     samples is needed to keep the multiplications busy.
     """
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
-    return max(_LEAST_ROWS, int(_NEAR / max(1.0, factors / max(1, rows))))
+    return max(8, int((64 << 20) / max(1.0, factors / max(1, rows))))
 
 
 def segment_bytes(budget: int | None) -> int:

@@ -201,8 +201,6 @@ def _slices(loader: Any, first: int = 0, last: int | None = None) -> Iterator[li
         ]
 
 
-_LOOKED_AT = 2
-"""Batches at the beginning of which every pass must be the same."""
 _ROWS = 16
 """Where rows can be compared without the others of their batch: so many of so many batches."""
 
@@ -315,7 +313,8 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
         raise CaptureError(
             "the loader gives no batches", found=type(loader).__name__, expected=str(error)
         ) from None
-    begin = list(itertools.islice(delivered, _LOOKED_AT))
+    # Batches at the beginning of which every pass must be the same.
+    begin = list(itertools.islice(delivered, 2))
     steady = type(loader) in (list, tuple)  # it cannot change between passes
     return LoaderOrder(
         loader=loader,

@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Encoding
 
 PlaceName = Literal["local", "s3"]
-_RANGES_EACH = 16
-_REQUESTS_OF_A_RANGE = 4
-"""Listing the free ranges, the lease, the result, and a look at the progress."""
 _PROBE_BYTES = 8 << 20
 
 
@@ -151,7 +148,7 @@ def scale_plan(
     17.0
     """
     segments = math.ceil(rows / costs.rows_per_segment)
-    ranges = math.ceil(segments / max(1, segments // (_RANGES_EACH * workers)))
+    ranges = math.ceil(segments / max(1, segments // (16 * workers)))
     present = min(workers, ranges)
     made = costs.row_seconds * rows / segments
     put = place.put_seconds + costs.row_bytes * rows / segments / place.bytes_per_second
@@ -171,7 +168,8 @@ def scale_plan(
         workers=workers,
         segments=segments,
         bytes=rows * costs.row_bytes,
-        requests=segments + reads + _REQUESTS_OF_A_RANGE * ranges + 2,
+        # Listing the free ranges, the lease, the result, and a look at the progress.
+        requests=segments + reads + 4 * ranges + 2,
         worker_seconds=done,
         seconds=done + sealing,
         worker_memory=memory,
@@ -218,8 +216,6 @@ def _duration(seconds: float) -> str:
 
 _QUICK_SECONDS = 0.5
 """Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
-_FINGERPRINT_SECONDS = 5e-6
-"""Of one row, when a capture by workers is compared and sealed; measured by `./x bench scale`."""
 _DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
 """Bytes a row that are tried where all of its gradient is too much."""
 
@@ -302,7 +298,9 @@ class CapturePlan:
             row_seconds=spread / max(1, self.rows + self.queries) + load_seconds,
             row_bytes=self.row_bytes,
             rows_per_segment=self.rows_per_segment,
-            check_seconds=load_seconds + _FINGERPRINT_SECONDS,
+            # Of one row, when a capture by workers is compared and sealed; measured by `./x bench
+            # scale`.
+            check_seconds=load_seconds + 5e-6,
         )
         where = S3 if place == "s3" else measure_folder(os.fspath(folder or tempfile.gettempdir()))
         return scale_plan(

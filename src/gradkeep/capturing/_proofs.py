@@ -106,7 +106,6 @@ Uncovered = Literal["dense", "error", "skip"]
 """What to do with parameters that no factor rule covers."""
 _OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
-_LOW = 1e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +159,7 @@ def choose_rules(
         batch,
         target,
         calls_by_module(calls),
-        tolerance=max(_TOLERANCE.get(dtype, _LOW) for dtype in floating),
+        tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
     )
     search.single = single
     unused = told_of_gradients((target * search.weights).sum(), units, search.arrived)

@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
-_SUMMED_STEPS, _PROBED_STEPS, _EVERY = 8, 4, 64
-"""First steps whose sums are compared, first steps that are probed, and how often later steps are."""
-_MOST_PATTERNS = 64
-"""Patterns of shapes that are checked when they first occur; a bound for lengths that never repeat."""
 
 
 class GradientRecording:
@@ -105,9 +101,11 @@ class GradientRecording:
         """Check the step that runs inside of the block, if its turn has come or its shapes are new."""
         step = self._step
         # A step of every power of two, too: early steps are cheap to lose, late ones are many.
-        scheduled = step < _PROBED_STEPS or step % _EVERY == 0 or step.bit_count() == 1
+        scheduled = step < 4 or step % 64 == 0 or step.bit_count() == 1
         probed = _Turn(functools.partial(self._is_new, calls, rows), scheduled)
-        summed = _Turn(probed, step < _SUMMED_STEPS)
+        # First steps whose sums are compared, first steps that are probed, and how often later
+        # steps are.
+        summed = _Turn(probed, step < 8)
         sums = WeightGradients(self._units, wanted=summed)
         axes = functools.partial(self._axes_by_module, rows=rows)
         with contextlib.ExitStack() as stack:
@@ -128,7 +126,9 @@ class GradientRecording:
     def _is_new(self, calls: Sequence[LayerCall], rows: int) -> bool:
         """Whether no earlier step called the layers with these shapes; notes them."""
         pattern = hash((rows, *((id(call.module), call.shapes) for call in calls)))
-        if pattern in self._patterns or len(self._patterns) >= _MOST_PATTERNS:
+        # Patterns of shapes that are checked when they first occur; a bound for lengths that
+        # never repeat.
+        if pattern in self._patterns or len(self._patterns) >= 64:
             return False
         self._patterns.add(pattern)
         return True

@@ -40,13 +40,6 @@ if TYPE_CHECKING:
 _SUM_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-7}
 _FEW_BITS = 2e-2
 """Relative error of a sum of rows by the dtype that it was computed in, and for 16 bits."""
-_ROUNDING = 1e-3
-"""Share of a layer's largest input by which another sample may change: routing changes the sizes of
-products, and products of other sizes round differently."""
-_CROSS_DERIVATIVE = 1e-4
-"""Share of a sample's own second derivative that another sample's may reach by rounding."""
-_LAST_CALLS = 4
-"""Calls nearest to the loss whose outputs are tested for a loss that mixes samples."""
 
 
 class WeightGradients:
@@ -229,7 +222,9 @@ class SampleProbe:
         scale = one.abs().amax().double() if one.dtype.is_floating_point else 0.0
         change = (other.double() - one.double()).abs().amax(1)
         change[self._step.sample] = 0
-        return bool((change > _ROUNDING * scale).any())
+        # Share of a layer's largest input by which another sample may change: routing changes the
+        # sizes of products, and products of other sizes round differently.
+        return bool((change > 1e-3 * scale).any())
 
 
 class LossProbe(TorchFunctionMode):
@@ -253,7 +248,8 @@ class LossProbe(TorchFunctionMode):
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-_LAST_CALLS:]
+            # Calls nearest to the loss whose outputs are tested for a loss that mixes samples.
+            self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-4:]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -278,7 +274,8 @@ class LossProbe(TorchFunctionMode):
         except RuntimeError as error:
             self._unproved(str(error).splitlines()[0])
             return
-        if others > _CROSS_DERIVATIVE * own:
+        # Share of a sample's own second derivative that another sample's may reach by rounding.
+        if others > 1e-4 * own:
             raise CaptureError(
                 "the loss mixes samples: the gradient of one sample depends on the outputs of others",
                 found="a loss over the whole batch, such as a contrastive loss or one with batch "

@@ -84,8 +84,6 @@ if TYPE_CHECKING:
     from gradkeep.store import CaptureKey, Schema, Store
 
 _log = logging.getLogger(__name__)
-_PROOF_ROWS, _FEW_PROOF_ROWS = 16, 2
-"""Samples with which the rules of layers are proved: few where memory may be short."""
 LOSSES = "losses"
 """`keep` of a capture without gradients."""
 COORDINATE_ROWS = 1024
@@ -331,7 +329,8 @@ class Replay:
         """The maker of rows with gradients, how many samples run at once, and whether it is steady."""
         first, budget = without_columns(self.batches.first), self.budget
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
-        tried = _FEW_PROOF_ROWS if small or budget is not None else _PROOF_ROWS
+        # Samples with which the rules of layers are proved: few where memory may be short.
+        tried = 2 if small or budget is not None else 16
         rows = min(batch_size(first), tried)
         batch = to_device(rows_of(first, 0, rows), self.device)
         prepared = prepare_capture(

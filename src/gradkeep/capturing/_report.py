@@ -104,9 +104,6 @@ class Captured:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-_TRIED = 8
-
-
 @dataclass(frozen=True, slots=True)
 class ListedLayer:
     """A layer of a model of which only the parameters are known."""
@@ -182,7 +179,7 @@ def layers(
         return LayerTable(tuple(ListedLayer(unit.name, unit.type, unit.size) for unit in units))
     with ready(model), in_mode(model, mode):
         device = device_of(model)
-        part = to_device(rows_of(batch, 0, min(batch_size(batch), _TRIED)), device)
+        part = to_device(rows_of(batch, 0, min(batch_size(batch), 8)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
         prepared = prepare_capture(model, task or _SumOfOutputs(), part, settings)
     return LayerTable(tuple(kept_layer(keeping) for keeping in prepared.kept))

@@ -87,12 +87,9 @@ def named(ids: Any) -> str:
     return told + (" ..." if len(ids) > _NAMED else "")
 
 
-_MADE_AGAIN = 8
-"""Rows that are made again, from the first to the last."""
 _VALUES = ("loss", "output", "slope", "label")
 _WITHIN = {"float32": 1e-3, "float64": 1e-7}
 """Relative errors of numbers that were made twice, in batches of other sizes."""
-_ENCODED = 3e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +189,8 @@ class RowsMadeAgain:
     def __init__(self, earlier: EarlierRun, maker: RowMaker) -> None:
         self._earlier, self._maker = earlier, maker
         ids = earlier.block.ids
-        places = np.linspace(0, len(ids) - 1, min(len(ids), _MADE_AGAIN)).round().astype(int)
+        # Rows that are made again, from the first to the last.
+        places = np.linspace(0, len(ids) - 1, min(len(ids), 8)).round().astype(int)
         self._wanted = {int(ids[place]): int(place) for place in places}
 
     def look(self, ids: np.ndarray[Any, Any], batch: Any) -> None:
@@ -232,7 +230,7 @@ class RowsMadeAgain:
             encoded = any(array.encoding != "plain" for array in arrays)
             was, now = _gradient(form, before[name]), _gradient(form, made.layers[name])
             near = 10 * _WITHIN.get(arrays[0].dtype, 1e-3)
-            near = max(near, _ENCODED if encoded else 0.0, form.repeated_error)
+            near = max(near, 3e-2 if encoded else 0.0, form.repeated_error)
             error, scale = float((now - was).norm()), float(was.norm())
             if not error <= near * scale:
                 found.append(f"gradient of {name} off by {error / max(scale, 1e-300):.1%}")

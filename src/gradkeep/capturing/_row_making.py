@@ -53,8 +53,6 @@ _TINY = 1e-18
 """Length of a gradient whose square is next to the smallest number of float32."""
 _MOST_JOINED = 4096
 """Rows that are handed to a writer at once, if they take less than a mebibyte."""
-_MOST_CLASSES = 256
-"""Up to so many classes a row's probabilities are kept: more would be most of its bytes."""
 _TAKEN = (
     *(COPIED_IMAGE, COPIED_TABLE, COPIED_TEXT),
     *("id", "ids", "run", "checkpoint", "split", "capture", "example", "loss", "norm", "norms"),
@@ -225,7 +223,8 @@ class LossMaker(RowMaker):
 
     def _measured(self, measured: Measured) -> Values:
         values, logits = measured_values(measured), measured.logits
-        if logits is not None and logits.shape[1] <= _MOST_CLASSES:
+        # Up to so many classes a row's probabilities are kept: more would be most of its bytes.
+        if logits is not None and logits.shape[1] <= 256:
             values["probabilities"] = plain(logits.detach().float().softmax(1))
         return values
 

@@ -202,8 +202,6 @@ def _unclear(found: str) -> CaptureError:
 
 _DROPPED = ("max_length", "max_seqlen", "max_seq_len")
 _LABELS = "labels"
-_SAME = 1e-4
-"""How much the loss of a document may change by padding, which adds up in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,8 @@ class Unpacking:
                 found = self.measure(rows_of(padded, short, short + 1))[0]
         except Exception:  # what is wrong with the model or the batch is told where it is captured
             return self
-        if bool((found - wanted).abs() <= _SAME * wanted.abs().clamp(min=1)):
+        # How much the loss of a document may change by padding, which adds up in another order.
+        if bool((found - wanted).abs() <= 1e-4 * wanted.abs().clamp(min=1)):
             return self
         return dataclasses.replace(self, padded=False)
 
