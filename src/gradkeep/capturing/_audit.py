@@ -113,9 +113,6 @@ def _names(code: types.CodeType) -> list[str]:
     return sorted(found)
 
 
-_MOST_BYTES = 256 << 20
-
-
 def run_apart(
     model: nn.Module, task: Task, batch: Any, rows: slice, tracer: Tracer | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -168,7 +165,7 @@ def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bo
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """The model's buffers, up to 256 MiB, are in the end what they were."""
-    room, kept = _MOST_BYTES, []
+    room, kept = 256 << 20, []
     for buffer in model.buffers():
         room -= buffer.nbytes
         if room >= 0 and not buffer.is_meta and not buffer.is_inference():
@@ -192,8 +189,6 @@ def _near(one: Tensor, other: Tensor, by: float) -> bool:
 
 _DOUBTED, _LOOSE = 1e-6, 0.3
 """Relative errors that are accepted in double precision, and where a model keeps to fewer bits."""
-_CHANGED = 1e-2
-"""Share by which a loss may change while a capture runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -357,8 +352,8 @@ def check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
         if name not in before:
             continue
         was, now = (np.asarray(values[name], np.float64) for values in (before, after))
-        limit = _CHANGED * float(np.abs(was).mean()) + 1e-6
-        if not np.allclose(was, now, rtol=_CHANGED, atol=limit, equal_nan=True):
+        limit = 1e-2 * float(np.abs(was).mean()) + 1e-6
+        if not np.allclose(was, now, rtol=1e-2, atol=limit, equal_nan=True):
             raise CaptureError(
                 f"the {name} of the first samples is another one at the end of the capture",
                 found=np.array2string(now, precision=6),

@@ -138,12 +138,12 @@ def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> 
 
     Layers that would not fill a byte are left out.
     """
-    parts = [
-        (unit, at, _usable(block.values / layer.mean, keep))
-        for unit, layer in layers.items()
-        for at, block in enumerate(layer.blocks)
-        if layer.mean > 0
-    ]
+    parts = []
+    for unit, layer in layers.items():
+        for at, block in enumerate(layer.blocks if layer.mean > 0 else ()):
+            shares = block.values / layer.mean
+            # So far below the damping, bits would be noise.
+            parts.append((unit, at, torch.where(shares > 0.001 * keep.damping, shares, 0)))
     there = sum(int((share > 0).sum()) for _, _, share in parts)
     _, group, fold = sizes_kept(there, keep)
     wanted, step = (keep.room * group, group) if group else (keep.sums * fold, 8 * fold)
@@ -326,11 +326,6 @@ def _finite(moment: Tensor) -> Tensor:
 def _traces(moment: Tensor) -> Tensor:
     found = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
     return found.double().sum(1)
-
-
-def _usable(shares: Tensor, keep: Keep) -> Tensor:
-    """Shares of the mean eigenvalue; 0 for those so far below the damping that bits would be noise."""
-    return torch.where(shares > 0.001 * keep.damping, shares, 0)
 
 
 def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:

@@ -246,9 +246,8 @@ def choose_storage(
             factors = next((o for o in options if o.storage == "factors"), None)
             if owner is not None and factors is not None:
                 # With its prefix kept by another layer the factors cost only the suffix.
-                best = min(
-                    _with_shared_prefix(factors, owner), best, key=lambda option: option.row_bytes
-                )
+                shared = _with_shared_prefix(factors, owner)
+                best = shared if shared.row_bytes <= best.row_bytes else best
             elif best.storage == "factors":
                 owners.append((piece.source, best))
         kept.append(best)
@@ -342,7 +341,8 @@ def rows_to_store(
         own = {array.name: array for array in keeping.arrays}
         for name, values in keeping.form.tensors(rows).items():
             if name in own:
-                arrays[name] = as_stored(own[name], values, keeping.form, rows)
+                array, offsets = values.detach().cpu().numpy(), keeping.form.offsets(rows, name)
+                arrays[name] = array if offsets is None else Ragged(array, offsets.numpy())
         if keeping.places is not None and keeping.places.name in own:
             arrays[keeping.places.name] = _places(pieces[keeping.unit], used.get(keeping.unit))
     return factors, arrays
@@ -475,14 +475,11 @@ def arrays_of(
     for array, values in form.tensors(rows).items():
         whole = not values.dtype.is_floating_point
         double = values.dtype == torch.float64
+        dtype = str(values.dtype).removeprefix("torch.")
         made.append(
             Array(
                 array,
-                dtype=str(values.dtype).removeprefix("torch.")
-                if whole
-                else "float64"
-                if double
-                else "float32",
+                dtype=dtype if whole or double else "float32",
                 shape=tuple(values.shape[1:]),
                 kind=form.role(array),
                 encoding="plain" if whole or double else encoding,
@@ -491,13 +488,6 @@ def arrays_of(
             )
         )
     return tuple(made)
-
-
-def as_stored(array: Array, values: torch.Tensor, form: AnyForm, rows: GradientRows) -> Any:
-    """A tensor of some rows as the writer takes it."""
-    given = values.detach().cpu().numpy()
-    offsets = form.offsets(rows, array.name)
-    return given if offsets is None else Ragged(given, offsets.numpy())
 
 
 def cut_rank(form: Outer, rows: OuterRows, tolerance: float) -> tuple[Outer, OuterRows]:

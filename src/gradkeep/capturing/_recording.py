@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
+from gradkeep._arguments import flag, one_of, optional
 from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._layers import SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
-    from gradkeep.factors._form import Storage
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
@@ -175,7 +175,8 @@ class GradientRecording:
                     fix="record the batches without it; or replay the checkpoint with gk.capture",
                 )
             dtype = next(call.module.parameters()).dtype
-            if _has_fewer_bits(call, dtype):  # under autocast
+            tensors = [call.input, *(s for s in call.suffixes if s is not None)]
+            if any(t.is_floating_point() and t.dtype.itemsize < dtype.itemsize for t in tensors):
                 autocast.add(call.module)
                 call.args, call.kwargs = tree_map_only(
                     torch.Tensor, functools.partial(_widened, dtype), (call.args, call.kwargs)
@@ -200,10 +201,7 @@ class GradientRecording:
         if self._writer is None:
             _tell_flat(axes, by_module, len(ids))
         if self._kept is None:
-            wanted: dict[LayerUnit, Storage | None] = {}
-            self._kept = choose_storage(
-                pieces, encoding=self._encoding, wanted=wanted, tolerance=0.0
-            )
+            self._kept = choose_storage(pieces, encoding=self._encoding, wanted={}, tolerance=0.0)
         factors, arrays = rows_to_store(self._kept, pieces)
         lengths = norms(self._kept, factors).cpu().float()
         values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
@@ -338,8 +336,7 @@ def recording(
             path=opened.backend.describe(key.folder),
             fix="use another checkpoints= or name=, or delete it first",
         )
-    if reduction not in ("mean", "sum"):
-        raise CaptureError(f"no reduction {reduction!r}", expected="'mean' or 'sum'")
+    one_of("reduction", reduction, words=("mean", "sum"), error=CaptureError)
     units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
     without = [unit for unit in units if unit.rule in DENSE_RULES]
     if without and uncovered == "error":
@@ -351,8 +348,7 @@ def recording(
     units = [unit for unit in units if unit.rule not in DENSE_RULES]
     with in_mode(model, "train" if model.training else "eval"):
         pass  # only the checks: a loop switches modes itself
-    if batch_first is not None and not isinstance(batch_first, bool):
-        raise CaptureError(f"no batch_first {batch_first!r}", expected="True, False or None")
+    optional(flag, "batch_first", batch_first, error=CaptureError)
     rec = GradientRecording(
         *(opened, key, model, units),
         reduction=reduction,
@@ -365,11 +361,6 @@ def recording(
         rec.abandon()
         raise
     rec.finish()
-
-
-def _has_fewer_bits(call: LayerCall, dtype: torch.dtype) -> bool:
-    tensors = [call.input, *(s for s in call.suffixes if s is not None)]
-    return any(t.is_floating_point() and t.dtype.itemsize < dtype.itemsize for t in tensors)
 
 
 def _widened(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
