@@ -115,9 +115,7 @@ def one(what: str, folder: Path) -> None:
     import torch
 
     import gradkeep as gk
-    from gradkeep.query._machine import machine_speeds
 
-    machine_speeds()
     torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     started, cpu = time.perf_counter(), time.process_time()
     train, test = (gk.gradients(folder / "store", split=split) for split in ("train", "test"))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.capturing import _moments, _row_making
-from gradkeep.query._kept_moments import KeptMoments
+from gradkeep.curvature._kept_moments import KeptMoments
 
 KEY = gk.store.CaptureKey("final", "train")
 ROWS = _moments.FIRST_ROWS

@@ -29,7 +29,7 @@ from gradkeep.capturing._moments import measure_moments
 from gradkeep.capturing._row_making import without_columns
 from gradkeep.errors import CaptureError, NotSealed
 from gradkeep.factors._bits import bits_told
-from gradkeep.factors._projection import BlockProjection, LayerProjection
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,13 +12,13 @@ import xxhash
 
 from gradkeep._ranks import rank_correlation
 from gradkeep.capturing.rules._rules import DENSE_RULES
+from gradkeep.curvature._basis import leading
+from gradkeep.curvature._moments import MatrixMoments
+from gradkeep.curvature._patch_moments import WIDE
 from gradkeep.errors import CaptureError
 from gradkeep.factors._arithmetic import pairwise
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
-from gradkeep.factors._projection import BlockProjection, LayerProjection
-from gradkeep.factors.kronecker._basis import leading
-from gradkeep.factors.kronecker._moments import MatrixMoments
-from gradkeep.factors.kronecker._patch_moments import WIDE
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -31,6 +31,7 @@ from gradkeep.capturing._shapes import PassCount
 from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import units_of, watched
 from gradkeep.factors._bits import PACKED, Bits
+from gradkeep.factors._cost import FLOPS, WRITE
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing._row_making import RowMaker
     from gradkeep.capturing._shapes import PassWork, ShapedCapture
     from gradkeep.capturing.tasks._tasks import Task
-    from gradkeep.factors._cost import MachineSpeeds
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
 
@@ -86,21 +86,20 @@ class CaptureCost:
 class Clock:
     """Seconds of a model's work on this machine."""
 
-    speeds: MachineSpeeds
     pace: float = 1.0
     """Measured seconds of a pass, divided by the predicted ones."""
 
     def a_pass(self, work: PassWork) -> float:
         """One sample forward and back; each written value is touched four times."""
-        return self.pace * (work.flops / self.speeds.flops + 4 * work.written * self.speeds.write)
+        return self.pace * (work.flops / FLOPS + 4 * work.written * WRITE)
 
     def products(self, flops: float) -> float:
         """Large matrix products beside the passes."""
-        return max(1.0, self.pace) * flops / self.speeds.flops
+        return max(1.0, self.pace) * flops / FLOPS
 
 
 def measured_pace(
-    model: nn.Module, task: Task, batch: Any, of: GradientOf | None, clock: Clock, work: PassWork
+    model: nn.Module, task: Task, batch: Any, of: GradientOf | None, work: PassWork
 ) -> float:
     """Time one sample forward and back, and compare with the prediction from its operations.
 
@@ -108,7 +107,7 @@ def measured_pace(
     cut counts as predicted.
     """
     one = to_device(rows_of(batch, 0, 1), device_of(model))
-    share = _TIMED_SECONDS / max(clock.a_pass(work), 1e-9)
+    share = _TIMED_SECONDS / max(Clock().a_pass(work), 1e-9)
     if share < 1:
         lengths = {
             leaf.shape[1] if leaf.dim() == 2 and not leaf.is_floating_point() else None
@@ -127,7 +126,7 @@ def measured_pace(
     while spent < 2 * _TIMED_SECONDS / 15:  # counting slows quick passes down
         seconds = _timed(model, task, one, of)
         least, spent = min(least, seconds), spent + max(seconds, _TIMED_SECONDS / 30)
-    return least / dataclasses.replace(clock, pace=1.0).a_pass(count.a_row(1))
+    return least / Clock().a_pass(count.a_row(1))
 
 
 def _timed(model: nn.Module, task: Task, batch: Any, of: GradientOf | None) -> float:
@@ -193,7 +192,7 @@ def exact_cost(
         segment_rows=_power_of_two(segment / max(1.0, prepared.row_bytes), 1 << 16),
         basis_bytes=0.0,
         # Times that a value of an exact row is written, read or hashed on its way to the disk.
-        row_seconds=making + 6.0 * row_bytes / 4 * clock.speeds.write,
+        row_seconds=making + 6.0 * row_bytes / 4 * WRITE,
         fixed_seconds=_PASSES_OF_PROOF * tried * a_pass,
         row_memory=2 * (shaped.work.saved + factors + row_bytes),
         fixed_memory=2.0 * min(segment, tried * row_bytes),

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._tracer import DenseSoon
 from gradkeep.capturing.rules._layers import LayerGradients
+from gradkeep.curvature._kept_moments import KeptMoments, SideMoments
+from gradkeep.curvature._moments import VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._outer import OuterRows
 from gradkeep.factors._weights import WeightMatrix
-from gradkeep.factors.kronecker._moments import VectorMoments, matrix_moments
-from gradkeep.query._kept_moments import KeptMoments, SideMoments
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured
+    from gradkeep.curvature._moments import MatrixMoments
     from gradkeep.factors._form import AnyForm
-    from gradkeep.factors.kronecker._moments import MatrixMoments
 
     Moments = MatrixMoments | VectorMoments
 

@@ -38,7 +38,6 @@ from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 from gradkeep.factors._cost import ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
-from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import choose_compute
 
 if TYPE_CHECKING:
@@ -360,8 +359,8 @@ def plan(
     It always answers: what does not fit is said in `advice`, with the `keep=` that would. Without
     budgets, the memory of this machine and the free bytes of this folder's disk are compared. A small
     model runs a few samples and is measured; of a large one shapes tell the bytes, and one short
-    sample the speed. Model and batch may be on the meta device: then the operations of a pass and the
-    speeds of this machine, measured once, give the seconds.
+    sample the speed. Model and batch may be on the meta device: then seconds are those of one core of
+    a server, from the operations of a pass.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -412,7 +411,7 @@ def _measure(
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), 16))
-    clock = Clock(machine_speeds())
+    clock = Clock()
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)
@@ -434,14 +433,14 @@ def _measure(
             held = shaped.rows * shaped.work.saved
             held += sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
             if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
-                pace = measured_pace(model, task, part, settings.of, clock, shaped.work)
-                return shaped, dataclasses.replace(clock, pace=pace), None
+                pace = measured_pace(model, task, part, settings.of, shaped.work)
+                return shaped, Clock(pace), None
         device = device_of(model)
         own = to_device(part if shaped is not None else rows_of(part, 0, 2), device)
         prepared = prepare_capture(model, task, own, settings)
         shaped = shapes_of(prepared, own) if shaped is None else shaped
         shaped = dataclasses.replace(shaped, prepared=prepared)
-        pace = measured_pace(model, task, own, settings.of, clock, shaped.work)
+        pace = measured_pace(model, task, own, settings.of, shaped.work)
         maker = GradientMaker(prepared=prepared, kept=prepared.kept, watched={}, device=device)
         measured = measure_rows(maker, own)
         # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
@@ -450,7 +449,7 @@ def _measure(
             own = to_device(rows_of(batch, 0, many), device)
             several = [measure_rows(maker, own) for _ in range(3)]
             measured = min(several, key=lambda one: one.seconds)
-        return shaped, dataclasses.replace(clock, pace=pace), measured
+        return shaped, Clock(pace), measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -529,10 +528,9 @@ class _Planner:
         )
 
     def _layer(self, keeping: LayerKeeping, scratch: int) -> PlannedLayer:
-        load = ProductSize(self.rows, self.queries, keeping.positions, keeping.positions)
-        choice = choose_compute(
-            keeping.form, load, self.clock.speeds, force=self.compute, scratch=scratch
-        )
+        positions = keeping.positions
+        load = ProductSize(self.rows, self.queries, positions, positions, scratch)
+        choice = choose_compute(keeping.form, load, force=self.compute)
         return PlannedLayer(
             layer=kept_layer(keeping),
             disk_bytes=keeping.row_bytes * (self.rows + self.queries),

@@ -17,7 +17,6 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors._cost import ProductSize
 from gradkeep.factors._dense import Dense
-from gradkeep.query._machine import machine_speeds
 from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
@@ -154,7 +153,6 @@ class ProductEngine:
     def _sides(
         self, pair: GradientPair, probe: _RowSizes, compute: ComputeWish
     ) -> tuple[list[LayerProduct], list[QueryStep]]:
-        speeds = machine_speeds()
         sides, steps = [], []
         groups: dict[tuple[str, str], int] = {}
         """Where the layers stand that read these two prefixes."""
@@ -170,8 +168,9 @@ class ProductEngine:
                 n_query=min(len(self.positions), self.shares.query_rows),
                 t_train=probe.train_positions[name],
                 t_query=probe.query_positions[name],
+                scratch=self.shares.scratch,
             )
-            choice = choose_compute(form, load, speeds, force=forced, scratch=self.shares.scratch)
+            choice = choose_compute(form, load, force=forced)
             tiles = (self.num_train / load.n_train) * (len(self.positions) / load.n_query)
             steps.append(QueryStep(name, form.kind, choice.compute, choice.cost.seconds * tiles))
             shared = form.shared_prefix(other)

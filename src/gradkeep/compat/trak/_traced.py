@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution.projections._project import project_layers
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, rows_at_once
 from gradkeep.capturing.tasks._tasks import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
+from gradkeep.curvature._project import project_layers
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
