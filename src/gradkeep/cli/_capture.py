@@ -264,8 +264,6 @@ ConfigArgument = Annotated[
 ]
 
 
-_LOADING_SEEN = 0.3
-"""Seconds of loading rows that tell what one takes."""
 _PASSED = (
     *("run", "name", "layers", "encoding", "keep", "tolerance", "of", "uncovered", "mode"),
     *("embeddings", "memory_budget"),
@@ -419,6 +417,7 @@ def _load_seconds(loader: Any) -> float:
     for batch in loader:
         first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         rows += len(first)
-        if time.process_time() - began > _LOADING_SEEN:
+        # Seconds of loading rows that tell what one takes.
+        if time.process_time() - began > 0.3:
             break
     return (time.process_time() - began) / max(1, rows)

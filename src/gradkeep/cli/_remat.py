@@ -13,7 +13,6 @@ from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
-_LARGEST_LIMIT = 1e9
 BudgetOption = Annotated[
     str | None,
     typer.Option("--budget", help="Bytes such as 2GiB, or a fraction of the peak such as 0.5."),
@@ -33,7 +32,7 @@ LimitOption = Annotated[
     typer.Option(
         "--limit",
         min=1,
-        max=_LARGEST_LIMIT,
+        max=1e9,
         callback=finite,
         help="More than so many times the base cost is thrashing.",
     ),

@@ -35,7 +35,6 @@ WorkersOption = Annotated[
         "--workers", min=1, max=MOST_WORKERS, help="How many processes; by default one per core."
     ),
 ]
-_LARGEST_RATIO = 1000.0
 _RATIOS = "1.0,0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
 _LIVE_RATIOS = "0.9,0.8,0.7,0.6,0.5,0.4"
 _FEWER = "0.9,0.7,0.5,0.3"
@@ -380,7 +379,7 @@ def _numbers(text: str) -> list[float]:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         found = []
-    if not found or not all(0 < ratio <= _LARGEST_RATIO for ratio in found):
+    if not found or not all(0 < ratio <= 1000.0 for ratio in found):
         raise RematError(
             "ratios are numbers above 0 with commas between them",
             found=shown(text),

@@ -29,7 +29,7 @@ from gradkeep.store import LocalDisk, verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gradkeep.data._digits import Digits
+    from gradkeep.data._examples import Digits
 
     States = Mapping[str, dict[str, torch.Tensor]]
 
