@@ -47,11 +47,6 @@ class Adjustments:
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) for f in _FIELDS)
 
-    @property
-    def names(self) -> list[str]:
-        """All layers that are adjusted."""
-        return sorted(self.single | self.dense | self.ragged | self.late)
-
     def to_text(self) -> str:
         """A text that a schema can hold."""
         parts = {f.name: sorted(getattr(self, f.name)) for f in _FIELDS}
@@ -79,27 +74,17 @@ NO_ADJUSTMENTS = Adjustments()
 class BatchUnlikeFirst(CaptureError):
     """A batch that the choices made on the first one do not fit; a capture begins again adjusted."""
 
-    adjustments: Adjustments = NO_ADJUSTMENTS
-    candidates: frozenset[str] = frozenset()
-    """Further layers that no batch has used so far, where one of them ran for the first time."""
-
-    @classmethod
-    def needing(cls, adjustments: Adjustments, what: str, **parts: Any) -> BatchUnlikeFirst:
-        """The error, with what would make the batch fit."""
-        error = cls(what, **parts)
-        error.adjustments = adjustments
-        return error
-
-
-def used_late(units: Sequence[LayerUnit], candidates: Sequence[LayerUnit]) -> BatchUnlikeFirst:
-    """The error about layers that run for the first time, of all that no batch has used."""
-    error = BatchUnlikeFirst.needing(
-        Adjustments(late=frozenset(unit.name for unit in units)),
-        f"layer {units[0].name} is used by this batch, but not by the first one",
-        fix="leave the layer out, or begin with a batch that uses it",
-    )
-    error.candidates = frozenset(unit.name for unit in candidates)
-    return error
+    def __init__(
+        self,
+        what: str,
+        adjustments: Adjustments = NO_ADJUSTMENTS,
+        candidates: frozenset[str] = frozenset(),
+        **parts: Any,
+    ) -> None:
+        super().__init__(what, **parts)
+        self.adjustments = adjustments
+        self.candidates = candidates
+        """Further layers that no batch has used so far, where one of them ran for the first time."""
 
 
 def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
@@ -387,10 +372,10 @@ def _drop_idle_positions(
             assert isinstance(rows, OuterRows)
             one, other = pieces[keeping.unit].source, pieces[group[0].unit].source
             if not _is_same(one, other) and not torch.equal(rows.x, first.x):
-                raise BatchUnlikeFirst.needing(
-                    Adjustments(dense=frozenset({keeping.unit.name})),
+                raise BatchUnlikeFirst(
                     f"layers {group[0].unit.name} and {keeping.unit.name} read the same input in "
                     f"the first batch, but not in this one",
+                    Adjustments(dense=frozenset({keeping.unit.name})),
                     fix="capture them one by one, with layers= and another capture name",
                 )
         if first.offsets is None:
@@ -437,9 +422,9 @@ def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
     if form.prefix_array is not None and expected.prefix_array is not None:
         form = form.with_prefix(expected.prefix_array)
     if form != expected:
-        raise BatchUnlikeFirst.needing(
-            Adjustments(dense=frozenset({keeping.unit.name})),
+        raise BatchUnlikeFirst(
             f"layer {keeping.unit.name} has another shape in this batch than in the first one",
+            Adjustments(dense=frozenset({keeping.unit.name})),
             found=str(form),
             expected=str(expected),
             fix=f"pass keep={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
@@ -458,9 +443,9 @@ def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
         return rows
     if bool((rows.offsets.diff() == 1).all()):
         return OuterRows(rows.x, rows.g)
-    raise BatchUnlikeFirst.needing(
-        Adjustments(ragged=frozenset({keeping.unit.name})),
+    raise BatchUnlikeFirst(
         f"layer {keeping.unit.name} has several positions for a row of this batch",
+        Adjustments(ragged=frozenset({keeping.unit.name})),
         expected="one position for each row, as in the first batch",
         fix="begin with a batch of sequences longer than one; or pass "
         f"keep={{{keeping.unit.name!r}: 'dense'}}",

@@ -446,9 +446,9 @@ def _is_same_rule(one: LayerUnit, other: LayerUnit) -> bool:
 def rows_moved(names: Sequence[str], row: int | None = None) -> BatchUnlikeFirst:
     """The error about layers whose rows are not where the first batch had them."""
     where = "a later batch" if row is None else f"sample {row}"
-    return BatchUnlikeFirst.needing(
-        Adjustments(single=frozenset(names)),
+    return BatchUnlikeFirst(
         f"layer {names[0]}: the gradient of {where} is not autograd's",
+        Adjustments(single=frozenset(names)),
         found=f"rows of a later batch that lie elsewhere than those of the first one, in "
         f"{len(names)} layers: {', '.join(names[:4])}",
         expected="a model that keeps a sample at its place in the batch",

@@ -95,13 +95,9 @@ class Captured:
         kept += f"{ratio:.1f}x smaller than dense"
         if not self.layers:
             kept = f"the losses of {self.rows} rows in {format_bytes(self.bytes)}"
-        lines = [
-            (
-                f"{self.key.split} at {self.key.checkpoint}: {kept}; "
-                f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
-            )
-        ]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        seconds = f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
+        head = f"{self.key.split} at {self.key.checkpoint}: {kept}; {seconds}"
+        return "\n".join([head, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True, slots=True)

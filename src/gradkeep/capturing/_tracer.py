@@ -11,7 +11,7 @@ from torch import nn
 
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._calls import LayerCall, fill, watching
-from gradkeep.capturing._keeping import in_form, used_late
+from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst, in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
 from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.capturing.rules._rules import calls_by_module, calls_of, unit_gradients, watched
@@ -192,7 +192,12 @@ class Tracer:
         unused = [unit for unit in self.unused if unit not in self.aside]
         late = [unit for unit in unused if passed(unit, by_module)]
         if late:
-            raise used_late(late, unused)
+            raise BatchUnlikeFirst(
+                f"layer {late[0].name} is used by this batch, but not by the first one",
+                Adjustments(late=frozenset(unit.name for unit in late)),
+                frozenset(unit.name for unit in unused),
+                fix="leave the layer out, or begin with a batch that uses it",
+            )
         again: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
         whole: dict[LayerUnit, LayerUnit] = {}
         with torch.no_grad():
