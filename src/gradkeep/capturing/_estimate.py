@@ -76,7 +76,8 @@ class CaptureCost:
     def disk_bytes(self, rows: int, queries: int) -> float:
         """Bytes of all rows and queries, with the headers of their segments and the basis."""
         names = [array.name for keeping in self.kept for array in keeping.arrays]
-        header = sum(_HEADER + 2 * len(name) for name in names) + 5 * (_HEADER + 10)
+        names += ["id", "example", "loss", "norm", "label"]
+        header = sum(_HEADER + 2 * len(name) for name in names)
         segments = -(-rows // self.segment_rows) + -(-queries // self.segment_rows)
         kept = rows * self.row_bytes + queries * self.query_bytes
         return kept + segments * header + self.basis_bytes
