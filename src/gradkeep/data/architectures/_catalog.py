@@ -51,13 +51,13 @@ _LARGEST = 2**24
 """No size of a reference model is as large: a slip of the finger, and all memory is gone."""
 _MODULES = {
     "BertClassifier": "_transformers",
-    "CNN": "_small",
+    "CNN": "_convolutional",
     "GPT": "_transformers",
-    "MLP": "_small",
+    "MLP": "_convolutional",
     "ResNet9": "_resnets",
     "ResNet20": "_resnets",
     "ResNet50": "_resnets",
-    "VGG16": "_small",
+    "VGG16": "_convolutional",
 }
 CLASSES = tuple(_MODULES)
 _NAMES = {"bert" if name == "BertClassifier" else name.lower(): name for name in CLASSES}
