@@ -30,9 +30,13 @@ from gradkeep.capturing._audit import (
     fingerprint_function,
     is_steady,
 )
-from gradkeep.capturing._basis import BasisRequest, find_basis
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker
+from gradkeep.capturing._coordinates import (
+    BasisRequest,
+    CoordinateMaker,
+    coordinate_maker,
+    find_basis,
+)
 from gradkeep.capturing._first_batch import (
     CaptureSettings,
     coordinate_footprint,

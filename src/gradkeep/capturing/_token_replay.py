@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.capturing._basis import load_basis
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import fill
+from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import task_batches
 from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready, uncompiled
