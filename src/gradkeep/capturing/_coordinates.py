@@ -478,6 +478,36 @@ class CoordinateMaker(RowMaker):
         return facts
 
 
+def coordinate_keeping(
+    exact: LayerKeeping,
+    size: int,
+    bits: BitWidth,
+    group: int,
+    *,
+    is_first: bool,
+    fingerprint: str = "",
+    whitened: bool = False,
+) -> LayerKeeping:
+    """A layer kept as so many coordinates, in the basis of a fingerprint; the first has the scale of all."""
+    unit, packed = exact.unit, bits in PACKED
+    name, scale, group = f"{unit.name}.bits", SCALE if packed else "", group if packed else 0
+    form = Bits(unit.parameters, name, scale, size, bits, fingerprint, whitened, group)
+    rows = BitRows(torch.zeros(1, size))
+    if packed:
+        rows = BitRows(packed_bits(rows.codes, torch.ones(1), bits, group), torch.ones(1))
+    arrays = arrays_of(unit.name, form, rows, CODES[bits])
+    own = tuple(array for array in arrays if array.name != SCALE or is_first)
+    return dataclasses.replace(
+        exact,
+        form=form,
+        storage="coordinates",
+        arrays=own,
+        row_bytes=sum(array.row_bytes for array in own),
+        tolerance=0.0,
+        places=None,
+    )
+
+
 def coordinate_maker(
     prepared: PreparedCapture,
     basis: CaptureBasis,
@@ -492,31 +522,18 @@ def coordinate_maker(
     tracer = prepared.tracer
     exact = {keeping.unit: keeping for keeping in prepared.kept}
     units = [unit for unit in tracer.units if unit.name in basis.layers]
-    kept: list[LayerKeeping] = []
-    packed = bits in PACKED
-    group = basis.group if packed else 0
-    for unit in units:
-        name, size = f"{unit.name}.bits", basis.layers[unit.name].size
-        scale = SCALE if packed else ""
-        form = Bits(
-            *(unit.parameters, name, scale, size, bits), basis.fingerprint, basis.whitened, group
+    kept = tuple(
+        coordinate_keeping(
+            exact[unit],
+            basis.layers[unit.name].size,
+            bits,
+            basis.group,
+            is_first=unit is units[0],
+            fingerprint=basis.fingerprint,
+            whitened=basis.whitened,
         )
-        rows = BitRows(torch.zeros(1, size))
-        if packed:
-            rows = BitRows(packed_bits(rows.codes, torch.ones(1), bits, group), torch.ones(1))
-        arrays = arrays_of(unit.name, form, rows, CODES[bits])
-        own = tuple(array for array in arrays if array.name != SCALE or not kept)
-        kept.append(
-            dataclasses.replace(
-                exact[unit],
-                form=form,
-                storage="coordinates",
-                arrays=own,
-                row_bytes=sum(array.row_bytes for array in own),
-                tolerance=0.0,
-                places=None,
-            )
-        )
+        for unit in units
+    )
     return CoordinateMaker(
         tracer=dataclasses.replace(tracer, units=units),
         basis=basis,
@@ -524,7 +541,7 @@ def coordinate_maker(
         watched=watched,
         recompute=recompute,
         device=device,
-        kept=tuple(kept),
+        kept=kept,
         left_out=tuple(unit.name for unit in tracer.units if unit.name not in basis.layers),
     )
 

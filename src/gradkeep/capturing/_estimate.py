@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from gradkeep.capturing._choice import (
     sizes_kept,
     worth_keeping,
 )
-from gradkeep.capturing._coordinates import CODES, SCALE
+from gradkeep.capturing._coordinates import coordinate_keeping
 from gradkeep.capturing._first_batch import rows_at_once, segment_bytes
 from gradkeep.capturing._keep import OVERHEAD
 from gradkeep.capturing._readiness import device_of
@@ -30,9 +29,9 @@ from gradkeep.capturing._replay import COORDINATE_ROWS
 from gradkeep.capturing._shapes import PassCount
 from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._rules import units_of, watched
-from gradkeep.factors._bits import PACKED, Bits
+from gradkeep.factors._bits import PACKED
 from gradkeep.factors._cost import FLOPS, WRITE
-from gradkeep.store import Array, Ragged
+from gradkeep.store import Ragged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -221,8 +220,11 @@ def coordinate_cost(
         pairs[unit] = pairs_of(block_sizes([forms[unit]]), rank)
     there = sum(pairs.values())
     size, group, fold = sizes_kept(there, keep)
+    step = group or (8 // keep.bits if keep.bits in PACKED else 1)
+    # As if all pairs of vectors were worth the same.
+    shares = {unit: size * pairs[unit] // max(1, there) // step * step for unit in units}
     kept = tuple(
-        _as_coordinates(exact[u], keep, size * pairs[u] // max(1, there), group, u is units[0])
+        coordinate_keeping(exact[u], shares[u], keep.bits, group, is_first=u is units[0])
         for u in units
     )
     row_bytes = sum(keeping.row_bytes for keeping in kept) + shaped.values
@@ -253,29 +255,6 @@ def keeps_exact(shaped: ShapedCapture, keep: Keep) -> bool:
     if any(array.ragged for keeping in shaped.prepared.kept for array in keeping.arrays):
         return False
     return shaped.prepared.row_bytes + OVERHEAD <= keep.row_bytes
-
-
-def _as_coordinates(
-    exact: LayerKeeping, keep: Keep, share: int, group: int, is_first: bool
-) -> LayerKeeping:
-    """A layer with its share of the coordinates, as if all pairs of vectors were worth the same."""
-    packed, name = keep.bits in PACKED, f"{exact.unit.name}.bits"
-    size = share // (group or 1) * (group or 1)
-    scale = SCALE if packed else ""
-    form = Bits(exact.unit.parameters, name, scale, size, keep.bits, group=group)
-    coded = size // group if group else math.ceil(size * keep.bits / 8)
-    codes = Array(
-        name,
-        dtype="uint8" if packed else "float32",
-        shape=(coded if packed else size,),
-        kind="projection",
-        encoding=CODES[keep.bits],
-        layer=exact.unit.name,
-    )
-    row_bytes = codes.row_bytes + (4.0 if is_first and packed else 0.0)
-    return dataclasses.replace(
-        exact, form=form, storage="coordinates", arrays=(codes,), row_bytes=row_bytes, tolerance=0.0
-    )
 
 
 def _basis_flops(form: AnyForm, positions: float, side: int, keep: Keep) -> float:

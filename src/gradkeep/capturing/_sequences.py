@@ -122,26 +122,23 @@ def _between(
     whole = bounds.dim() == 1
     rows = [bounds.tolist()] if whole else bounds.tolist()
     width = count * length if whole else length
+    labels: Any = batch.get("labels")
+    known = isinstance(labels, torch.Tensor) and labels.numel() == count * length
     found = []
     for number, ends in enumerate(rows):
         falls = any(later < earlier for earlier, later in itertools.pairwise(ends))
         if len(rows) != (1 if whole else count) or ends[0] != 0 or falls or ends[-1] > width:
             raise _unclear(f"ends of documents {ends[:8]} in {count} rows of {length} tokens")
-        first = 0 if whole else number * length
+        first = number * length
         for start, stop in itertools.pairwise(ends):
-            if start == stop:
-                continue  # ends are filled up with the last one
             row, place = divmod(first + start, length)
             if place + stop - start > length:
                 raise _unclear(f"a document of tokens {start} to {stop} in rows of {length}")
-            found.append(Document(row, place, place + stop - start))
-        labels = batch.get("labels")
-        left = range(first + ends[-1], first + width)
-        if left and isinstance(labels, torch.Tensor) and labels.numel() == count * length:
-            if bool((labels.reshape(-1)[left.start : left.stop] >= 0).any()):
-                raise _unclear(f"labels after the last document, which ends at token {ends[-1]}")
-        elif left:
-            raise _unclear(f"{len(left)} tokens after the last document")
+            if start < stop:  # ends are filled up with the last one
+                found.append(Document(row, place, place + stop - start))
+        behind = slice(first + ends[-1], first + width)
+        if ends[-1] < width and not (known and bool((labels.reshape(-1)[behind] < 0).all())):
+            raise _unclear(f"{width - ends[-1]} tokens after the last document, or labels there")
     return tuple(found)
 
 
