@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
 
 
 _TASKS = {
