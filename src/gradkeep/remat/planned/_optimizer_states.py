@@ -22,15 +22,7 @@ class OptimizerStates:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers, with the number of parameters that had a state when they were last looked at."""
         self._bytes = 0
-        owner = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, *_: Any) -> None:
-            states = owner()
-            if states is not None:
-                states._look(optimizer)
-
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
+        _listening.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -51,3 +43,15 @@ class OptimizerStates:
         if self._sizes.get(optimizer) != len(optimizer.state):
             self._sizes[optimizer] = len(optimizer.state)
             self._bytes = sum(storage.nbytes() for storage in self.storages().values())
+
+
+_listening: weakref.WeakSet[OptimizerStates] = weakref.WeakSet()
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    for states in list(_listening):
+        states._look(optimizer)
+
+
+# Once and for good: hooks that come and go disturb optimizers that step in other threads meanwhile.
+register_optimizer_step_post_hook(_stepped)

@@ -117,8 +117,8 @@ class StepRecordings:
             for cloned in reversed(self.cloned):
                 found = agreed_trace(kept, cloned)
                 if found is not None:
+                    found = cheaper_trace(found, *self.kept, *self.cloned)
                     for other in (*self.kept, *self.cloned):
-                        found = cheaper_trace(found, other)
                         found = with_larger_tail(found, other)
                     return found
         return None
@@ -146,7 +146,7 @@ class StepPlan:
     misses: int = 0
     """Steps that began like this one and then did something else."""
     doubtful: bool = False
-    """A step was undone: whether it was the last of its kind, the next recording tells."""
+    """Steps were undone or left it: whether it still holds, the next recordings tell."""
     measured_peak: int | None = None
     """The most that was measured so far."""
 

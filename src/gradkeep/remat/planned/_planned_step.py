@@ -174,12 +174,7 @@ class UndecidedStep:
 
 
 def _fits(slot: SlotPlan, tensor: Tensor) -> bool:
-    return (
-        tensor.shape == slot.size
-        and tensor.dtype is slot.dtype
-        and tensor.stride() == slot.stride
-        and (slot.leaf is None or slot.leaf == leaf_of(tensor))
-    )
+    return slot.fits(tensor) and (slot.leaf is None or slot.leaf == leaf_of(tensor))
 
 
 class PlannedStep:
@@ -257,11 +252,8 @@ class PlannedStep:
             self.leave("more tensors were saved than in the recorded step")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slot = slots[number]
-        if (
-            tensor.shape != slot.size
-            or tensor.dtype is not slot.dtype
-            or tensor.stride() != slot.stride
-            or (slot.expected is not None and not self._walk.matches(tensor, slot.expected))
+        if not slot.fits(tensor) or (
+            slot.expected is not None and not self._walk.matches(tensor, slot.expected)
         ):
             self.leave(f"saved tensor {number} is not the recorded one")
             return KeptTensor(self, number, tensor.detach(), tensor._version)

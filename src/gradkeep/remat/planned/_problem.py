@@ -84,6 +84,8 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         for operation in trace.operations[: trace.lengths.operations]
         for value in operation.overwrites
     }
+    # Nor is anything made from what has another size each time.
+    written |= {slot.value for slot in trace.slots if slot.varies}
     whole = {value: event for value, event in saved.items() if value not in written}
     lasting = {value: source for value, source in trace.sources.items() if value not in written}
     trace = replace(trace, sources=lasting)
@@ -99,6 +101,8 @@ def problem_of(trace: StepTrace, *, min_size: int) -> PlanningProblem:
         if len(versions[trace.values[value].storage]) > 1 or not makeable.again(value):
             continue
         if trace.open_slots & set(slots_of[value]):
+            continue
+        if any(trace.slots[number].varies for number in slots_of[value]):
             continue
         known[value] = makeable.known_at(value, pack)
         gone = max(stored.natural, known[value] + 1)

@@ -125,6 +125,18 @@ class SlotPlan:
     """How to show this slot, given the value as it is made again."""
     exact: Geometry
     """How to show this slot, given any tensor on its storage."""
+    varies: bool
+    """It may have any size."""
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks like the recorded one."""
+        if self.varies:
+            return tensor.dtype is self.dtype and tensor.dim() == len(self.size)
+        return (
+            tensor.shape == self.size
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+        )
 
 
 class ExpectedMask(NamedTuple):
@@ -247,7 +259,7 @@ class _PlanCompiler:
                 leaf=seen.seen.node < 0,
             )
             for number, (slot, seen) in enumerate(zip(slots, self.trace.slots, strict=True))
-            if slot.plain
+            if slot.plain and not slot.varies
         }
 
     def _slots(self, sources: set[int]) -> tuple[SlotPlan, ...]:
@@ -297,6 +309,7 @@ class _PlanCompiler:
                     releases=tuple(late.get(number, ())),
                     view=None if base == slot.geometry else slot.geometry,
                     exact=slot.geometry,
+                    varies=slot.varies,
                 )
             )
         return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradkeep.errors import RematError
@@ -12,6 +13,22 @@ from gradkeep.remat.tracing._tensors import QuickDispatchMode, inside_compiled, 
 
 if TYPE_CHECKING:
     from gradkeep.remat.planned._step_recorder import StepRecorder
+
+
+_ctc_loss = torch.ctc_loss
+
+
+def _ctc_loss_by_numbers(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
+    """`torch.ctc_loss` on the CPU as it runs unwatched, with lengths as numbers.
+
+    While a mode watches, torch takes another operator, which saves the lengths too.
+    """
+    if not log_probs.is_cuda:
+        with torch._C._DisableTorchDispatch():
+            lengths = tuple(
+                given.tolist() if isinstance(given, torch.Tensor) else given for given in lengths
+            )
+    return _ctc_loss(log_probs, targets, *lengths, **options)
 
 
 class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,6 +63,7 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
                     "of the block: then steps begin outside of what is compiled",
                 )
             self.__enter__()  # type: ignore[no-untyped-call]
+            torch.ctc_loss = _ctc_loss_by_numbers
             self._on = True
 
     def rest(self) -> None:
@@ -53,4 +71,5 @@ class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = None
         if self._on and _get_current_dispatch_mode() is self and not inside_compiled():
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            torch.ctc_loss = _ctc_loss
             self._on = False

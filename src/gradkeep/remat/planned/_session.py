@@ -66,7 +66,6 @@ class BudgetSession:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             not_compiled(self._pack), not_compiled(unpack)
         )
-        self._optimizer_hook: Any = None
         self._recording: StepRecorder | None = None
         self._run: PlannedStep | PlainStep | UndecidedStep | None = None
         self._plan: StepPlan | None = None
@@ -95,8 +94,6 @@ class BudgetSession:
         self._batch.open()
         _active.session = self
         self._hooks.__enter__()
-        if self._automatic:
-            self._optimizer_hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self, error: BaseException | None) -> None:
         """Switch the hooks off, whatever happened."""
@@ -126,8 +123,6 @@ class BudgetSession:
         _active.session = None
         self._batch.close()
         self._hooks.__exit__(None, None, None)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
         if self._left:
             self._mode.rest()
 
@@ -227,9 +222,9 @@ class BudgetSession:
         elif isinstance(run, PlainStep) and not self._left:
             self._planner.counts.kept += 1
 
-    def _stepped(self, *_: Any) -> None:
+    def optimizer_stepped(self) -> None:
         """An optimizer has stepped: if there was a backward pass, the step is over."""
-        if getattr(_active, "session", None) is self and self._asked():
+        if self._automatic and self._asked():
             self._end()
             self._batch.begin()
             self._begin()
@@ -356,3 +351,13 @@ def session_here() -> BudgetSession | None:
     """The session of this thread."""
     found: BudgetSession | None = getattr(_active, "session", None)
     return found
+
+
+def _stepped(*_: Any) -> None:
+    session = session_here()
+    if session is not None:
+        session.optimizer_stepped()
+
+
+# Once and for good: hooks that come and go disturb optimizers that step in other threads meanwhile.
+register_optimizer_step_post_hook(_stepped)

@@ -261,6 +261,7 @@ class StepRecorder:
                 device=made[0].device.type if made else "cpu",
                 layer=self.modules.current,
                 single=single,
+                backward=backward,
             )
         )
         if apart is not None and makes:
