@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradkeep.attribution import Scores
+from gradkeep.attribution._scores import Scores
 from gradkeep.evaluate import Evaluation, GroundTruth, Judgement, compare, judge_methods, lds
 from gradkeep.store import Store
 

@@ -15,6 +15,7 @@ import gradkeep as gk
 from bench import _lds_truth as truths
 from bench import _quality_cleanlab as cleanlab
 from bench._quality_board import Section, span
+from gradkeep.attribution._suspects import Suspects
 from gradkeep.datamodels import Output, Training, margins
 from gradkeep.evaluate import (
     Evaluation,
@@ -177,7 +178,7 @@ def captured(
     return [f"epoch-{epoch:02d}" for epoch in data.kept]
 
 
-def in_order(found: gk.attribution.Suspects) -> np.ndarray:
+def in_order(found: Suspects) -> np.ndarray:
     """Suspicion `[N]` by row."""
     return np.asarray(found.values, np.float64)[np.argsort(found.ids)]
 

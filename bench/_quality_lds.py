@@ -14,7 +14,7 @@ from torch.func import functional_call
 import gradkeep as gk
 from bench import _lds_truth as truths
 from bench._quality_board import Entry
-from gradkeep.attribution import Scores
+from gradkeep.attribution._scores import Scores
 from gradkeep.evaluate import GroundTruth
 from gradkeep.store import CaptureKey
 

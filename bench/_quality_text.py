@@ -16,7 +16,8 @@ from bench import _quality_board as board
 from bench._quality_board import Entry, Section
 from bench._quality_lds import combined, timed
 from bench._quality_settings import half_data
-from gradkeep.attribution import Scores, text_similarity
+from gradkeep.attribution._scores import Scores
+from gradkeep.attribution._text_similarity import text_similarity
 from gradkeep.evaluate import GroundTruth, compare, hybrid
 
 EARLY = (1, 2, 3)

@@ -37,9 +37,9 @@ import gradkeep as gk
 from gradkeep.errors import GradkeepError, NotAStore
 from gradkeep.store import _document, gc, verify
 
-SEALED = gk.CaptureKey(checkpoint="final", split="train")
-OPEN = gk.CaptureKey(checkpoint="final", split="test")
-SCORES = gk.ScoresKey("dot")
+SEALED = gk.store.CaptureKey(checkpoint="final", split="train")
+OPEN = gk.store.CaptureKey(checkpoint="final", split="test")
+SCORES = gk.store.ScoresKey("dot")
 BASIS = gk.store.BasisKey("final", "few")
 IDS = list(range(0, 30, 3))
 DROPPED = [3, 27]
@@ -53,10 +53,14 @@ def loss(number: int) -> float:
 def make(path: Path) -> Path:
     """A store with one of everything."""
     store = gk.open(path, durability="process")
-    store.add_run(gk.Run("main", {"lr": 0.1}, code="abc"))
-    store.add_checkpoint(gk.Checkpoint("main", "final", "1a", step=3))
-    arrays = (gk.Array("loss"), gk.Array("label", "int64"), gk.Array("big", shape=(40,)))
-    schema = gk.Schema(arrays, rows_per_segment=3, fingerprints={"weights": "1a"})
+    store.add_run(gk.store.Run("main", {"lr": 0.1}, code="abc"))
+    store.add_checkpoint(gk.store.Checkpoint("main", "final", "1a", step=3))
+    arrays = (
+        gk.store.Array("loss"),
+        gk.store.Array("label", "int64"),
+        gk.store.Array("big", shape=(40,)),
+    )
+    schema = gk.store.Schema(arrays, rows_per_segment=3, fingerprints={"weights": "1a"})
     with store.write(SEALED, schema) as writer:
         writer.append(IDS[:6], rows_of(IDS[:6]))
     with store.write(SEALED, schema, extend=True) as writer:
@@ -65,9 +69,9 @@ def make(path: Path) -> Path:
     begun = store.write(OPEN, schema)
     begun.append(IDS[:6], rows_of(IDS[:6]))
     begun.close()
-    with store.write(SCORES, gk.Schema((gk.Array("s", shape=(2,)),))) as writer:
+    with store.write(SCORES, gk.store.Schema((gk.store.Array("s", shape=(2,)),))) as writer:
         writer.append([0, 1], {"s": np.eye(2, dtype=np.float32)})
-    rows = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=6)
+    rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=6)
     rows.grow(8)
     for row in range(5):
         rows.put(row, {"out": np.float32(loss(row))})
@@ -359,7 +363,9 @@ def opened(path: Path) -> gk.Store:
     return gk.open(path, create=False, durability="process")
 
 
-def read_all(path: Path, key: gk.CaptureKey, **options: object) -> dict[int, tuple[object, ...]]:
+def read_all(
+    path: Path, key: gk.store.CaptureKey, **options: object
+) -> dict[int, tuple[object, ...]]:
     block = opened(path).read(key, **options)
     found = {}
     for batch in block.stream():

@@ -30,6 +30,7 @@ import gradkeep as gk
 from bench._passes import cpu, images_cnn
 from gradkeep.data import GPT, load_digits, model
 from gradkeep.query._machine import calibrate
+from gradkeep.query._products import Products
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,7 +159,7 @@ def keep(case: Case, folder: str) -> int:
     return kept
 
 
-def ask(folder: str, compute: str | None = None) -> gk.query.Products:
+def ask(folder: str, compute: str | None = None) -> Products:
     store = gk.open(folder)
     queries, train = gk.gradients(store, split="test"), gk.gradients(store, split="train")
     return gk.query.dot(queries, train, compute=compute)

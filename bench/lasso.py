@@ -28,8 +28,7 @@ import torch
 from sklearn.linear_model import lasso_path
 
 from gradkeep.datamodels import Masks, fit, planted
-from gradkeep.datamodels.fitting import Counts
-from gradkeep.datamodels.fitting._counts import add_pairs, pair_dtype
+from gradkeep.datamodels.fitting._counts import Counts, add_pairs, pair_dtype
 from gradkeep.datamodels.fitting._path import PathSolver, follow_path
 from gradkeep.datamodels.fitting._standardized import standardize
 

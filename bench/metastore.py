@@ -22,7 +22,9 @@ import torch
 import gradkeep as gk
 from bench import _seed
 from bench._seed_models import FIRST, LAST, Trained, bert, picture_loss, resnet50, text_loss, vgg16
-from gradkeep.query import FactorBatch, GradientPair, Gradients, ProductEngine
+from gradkeep.query import Gradients
+from gradkeep.query._engine import GradientPair, ProductEngine
+from gradkeep.query._gradients import FactorBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -107,10 +107,8 @@ def make(folder: Path, count: int) -> float:
 
 def one(folder: Path, name: str, out: Path) -> None:
     """Ask in this process, and print what it took."""
-    from gradkeep.query import machine_speeds
 
     cell = next(cell for cell in CELLS if cell.name == name)
-    machine_speeds()
     gk.methods()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _bytes("VmRSS")

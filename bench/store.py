@@ -27,7 +27,7 @@ from gradkeep.store.blocks import _segment
 
 ROWS, WIDTH = 8192, 6144  # a segment of 8192 rows of 6144 float16 values: 96 MiB
 WORD = 1 << 64
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def fill_store(root: Path, segments: int) -> gk.Store:
     return store
 
 
-def schema(segments: int) -> gk.Schema:
-    array = gk.Array("fc.prefix", "float16", (WIDTH,), "prefix", layer="fc", nan="keep")
-    return gk.Schema((array,), num_rows=segments * ROWS, rows_per_segment=ROWS)
+def schema(segments: int) -> gk.store.Schema:
+    array = gk.store.Array("fc.prefix", "float16", (WIDTH,), "prefix", layer="fc", nan="keep")
+    return gk.store.Schema((array,), num_rows=segments * ROWS, rows_per_segment=ROWS)
 
 
 def segment_rows(rng: np.random.Generator, index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -202,8 +202,8 @@ def size_line(store: gk.Store) -> Line:
 def mask_line() -> Line:
     rows, width = 1024, 50_000
     store = gk.open(Memory())
-    array = gk.Array("mask", "bool", (width,), "mask", "bits")
-    with store.write(KEY, gk.Schema((array,), num_rows=rows)) as writer:
+    array = gk.store.Array("mask", "bool", (width,), "mask", "bits")
+    with store.write(KEY, gk.store.Schema((array,), num_rows=rows)) as writer:
         writer.append(
             np.arange(rows), {"mask": np.random.default_rng(3).random((rows, width)) < 0.5}
         )
@@ -215,7 +215,7 @@ def commit_line(root: Path, rounds: int) -> Line:
     store = gk.open(root / "commits")
     count = 50
     rows = store.rows(
-        "bench", gk.Schema((gk.Array("out", shape=(4096,)),)), num_rows=count * rounds
+        "bench", gk.store.Schema((gk.store.Array("out", shape=(4096,)),)), num_rows=count * rounds
     )
     value = np.ones(4096, np.float32)
     folder = root / "bare"
@@ -238,10 +238,10 @@ def commit_line(root: Path, rounds: int) -> Line:
 
 def catalog_line(root: Path, segments: int) -> Line:
     store = gk.open(root / "many", durability="process")
-    one = gk.Schema((gk.Array("loss"),), rows_per_segment=1)
+    one = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=1)
     per_block = 1000
     for index in range(segments // per_block):
-        key = gk.CaptureKey(checkpoint=f"c{index:04d}", split="train")
+        key = gk.store.CaptureKey(checkpoint=f"c{index:04d}", split="train")
         writer = store.write(key, one)
         for row in range(per_block):
             writer.append([row], {"loss": [float(row)]})

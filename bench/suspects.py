@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
+from gradkeep.attribution._suspects import Suspects
 from gradkeep.data import dataset
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,7 @@ def flipped(y: torch.Tensor, kind: str, rate: float, seed: int) -> torch.Tensor:
 
 def from_captures(
     name: str, x: torch.Tensor, y: torch.Tensor, *, epochs: int, seed: int
-) -> gk.attribution.Suspects:
+) -> Suspects:
     nets = trained(name, x, y, epochs=epochs, seed=seed)[
         : epochs // 3
     ]  # before it knows them by heart
@@ -105,7 +106,7 @@ def from_captures(
         return gk.suspects(folder)
 
 
-def judged(found: gk.attribution.Suspects, truth: np.ndarray) -> tuple[str, int, int]:
+def judged(found: Suspects, truth: np.ndarray) -> tuple[str, int, int]:
     """A line, and how many of its two intervals hold the truth."""
     noise = found.noise
     share, (low, high) = float(truth.mean()), noise.rate_interval

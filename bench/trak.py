@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from bench import _lds_truth as truths
-from gradkeep.attribution.projections import Projection, project_dense, project_parameters
+from gradkeep.attribution.projections._project import project_dense, project_parameters
+from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat import trak as ours
 
 K = 2048

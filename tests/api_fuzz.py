@@ -150,8 +150,8 @@ LONG = {
 """What is right, and starts processes that take longer than a bad argument may, or fails by itself."""
 
 REFUSED_AS_THEY_ARE = {
-    *("register_method", "unregister_method", "data.load_idx", "data.load_cifar10"),
-    *("data.load_agnews", "data.load_image_folder", "data.read_idx"),
+    *("register_method", "data.load_idx", "data.load_cifar10"),
+    *("data.load_agnews", "data.load_image_folder"),
     *("MemoryBudget.load", "remat.read_log"),
 }
 """Calls whose good arguments name data that is not there; one bad argument must be refused as well."""

@@ -64,8 +64,7 @@ class World:
             keep_models=True,
         )
         self.study.run(workers=0)
-        self.store.rows("squares", gk.Schema((gk.Array("value"),)), num_rows=2)
-        self.words = gk.data.Vocabulary.build(["a cat sat", "a dog sat"])
+        self.store.rows("squares", gk.store.Schema((gk.store.Array("value"),)), num_rows=2)
         (folder / "text.txt").write_text("some text that is long enough\n" * 20)
         arrays = {"x_train": np.zeros((4, 3), np.float32), "y_train": np.arange(4)}
         np.savez(folder / "data.npz", **arrays)
@@ -81,7 +80,7 @@ def squares(numbers: Any) -> list[dict[str, Any]]:
 
 def calls(w: World) -> list[Call]:
     """Public functions and methods of all rooms, with good arguments."""
-    query, data, attribution = gk.query, gk.data, gk.attribution
+    query, data = gk.query, gk.data
     sums = {"gradients": w.train, "by": None, "weights": None, "ids": None, "memory_budget": "1GiB"}
     pair = {"queries": w.test, "train": w.train, "ids": [0, 2], "compute": None}
     pair |= {"memory_budget": "1GiB", "weights": None}
@@ -130,28 +129,6 @@ def calls(w: World) -> list[Call]:
             | {"memory_budget": None},
         ),
         "query.gradients": (query.gradients, kept),
-        "query.gradients_of": (
-            query.gradients_of,
-            {"block": w.train.block, "key": w.train.key, "layers": None, "of": "loss"},
-        ),
-        "query.open_capture": (query.open_capture, {"store": w.store, "key": w.train.key}),
-        "query.check_pairs": (query.check_pairs, {"pairs": [query.GradientPair(w.test, w.train)]}),
-        "query.GradientPair": (
-            query.GradientPair,
-            {"queries": w.test, "train": w.train, "weight": 1.0},
-        ),
-        "query.memory_shares": (
-            query.memory_shares,
-            {
-                "budget": None,
-                "answer": 8,
-                "mapped": 8,
-                "query_row": 1.0,
-                "train_row": 1.0,
-                "queries": 2,
-                "rows": 2,
-            },
-        ),
         "Gradients.column": (w.train.column, {"name": "loss"}),
         "Gradients.norms": (w.train.norms, {"per_layer": False}),
         "Gradients.rows": (w.train.rows, {"positions": [0, 1]}),
@@ -198,26 +175,8 @@ def calls(w: World) -> list[Call]:
         "attribute trak": (gk.attribute, {"store": w.store, "method": "trak", "dim": 8}),
         "combine": (gk.combine, {"scores": [w.scores, w.scores], "how": "mean"}),
         "project": (gk.project, {"gradients": w.train, "projection": projection, "model": 0}),
-        "project_dense": (
-            attribution.project_dense,
-            {"gradients": torch.ones(3, 7), "projection": projection, "model": 0},
-        ),
-        "project_parameters": (
-            attribution.project_parameters,
-            {"gradients": {"a": torch.ones(3, 7)}, "projection": projection, "model": 0},
-        ),
         "Projection": (gk.Projection, {"kind": "auto", "dim": 4, "seed": 0}),
         "register_method": (gk.register_method, {"method": None}),
-        "unregister_method": (attribution.unregister_method, {"name": "nosuch"}),
-        "relative_damping": (
-            attribution.relative_damping,
-            {"damping": 0.1, "diagonal": 1.0, "what": "it"},
-        ),
-        "row_blocks": (lambda **k: list(attribution.row_blocks(**k)), {"count": 9, "size": 4}),
-        "signs_or_normals": (
-            attribution.signs_or_normals,
-            {"size": 6, "projection": gk.Projection("normal", 4), "model": 0},
-        ),
         "Scores": (
             gk.Scores,
             {
@@ -346,10 +305,6 @@ def calls(w: World) -> list[Call]:
         "Study.run": (w.study.run, {"workers": 0, "max_attempts": 3}),
         "data.dataset": (data.dataset, {"kind": "digits", "path": None, "split": "train"}),
         "data.model": (data.model, {"name": "mlp", "seed": 0, "hidden": [4]}),
-        "data.build": (data.build, {"name": "lstm", "batch_size": 1, "seed": 0, "length": 2}),
-        "data.checked_sizes": (data.checked_sizes, {"name": "lstm", "sizes": {"length": 2}}),
-        "data.default_sizes": (data.default_sizes, {"name": "lstm"}),
-        "data.published_sizes": (data.published_sizes, {"name": "lstm"}),
         "data.load_digits": (data.load_digits, {"wrong_labels": 0.1, "seed": 0}),
         "data.load_digit_images": (
             data.load_digit_images,
@@ -376,15 +331,6 @@ def calls(w: World) -> list[Call]:
             data.load_image_folder,
             {"path": w.folder, "split": "train", "resize": 4, "crop": 4},
         ),
-        "data.read_idx": (data.read_idx, {"path": w.folder / "data.npz"}),
-        "data.Scaling": (data.Scaling, {"mean": (0.0,), "std": (1.0,)}),
-        "data.Examples": (
-            data.Examples,
-            {"inputs": torch.ones(2, 3), "labels": torch.tensor([0, 1]), "classes": ("a", "b")},
-        ),
-        "Vocabulary.build": (data.Vocabulary.build, {"texts": ["a b"], "size": 9, "least": 1}),
-        "Vocabulary.encode": (w.words.encode, {"texts": ["a b"], "length": 5}),
-        "Vocabulary.decode": (w.words.decode, {"ids": [4, 5]}),
         "farm.run": (
             farm.run,
             {"store": w.store, "rows": "squares", "job": squares, "workers": 0, "progress": None}
@@ -407,15 +353,6 @@ def calls(w: World) -> list[Call]:
             farm.Slurm,
             {"workers": 1, "folder": "x", "cluster": "local", "parameters": {}},
         ),
-        "farm.JobSpec": (
-            farm.JobSpec,
-            {"store": "x", "rows": "y", "job": b"", "batch": 1, "timeout": 1.0, "max_attempts": 1}
-            | {"lease_seconds": 1.0, "grace": 1.0, "threads": 1, "give_up_after": 1},
-        ),
-        "farm.check_place": (farm.check_place, {"workers": 1, "engine": None, "least": 0}),
-        "farm.blocks_of": (farm.blocks_of, {"count": 5, "workers": 2}),
-        "farm.size_of": (farm.size_of, {"workers": 2, "engine": None}),
-        "farm.format_seconds": (farm.format_seconds, {"seconds": 3.0}),
     }
     here = [
         Call(name, entry[0], lambda good=entry[1]: dict(good), *entry[2:])

@@ -189,6 +189,5 @@ def evaluate_calls(w, call):
             here(evaluate.out_of_fold),
             {"recipe": recipe, "store": store, "folds": 2, "seeds": 1},
         ),
-        "attribution.subset_digests": (gk.attribution.subset_digests, {"masks": masks}),
     }
     return [call(name, function, good) for name, (function, good) in table.items()]

@@ -105,10 +105,6 @@ def room_calls(w, call):
             {"model": model, "batch": batch, "task": task, "rows": 10, "queries": 2, **kept}
             | {"compute": None, "memory_budget": "1GiB", "mode": "eval"},
         ),
-        "default_method": (
-            gk.attribution.default_method,
-            {"store": w.store, "run": "main", "train": "train", "name": "main"},
-        ),
         "preview": (
             gk.Preview,
             {"image": None, "text": ["a", "b"], "table": None, "tokens": None, "classes": ["x"]},

@@ -12,7 +12,7 @@ NAMED = ("Keep", "completions", "capture", "attribute_once", "attribute_tokens",
 """Of gradkeep itself: what people call first."""
 ELSEWHERE = {
     # Without arguments, or about what only other functions make.
-    *("machine_speeds", "methods", "models", "zoo", "recent_rate", "progress_of", "work"),
+    *("methods", "models", "zoo", "recent_rate", "progress_of", "work"),
     *("worker_number", "packed", "share_out"),
     *("select_layers", "choose_compute", "project_layers", "streamed_gram"),
     *("add_products", "add_damped_scores"),

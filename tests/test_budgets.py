@@ -9,6 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._budgets import parse_budget, parse_bytes
+from gradkeep.capturing._adam import AdamState
 from gradkeep.errors import BudgetError
 
 
@@ -26,7 +27,7 @@ def world(tmp_path_factory):
 
 def adam_of(model):
     second = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    return gk.capturing.AdamState({}, second, step=1, beta2=0.9, eps=1e-8)
+    return AdamState({}, second, step=1, beta2=0.9, eps=1e-8)
 
 
 MASKS = np.random.default_rng(0).random((30, 8)) < 0.5

@@ -1,6 +1,6 @@
-"""gradkeep keeps what training leaves behind and answers questions about it.
+"""Training-data attribution and memory-bounded training for PyTorch.
 
-Names are loaded when they are first used: `import gradkeep` itself is free.
+Names are imported when they are first used: `import gradkeep` itself loads nothing else.
 """
 
 from __future__ import annotations
@@ -10,146 +10,137 @@ from typing import TYPE_CHECKING
 from gradkeep._public import lazy_names
 
 if TYPE_CHECKING:
-    from gradkeep import (
-        attribution,
-        capturing,
-        data,
-        datamodels,
-        errors,
-        evaluate,
-        factors,
-        farm,
-        query,
-        remat,
-        store,
-    )
+    from gradkeep import datamodels, errors, evaluate, query, remat, store
     from gradkeep._preview import Preview
-    from gradkeep.attribution import (
-        CheckpointView,
-        Method,
-        Projection,
-        Scorer,
-        Scores,
-        TokenScores,
-        attribute,
-        attribute_once,
-        attribute_tokens,
-        combine,
-        methods,
-        project,
-        register_method,
-        show,
-        suspects,
-        text_similarity,
-    )
-    from gradkeep.capturing import (
-        Captured,
-        CaptureWarning,
-        Classification,
-        Keep,
-        LanguageModelling,
-        LayerGradients,
-        LayerRule,
-        Measured,
-        Regression,
-        Task,
-        Weights,
-        capture,
-        completions,
-        layers,
-        plan,
-        recording,
-        register_layer_rule,
-    )
+    from gradkeep.attribution._attribute import attribute
+    from gradkeep.attribution._combine import combine
+    from gradkeep.attribution._method import Method, Scorer
+    from gradkeep.attribution._once import attribute_once
+    from gradkeep.attribution._registry import methods, register_method
+    from gradkeep.attribution._scores import Scores
+    from gradkeep.attribution._shown_scores import show
+    from gradkeep.attribution._suspects import suspects
+    from gradkeep.attribution._text_similarity import text_similarity
+    from gradkeep.attribution._tokens import attribute_tokens
+    from gradkeep.attribution.projections._project import project
+    from gradkeep.attribution.projections._projection import Projection
+    from gradkeep.capturing._adam import read_adam
+    from gradkeep.capturing._capture import capture
+    from gradkeep.capturing._plan import plan
+    from gradkeep.capturing._recording import recording
+    from gradkeep.capturing._report import Captured, CaptureWarning, layers
+    from gradkeep.capturing._weights import Weights
+    from gradkeep.capturing.coordinates._keep import Keep
+    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing.rules._rules import LayerRule, register_layer_rule
+    from gradkeep.capturing.tasks._completions import completions
+    from gradkeep.capturing.tasks._language import LanguageModelling
+    from gradkeep.capturing.tasks._supervised import Classification, Regression
+    from gradkeep.capturing.tasks._task import Measured, Task
     from gradkeep.errors import GradkeepError
     from gradkeep.evaluate import groups
     from gradkeep.query import gradients
     from gradkeep.remat import memory_budget
-    from gradkeep.store import (
-        Array,
-        CaptureKey,
-        Checkpoint,
-        Layer,
-        Ragged,
-        Run,
-        Schema,
-        ScoresKey,
-        Store,
-        open,
-    )
+    from gradkeep.store import Store, open
 
 __version__ = "0.1.0"
 
-_ROOMS = (
-    *("attribution", "capturing", "data", "datamodels", "errors", "evaluate", "factors"),
-    *("farm", "query", "remat", "store"),
+_SUBPACKAGES = (
+    "compat",
+    "data",
+    "datamodels",
+    "errors",
+    "evaluate",
+    "farm",
+    "integrations",
+    "query",
+    "remat",
+    "store",
 )
-_NAMES = {
-    "_preview": ("Preview",),
-    "attribution": (
-        *("CheckpointView", "Method", "Projection", "Scorer", "Scores", "TokenScores"),
-        *("attribute", "attribute_once", "attribute_tokens", "combine", "methods"),
-        *("project", "register_method", "show", "suspects", "text_similarity"),
+_MODULES = {
+    "gradkeep._preview": ("Preview",),
+    "gradkeep.attribution._attribute": ("attribute",),
+    "gradkeep.attribution._combine": ("combine",),
+    "gradkeep.attribution._method": (
+        "Method",
+        "Scorer",
     ),
-    "capturing": (
-        *("CaptureWarning", "Captured", "Classification", "Keep", "LanguageModelling"),
-        "LayerGradients",
-        *("LayerRule", "Measured", "Regression", "Task", "Weights", "capture", "completions"),
-        *("layers", "plan", "recording", "register_layer_rule"),
+    "gradkeep.attribution._once": ("attribute_once",),
+    "gradkeep.attribution._registry": (
+        "methods",
+        "register_method",
     ),
-    "errors": ("GradkeepError",),
-    "evaluate": ("groups",),
-    "query": ("gradients",),
-    "remat": ("memory_budget",),
-    "store": (
-        *("Array", "CaptureKey", "Checkpoint", "Layer", "Ragged", "Run", "Schema", "ScoresKey"),
-        *("Store", "open"),
+    "gradkeep.attribution._scores": ("Scores",),
+    "gradkeep.attribution._shown_scores": ("show",),
+    "gradkeep.attribution._suspects": ("suspects",),
+    "gradkeep.attribution._text_similarity": ("text_similarity",),
+    "gradkeep.attribution._tokens": ("attribute_tokens",),
+    "gradkeep.attribution.projections._project": ("project",),
+    "gradkeep.attribution.projections._projection": ("Projection",),
+    "gradkeep.capturing._adam": ("read_adam",),
+    "gradkeep.capturing._capture": ("capture",),
+    "gradkeep.capturing._plan": ("plan",),
+    "gradkeep.capturing._recording": ("recording",),
+    "gradkeep.capturing._report": (
+        "CaptureWarning",
+        "Captured",
+        "layers",
+    ),
+    "gradkeep.capturing._weights": ("Weights",),
+    "gradkeep.capturing.coordinates._keep": ("Keep",),
+    "gradkeep.capturing.rules._gradients": ("LayerGradients",),
+    "gradkeep.capturing.rules._rules": (
+        "LayerRule",
+        "register_layer_rule",
+    ),
+    "gradkeep.capturing.tasks._completions": ("completions",),
+    "gradkeep.capturing.tasks._language": ("LanguageModelling",),
+    "gradkeep.capturing.tasks._supervised": (
+        "Classification",
+        "Regression",
+    ),
+    "gradkeep.capturing.tasks._task": (
+        "Measured",
+        "Task",
+    ),
+    "gradkeep.errors": ("GradkeepError",),
+    "gradkeep.evaluate": ("groups",),
+    "gradkeep.query": ("gradients",),
+    "gradkeep.remat": ("memory_budget",),
+    "gradkeep.store": (
+        "Store",
+        "open",
     ),
 }
 
 __all__ = [
-    "Array",
-    "CaptureKey",
     "CaptureWarning",
     "Captured",
-    "Checkpoint",
-    "CheckpointView",
     "Classification",
     "GradkeepError",
     "Keep",
     "LanguageModelling",
-    "Layer",
     "LayerGradients",
     "LayerRule",
     "Measured",
     "Method",
     "Preview",
     "Projection",
-    "Ragged",
     "Regression",
-    "Run",
-    "Schema",
     "Scorer",
     "Scores",
-    "ScoresKey",
     "Store",
     "Task",
-    "TokenScores",
     "Weights",
     "attribute",
     "attribute_once",
     "attribute_tokens",
-    "attribution",
     "capture",
-    "capturing",
     "combine",
     "completions",
-    "data",
     "datamodels",
     "errors",
     "evaluate",
-    "factors",
-    "farm",
     "gradients",
     "groups",
     "layers",
@@ -159,6 +150,7 @@ __all__ = [
     "plan",
     "project",
     "query",
+    "read_adam",
     "recording",
     "register_layer_rule",
     "register_method",
@@ -169,11 +161,11 @@ __all__ = [
     "text_similarity",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that may exist
+if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
-        {room: f"gradkeep.{room}" for room in _ROOMS}
-        | {name: f"gradkeep.{room}" for room, names in _NAMES.items() for name in names},
+        {name: f"gradkeep.{name}" for name in _SUBPACKAGES}
+        | {name: module for module, names in _MODULES.items() for name in names},
     )
 
 

@@ -236,10 +236,10 @@ def test_auto_takes_what_predicts_the_outcomes_of_subsets_best(world):
     assert np.array_equal(found.numpy(), target)
     assert "damping 10 of 0.3, 1, 3, 10" in found.chosen
     name = "study"
-    schema = gk.Schema(
+    schema = gk.store.Schema(
         (
-            gk.Array("masks", "bool", (ROWS,), kind="mask", encoding="bits"),
-            gk.Array("margins", shape=(ASKED,), kind="data"),
+            gk.store.Array("masks", "bool", (ROWS,), kind="mask", encoding="bits"),
+            gk.store.Array("margins", shape=(ASKED,), kind="data"),
         )
     )
     kept = store.rows(name, schema, num_rows=len(masks))

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._ranks import rank_correlation
-from gradkeep.attribution.kronecker import Damping, _fit, fisher
+from gradkeep.attribution.kronecker import _fit
+from gradkeep.attribution.kronecker._fisher import Damping
+from gradkeep.attribution.kronecker._fit import fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
 from gradkeep.factors.kronecker import _patch_moments
 
@@ -466,7 +468,9 @@ def test_sampled_labels_make_the_fisher_matrix(opened):
         progress=False,
     )
     drawn = torch.from_numpy(
-        np.array(store.read(gk.CaptureKey("final", "train", "main", "sampled")).column("label"))
+        np.array(
+            store.read(gk.store.CaptureKey("final", "train", "main", "sampled")).column("label")
+        )
     )
     found = gk.attribute(store, method="kfac", fisher="sampled", layers="0").numpy()
     given = gk.attribute(store, method="kfac", layers="0").numpy()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
-from gradkeep.attribution import LabelNoise
+from gradkeep.attribution._label_noise import LabelNoise
 from gradkeep.cli._app import run
 from gradkeep.data import dataset
 from gradkeep.errors import AttributionError

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution.projections import TwoSided, two_sided
+from gradkeep.attribution.projections._two_sided import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.data import GPT
 from gradkeep.errors import AttributionError, BudgetError, CaptureError
-from gradkeep.factors import Outer
+from gradkeep.factors._outer import Outer
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def world(tmp_path):
 
 
 def recapture(store, capture, split, labels):
-    store.delete(gk.CaptureKey("final", split))
+    store.delete(gk.store.CaptureKey("final", split))
     capture(split, labels)
 
 
@@ -62,7 +62,7 @@ def test_scores_of_the_same_rows_captured_again_are_read(world):
 def test_scores_whose_capture_is_gone_are_read(world):
     store, *_ = world
     gk.attribute(store, save="mine")
-    store.delete(gk.CaptureKey("final", "train"))
+    store.delete(gk.store.CaptureKey("final", "train"))
     assert gk.Scores.load(store, "mine").shape == (4, 9)
 
 

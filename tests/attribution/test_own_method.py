@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution import unregister_method
+from gradkeep.attribution._registry import unregister_method
 from gradkeep.cli import main
 from gradkeep.errors import AttributionError
 

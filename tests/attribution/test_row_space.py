@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution.kronecker import Damping, FisherFit, fisher
+from gradkeep.attribution.kronecker._fisher import Damping
+from gradkeep.attribution.kronecker._fit import FisherFit, fisher
 from gradkeep.attribution.scorers import _kfac
 from gradkeep.factors.kronecker import _moments
 from gradkeep.factors.kronecker._row_space import RowSpace

@@ -84,10 +84,10 @@ def test_scores_that_are_not_there_are_told(store):
     gk.attribute(store, save="there")
     with pytest.raises(AttributionError, match="there"):
         gk.Scores.load(store, "missing")
-    unfinished = gk.Schema(
-        (gk.Array("score", shape=(2,), kind="data"),), num_rows=3, rows_per_segment=1
+    unfinished = gk.store.Schema(
+        (gk.store.Array("score", shape=(2,), kind="data"),), num_rows=3, rows_per_segment=1
     )
-    writer = store.write(gk.ScoresKey("half"), unfinished)
+    writer = store.write(gk.store.ScoresKey("half"), unfinished)
     writer.append([0], {"score": [[1.0, 2.0]]})
     writer.close()
     with pytest.raises(AttributionError, match="not written to the end"):

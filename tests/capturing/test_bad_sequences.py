@@ -11,7 +11,7 @@ import gradkeep as gk
 from gradkeep.errors import CaptureError, GradkeepError
 
 OPTIONS = {"task": gk.LanguageModelling(), "split": "train", "progress": False}
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 
 
 class Speaker(nn.Module):
@@ -78,13 +78,13 @@ CASES = {
 def test_the_row_is_named_and_earlier_captures_stay(store, case, row):
     spoil, match, fix = CASES[case]
     gk.capture(store, Speaker(), DataLoader(rows(), 4), name="good", **OPTIONS)
-    before = store.read(gk.CaptureKey("final", "train", "main", "good")).column("loss")
+    before = store.read(gk.store.CaptureKey("final", "train", "main", "good")).column("loss")
     loader = DataLoader(spoil(rows(), row), 4)
     with pytest.raises(CaptureError, match=match) as caught:
         gk.capture(store, Speaker(), loader, **OPTIONS)
     assert f"sample {row} " in caught.value.what
     assert fix in caught.value.fix
-    after = store.read(gk.CaptureKey("final", "train", "main", "good")).column("loss")
+    after = store.read(gk.store.CaptureKey("final", "train", "main", "good")).column("loss")
     assert before.tolist() == after.tolist()
     with pytest.raises(GradkeepError):
         store.read(KEY)  # what was begun is not finished

@@ -9,7 +9,7 @@ import gradkeep as gk
 from gradkeep.errors import CaptureError
 from gradkeep.store import verify
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 TEXTS = ["one fish", "zwölf Boxkämpfer", "", "a\nlonger line with 🐟 in it", "five"]
 SOURCES = ["news", "books", "news", "web", "web"]
 

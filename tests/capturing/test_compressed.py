@@ -15,7 +15,7 @@ from gradkeep.capturing._footprint import row_footprint, rows_within
 from gradkeep.capturing.coordinates._maker import CoordinateMaker
 from gradkeep.data import GPT
 from gradkeep.errors import AttributionError, BudgetError, CaptureError, QueryError
-from gradkeep.factors import form_from_fields
+from gradkeep.factors._registry import form_from_fields
 
 VOCABULARY = 13
 # Data are noise here: there is hardly anything that ranks could agree on.
@@ -156,7 +156,7 @@ def test_coordinates_are_those_of_autograd(store, kind, coordinates):
     keep = gk.Keep(size, coordinates=coordinates, rows=16)
     capture(store, kind, keep, layers="*")
     capture(store, kind, "queries", split="asked")
-    asked = store.read(gk.CaptureKey("final", "asked"))
+    asked = store.read(gk.store.CaptureKey("final", "asked"))
     (key,) = store.bases()
     whole = gradients(kind, str(asked.schema.fingerprints["of"]))
     wanted = oracle(asked, store.read(key), whole)
@@ -199,7 +199,7 @@ def test_bits_are_the_signs_of_coordinates_and_their_mean_size(store, kind):
 
 
 def _of(store):
-    schema = store.read(gk.CaptureKey("final", "train")).schema
+    schema = store.read(gk.store.CaptureKey("final", "train")).schema
     return str(schema.fingerprints["of"])
 
 
@@ -332,7 +332,7 @@ def test_one_basis_serves_all_splits_and_can_serve_all_checkpoints(store):
     capture(store, "tied", keep, checkpoints="late")
     assert store.bases() == [key]
     for where in (("early", "train"), ("early", "test"), ("late", "train")):
-        schema = store.read(gk.CaptureKey(*where)).schema
+        schema = store.read(gk.store.CaptureKey(*where)).schema
         assert schema.fingerprints["basis"] == before
 
 
@@ -393,7 +393,7 @@ def test_a_memory_budget_drops_activations_and_changes_nothing(tmp_path):
     keep = gk.Keep(600, rows=16)
     capture(plain, "tied", keep)
     capture(small, "tied", keep, memory_budget=0.8)
-    a, b = (s.read(gk.CaptureKey("final", "train")) for s in (plain, small))
+    a, b = (s.read(gk.store.CaptureKey("final", "train")) for s in (plain, small))
     for name in a.names:
         one, other = a.column(name), b.column(name)
         assert np.array_equal(np.asarray(one), np.asarray(other)), name

@@ -10,7 +10,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.errors import CaptureError, GradkeepError
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 
 
 def capture(store, model, loader, **options):
@@ -119,7 +119,7 @@ def test_narrow_labels_are_labels(store, model, kind):
     capture(store, model, [(x, y.to(kind))], name="narrow")
     capture(store, model, [(x, y)])
     narrow, wide = (
-        store.read(gk.CaptureKey("final", "train", "main", n)) for n in ("narrow", "main")
+        store.read(gk.store.CaptureKey("final", "train", "main", n)) for n in ("narrow", "main")
     )
     assert (narrow.column("loss") == wide.column("loss")).all()
     assert (narrow.column("label") == wide.column("label")).all()
@@ -175,7 +175,7 @@ def test_weights_of_data_parallel_without_counters_are_loaded(store):
     wrapped = {f"module.{k}": v for k, v in trained.state_dict().items() if "num_batches" not in k}
     bare = {k.removeprefix("module."): v for k, v in wrapped.items()}
     capture(store, net(), [batch], checkpoints={"a": wrapped, "b": bare, "c": trained.state_dict()})
-    losses = [store.read(gk.CaptureKey(name, "train")).column("loss") for name in "abc"]
+    losses = [store.read(gk.store.CaptureKey(name, "train")).column("loss") for name in "abc"]
     assert (losses[0] == losses[2]).all()
     assert (losses[1] == losses[2]).all()
     del wrapped["module.2.bias"]

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.capturing import _first_moments, _replay
-from gradkeep.query import KeptMoments
+from gradkeep.query._kept_moments import KeptMoments
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 ROWS = _first_moments.FIRST_ROWS
 
 
@@ -221,10 +221,10 @@ def test_a_store_calls_them_moments_and_no_bases(tmp_path):
 
 def test_long_names_and_names_with_dots_have_their_own_place():
     keys = [
-        gk.CaptureKey("final", "a.b", capture="c"),
-        gk.CaptureKey("final", "a", capture="b.c"),
-        gk.CaptureKey("final", "s" * 100, capture="c" * 100),
-        gk.CaptureKey("final", "s" * 100, capture="c" * 99),
+        gk.store.CaptureKey("final", "a.b", capture="c"),
+        gk.store.CaptureKey("final", "a", capture="b.c"),
+        gk.store.CaptureKey("final", "s" * 100, capture="c" * 100),
+        gk.store.CaptureKey("final", "s" * 100, capture="c" * 99),
     ]
     assert len({key.moments for key in keys}) == 4
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import fingerprint_weights
 from gradkeep.capturing._function import fingerprint_function
+from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import SchemaMismatch
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3

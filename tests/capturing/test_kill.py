@@ -14,7 +14,7 @@ from gradkeep.capturing import _replay
 from gradkeep.data import GPT
 
 KILLS = 20
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 
 
 def work(folder):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradkeep as gk
 from gradkeep.errors import CaptureError, GradkeepError, SchemaMismatch
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 ROWS = 400
 
 
@@ -93,7 +93,10 @@ def test_other_tasks_keep_their_losses(store, data):
         keep="losses",
         checkpoints="other",
     )
-    assert store.read(gk.CaptureKey("other", "two")).column("probabilities").shape == (ROWS, 2)
+    assert store.read(gk.store.CaptureKey("other", "two")).column("probabilities").shape == (
+        ROWS,
+        2,
+    )
 
 
 def test_a_loss_that_is_no_number_is_told(store, model, data):

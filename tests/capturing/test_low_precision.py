@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import fingerprint_weights
 from gradkeep.capturing._at_hand import weights_at_hand
 from gradkeep.capturing._stand_ins import WeightSource
+from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:weights in:gradkeep.CaptureWarning")
@@ -105,7 +105,7 @@ def test_what_is_kept_is_what_the_widened_model_gives(store, case, kind):
         assert low[name].dtype == torch.float32
         error = (low[name] - value).norm() / value.norm().clamp(min=1e-12)
         assert error < 1e-5, (name, float(error))
-    losses = [store.read(gk.CaptureKey(n, "train")).column("loss") for n in ("low", "wide")]
+    losses = [store.read(gk.store.CaptureKey(n, "train")).column("loss") for n in ("low", "wide")]
     torch.testing.assert_close(*map(torch.from_numpy, losses), rtol=1e-6, atol=1e-6)
     # The model is as it was: the same parameters, types and values.
     assert fingerprint_weights(model) == before

@@ -27,7 +27,7 @@ import gradkeep as gk
 from gradkeep.capturing._reading import filled_batches
 from gradkeep.errors import CaptureError
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 ROWS = 40
 
 

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing import by_sample, layer_rules, unregister_layer_rule
+from gradkeep.capturing.rules._gradients import by_sample
+from gradkeep.capturing.rules._rules import layer_rules, unregister_layer_rule
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows, Outer, OuterRows
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._outer import Outer, OuterRows
 
 
 class Bilinear(nn.Module):

@@ -207,7 +207,7 @@ def test_a_stopped_capture_of_packs_goes_on_to_the_same_bytes(store, tmp_path):
     gk.capture(store, model, loader, memory_budget="1MiB", ids=list(range(24)), **OPTIONS)
     whole = gk.open(tmp_path / "whole")
     gk.capture(whole, model, batches, memory_budget="1MiB", ids=list(range(24)), **OPTIONS)
-    ours, theirs = (s.read(gk.CaptureKey("final", "train")) for s in (store, whole))
+    ours, theirs = (s.read(gk.store.CaptureKey("final", "train")) for s in (store, whole))
     assert [s.xxh3 for s in ours.manifest.segments] == [s.xxh3 for s in theirs.manifest.segments]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing import CaptureSettings, prepare_capture
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._shapes import shaped_capture
 from gradkeep.data import GPT
 from gradkeep.errors import CaptureError

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradkeep as gk
 from gradkeep.errors import CaptureError
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 ROWS = 40
 
 

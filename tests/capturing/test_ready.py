@@ -10,7 +10,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import gradkeep as gk
-from gradkeep.capturing import put_weights
+from gradkeep.capturing._weights import put_weights
 from gradkeep.errors import CaptureError
 
 DATA = [

@@ -18,7 +18,7 @@ from gradkeep.errors import (
     SchemaMismatch,
 )
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_those_of_the_drawn_labels(tmp_path):
     task = gk.Classification(labels="sampled")
     gk.capture(store, model, [batch], task=task, split="train", name="sampled", progress=False)
     labels = drawn(model, batch)
-    block = store.read(gk.CaptureKey("final", "train", "main", "sampled"))
+    block = store.read(gk.store.CaptureKey("final", "train", "main", "sampled"))
     wanted = nn.functional.cross_entropy(model(batch[0]), labels, reduction="none")
     assert np.allclose(block.column("loss"), wanted.detach(), rtol=1e-5)
     assert np.array_equal(block.column("label"), labels)

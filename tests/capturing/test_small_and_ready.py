@@ -50,7 +50,7 @@ def bits(store, model, loader, name, **options):
         progress=False,
         **options,
     )
-    block = store.read(gk.CaptureKey(name, "train"))
+    block = store.read(gk.store.CaptureKey(name, "train"))
     small = [a.name for a in block.schema.arrays if a.kind == "projection" and a.dtype != "float32"]
     assert small, [a.name for a in block.schema.arrays]
     return {array: np.asarray(block.column(array)) for array in small}, block

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 import gradkeep as gk
-from gradkeep.capturing import ready
+from gradkeep.capturing._readiness import ready
 
 
 class Checkpointed(nn.Module):

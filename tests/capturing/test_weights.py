@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing import load_weights, put_weights
+from gradkeep.capturing._weights import load_weights, put_weights
 from gradkeep.errors import CaptureError
 
 
@@ -74,6 +74,6 @@ def test_a_folder_of_a_tied_model_is_captured_as_its_weights_are(tmp_path, store
     options = {"task": task, "split": "train", "progress": False}
     gk.capture(store, Tied(2), [(tokens, tokens)], checkpoints={"folder": tmp_path}, **options)
     gk.capture(store, source, [(tokens, tokens)], checkpoints="here", **options)
-    folder, here = (store.read(gk.CaptureKey(name, "train")) for name in ("folder", "here"))
+    folder, here = (store.read(gk.store.CaptureKey(name, "train")) for name in ("folder", "here"))
     assert folder.schema.fingerprints["weights"] == here.schema.fingerprints["weights"]
     assert folder.column("loss").tolist() == here.column("loss").tolist()

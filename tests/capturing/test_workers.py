@@ -18,7 +18,7 @@ from gradkeep import farm
 from gradkeep.capturing._crew import device_for, segment_ranges
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 BUDGET = "150kB"
 """Segments of few rows, so that there are many."""
 

@@ -16,23 +16,25 @@ def master(tmp_path_factory):
     """Two captures, scores, and a set of rows in all four states."""
     folder = tmp_path_factory.mktemp("master") / "store"
     store = gk.open(folder, durability="process")
-    store.add_run(gk.Run("main", config={"lr": 0.1}))
-    store.add_checkpoint(gk.Checkpoint("main", "final", "w1", step=30))
+    store.add_run(gk.store.Run("main", config={"lr": 0.1}))
+    store.add_checkpoint(gk.store.Checkpoint("main", "final", "w1", step=30))
     arrays = (
-        gk.Array("fc.prefix", shape=(8,), kind="prefix", layer="fc", encoding="bfloat16"),
-        gk.Array("loss", nan="keep"),
-        gk.Array("label", "int64"),
+        gk.store.Array("fc.prefix", shape=(8,), kind="prefix", layer="fc", encoding="bfloat16"),
+        gk.store.Array("loss", nan="keep"),
+        gk.store.Array("label", "int64"),
     )
-    layers = (gk.Layer("fc", "Linear", 650),)
+    layers = (gk.store.Layer("fc", "Linear", 650),)
     for split, count in (("train", 40), ("test", 8)):
-        schema = gk.Schema(arrays, num_rows=count, rows_per_segment=16, layers=layers)
-        with store.write(gk.CaptureKey("final", split), schema) as writer:
+        schema = gk.store.Schema(arrays, num_rows=count, rows_per_segment=16, layers=layers)
+        with store.write(gk.store.CaptureKey("final", split), schema) as writer:
             loss = np.arange(count, dtype="f4")
             given = {"fc.prefix": np.ones((count, 8), "f4"), "loss": loss}
             writer.append(np.arange(count), {**given, "label": np.arange(count) % 2})
-    with store.write(gk.ScoresKey("dot"), gk.Schema((gk.Array("score"),))) as writer:
+    with store.write(
+        gk.store.ScoresKey("dot"), gk.store.Schema((gk.store.Array("score"),))
+    ) as writer:
         writer.append([0, 1], {"score": np.zeros(2, "f4")})
-    farm = store.rows("farm", gk.Schema((gk.Array("out"),)), num_rows=4)
+    farm = store.rows("farm", gk.store.Schema((gk.store.Array("out"),)), num_rows=4)
     farm.put(0, {"out": np.float32(1)})
     farm.claim(count=1, seconds=10**6)
     for _ in range(3):

@@ -101,7 +101,9 @@ def test_options_saved_scores_and_suspects(config, call):
     found = json.loads(call("suspects", store, "--json", "--top", 4))["suspects"]
     ranked = gk.suspects(opened)
     assert [row["id"] for row in found] == ranked.ids[:4].tolist()
-    losses = [opened.read(gk.CaptureKey(c, "train")).column("loss") for c in ("early", "late")]
+    losses = [
+        opened.read(gk.store.CaptureKey(c, "train")).column("loss") for c in ("early", "late")
+    ]
     assert ranked.ids.tolist() == np.argsort(-np.mean(losses, 0), kind="stable").tolist()
     assert "the model says" in call("suspects", store, "--by", "self")
     assert "by cannot be 'looks'" in call("suspects", store, "--by", "looks", code=2)

@@ -163,7 +163,7 @@ def test_sql_refuses_to_write(inline, folder, tmp_path):
 
 
 def test_gc_removes_old_versions(inline, folder):
-    gk.open(folder).drop_rows(gk.CaptureKey("final", "train"), [0])
+    gk.open(folder).drop_rows(gk.store.CaptureKey("final", "train"), [0])
     would = answer(inline("gc", folder, "--dry-run", "--json"))
     assert set(would) == {"dry_run", "files", "bytes"}
     assert any("manifest/000000.json" in file for file in would["files"])

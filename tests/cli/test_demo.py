@@ -29,7 +29,7 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
     assert without > at_random
     assert clean > as_they_are
     scores = gk.attribute(store)
-    test = store.read(gk.CaptureKey("epoch-30", "test"))
+    test = store.read(gk.store.CaptureKey("epoch-30", "test"))
     mistakes = np.flatnonzero(test.column("label") != test.column("predicted"))
     assert f"{len(mistakes)} mistakes" in story
     harmed = [digits.planted[scores.bottom(5, query=int(q)).ids].mean() for q in mistakes]

@@ -158,7 +158,8 @@ def test_a_process_that_is_started_in_a_store_imports_nothing_of_it(hostile, lin
 
 def test_no_question_to_the_page_runs_what_a_store_holds(hostile, monkeypatch):
     testclient = pytest.importorskip("starlette.testclient")
-    from gradkeep.web import Access, create_app
+    from gradkeep.web._app import create_app
+    from gradkeep.web._guard import Access
 
     folder, mark = hostile
     monkeypatch.chdir(folder)

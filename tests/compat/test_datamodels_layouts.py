@@ -6,7 +6,8 @@ import torch
 
 import gradkeep as gk
 from gradkeep.compat import datamodels
-from gradkeep.datamodels.study import Spec, initialize
+from gradkeep.datamodels.study._contract import initialize
+from gradkeep.datamodels.study._spec import Spec
 from gradkeep.errors import EvidenceWarning, SchemaMismatch, StudyError
 
 SPEC = Spec.from_fields(

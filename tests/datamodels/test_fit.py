@@ -292,7 +292,9 @@ def test_a_saved_fit_is_loaded_as_it_was_and_grows(tmp_path, kind, dtype):
 
 def test_scores_that_are_no_datamodels_are_not_loaded(tmp_path):
     store = gk.open(tmp_path)
-    with store.write(gk.ScoresKey("other"), gk.Schema((gk.Array("loss"),))) as writer:
+    with store.write(
+        gk.store.ScoresKey("other"), gk.store.Schema((gk.store.Array("loss"),))
+    ) as writer:
         writer.append([0], {"loss": [1.0]})
     with pytest.raises(DatamodelsError, match="not fitted datamodels"):
         load(store, "other")

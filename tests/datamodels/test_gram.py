@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradkeep.datamodels import Masks
-from gradkeep.datamodels.fitting import Counts
-from gradkeep.datamodels.fitting._counts import _mirror, _products, add_pairs, pair_dtype
+from gradkeep.datamodels.fitting._counts import Counts, _mirror, _products, add_pairs, pair_dtype
 from gradkeep.errors import DatamodelsError
 
 

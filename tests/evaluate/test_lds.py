@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import gradkeep as gk
 from gradkeep import evaluate
 from gradkeep._ranks import rank_correlation
+from gradkeep.attribution._tuning import subset_digests
 from gradkeep.errors import EvaluationError
 
 
@@ -97,7 +98,7 @@ def test_two_methods_are_compared_resample_by_resample():
 def test_nothing_is_judged_by_what_it_was_chosen_by():
     scores, truth = planted()
     hybrid = evaluate.hybrid(scores, truth)
-    assert set(hybrid.chosen_on) == set(gk.attribution.subset_digests(truth.choosing.masks))
+    assert set(hybrid.chosen_on) == set(subset_digests(truth.choosing.masks))
     assert evaluate.lds(hybrid, truth).value > 0.9
     for part in ("choosing", "all"):
         with pytest.raises(EvaluationError, match="chosen by the outcomes they would be judged by"):

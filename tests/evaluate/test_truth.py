@@ -8,6 +8,7 @@ import torch
 
 import gradkeep as gk
 from gradkeep import evaluate
+from gradkeep.attribution._tuning import subset_digests
 from gradkeep.datamodels import Study, Training, losses, margins
 from gradkeep.errors import EvaluationError
 from tests.evaluate.conftest import QUERIES, ROWS, data, make, recipe
@@ -31,9 +32,7 @@ def test_the_halves_share_no_subset_and_stay_what_they_are_as_the_truth_grows(tm
     for part in ("choosing", "reporting"):
         before, after = small.part(part).masks, large.part(part).masks
         np.testing.assert_array_equal(before, after[: len(before)])
-    digests = [
-        set(gk.attribution.subset_digests(large.part(p).masks)) for p in ("choosing", "reporting")
-    ]
+    digests = [set(subset_digests(large.part(p).masks)) for p in ("choosing", "reporting")]
     assert not digests[0] & digests[1]
     assert small.seconds > 0
 
@@ -42,7 +41,7 @@ def test_dampings_are_chosen_by_the_choosing_half_alone(world):
     truth = evaluate.load_truth(world)
     by_store = gk.attribute(world, method="kernel", damping="auto")
     by_truth = gk.attribute(world, method="kernel", damping="auto", subsets=truth)
-    expected = set(gk.attribution.subset_digests(truth.choosing.masks))
+    expected = set(subset_digests(truth.choosing.masks))
     assert set(by_store.chosen_on) == set(by_truth.chosen_on) == expected
     np.testing.assert_array_equal(by_store.values, by_truth.values)
     assert evaluate.lds(by_store, truth).sizes.subsets == 20

@@ -6,22 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep import errors
-from gradkeep.factors import (
-    PACKED,
-    BitRows,
-    Bits,
-    BlockProjection,
-    Dense,
-    DenseRows,
-    LayerProjection,
-    Outer,
-    OuterRows,
-    Parameter,
-    bit_scales,
-    form_from_fields,
-    form_to_fields,
-    packed_bits,
-)
+from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import Parameter, form_to_fields
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._projection import BlockProjection, LayerProjection
+from gradkeep.factors._registry import form_from_fields
 
 WEIGHT = (Parameter("w", (3, 7)),)
 widths = st.sampled_from([1, 4, 8, 16, 32])

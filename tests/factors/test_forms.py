@@ -9,19 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gradkeep import errors
-from gradkeep.factors import (
-    Convolution,
-    ConvolutionRows,
-    Dense,
-    DenseRows,
-    Lookup,
-    LookupRows,
-    Outer,
-    OuterRows,
-    Parameter,
-    Tied,
-    TiedRows,
-)
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied, TiedRows
 
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 small = st.integers(1, 4)

@@ -8,16 +8,15 @@ import torch
 
 from gradkeep import factors
 from gradkeep.attribution.kronecker._coordinates import coordinate_squares, coordinates
-from gradkeep.attribution.projections import (
-    Projection,
-    TwoSided,
-    project_parameters,
-    project_rows,
-    two_sided_rows,
-)
+from gradkeep.attribution.projections._project import project_parameters, project_rows
+from gradkeep.attribution.projections._projection import Projection
+from gradkeep.attribution.projections._two_sided import TwoSided, two_sided_rows
 from gradkeep.errors import QueryError
-from gradkeep.factors import Form, Parameter, WeightMatrix, form_from_fields, form_to_fields
-from gradkeep.factors.kronecker import VectorBasis, matrix_moments
+from gradkeep.factors._form import Form, Parameter, form_to_fields
+from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors._weights import WeightMatrix, WeightVector
+from gradkeep.factors.kronecker._basis import VectorBasis
+from gradkeep.factors.kronecker._moments import matrix_moments
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +151,7 @@ def test_projections_and_curvature_restore_it(rows):
         right[0] * (matrices.square().sum() / 6),
         torch.einsum("brc,brd->cd", matrices, matrices) / 6,
     )
-    basis = VectorBasis(factors.WeightVector(12), torch.eye(12), torch.ones(12))
+    basis = VectorBasis(WeightVector(12), torch.eye(12), torch.ones(12))
     found = torch.cat([part for _, _, part in coordinates(basis, FORM, rows, None)])
     close(found, dense)
     close(coordinate_squares(basis, FORM, rows, None), dense.square().sum(0))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradkeep.factors import Convolution
-from gradkeep.factors.kronecker import matrix_moments
+from gradkeep.factors._convolution import Convolution
+from gradkeep.factors.kronecker._moments import matrix_moments
 from gradkeep.factors.kronecker._patch_moments import PatchMoments, PixelMoments
 from gradkeep.factors.kronecker._shift_moments import ShiftMoments
 

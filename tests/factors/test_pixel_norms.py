@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradkeep.factors import Convolution, ConvolutionRows
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
 from gradkeep.factors._pixel_gram import pixel_norms
 
 few = st.integers(1, 3)

@@ -7,17 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradkeep.factors import (
-    Convolution,
-    ConvolutionRows,
-    Lookup,
-    LookupRows,
-    Outer,
-    OuterRows,
-    Parameter,
-    Tied,
-    TiedRows,
-)
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied, TiedRows
 
 
 class Watch(TorchDispatchMode):

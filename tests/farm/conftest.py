@@ -6,7 +6,7 @@ import pytest
 
 import gradkeep as gk
 
-SCHEMA = gk.Schema((gk.Array("value", shape=(3,)), gk.Array("number", "int64")))
+SCHEMA = gk.store.Schema((gk.store.Array("value", shape=(3,)), gk.store.Array("number", "int64")))
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 
 from gradkeep import farm
 from gradkeep.errors import FarmError
+from gradkeep.farm._job import JobSpec
 
 
 class Threads:
@@ -76,7 +77,7 @@ def test_rows_are_computed_where_the_engine_says(jobs, rows_of):
     assert outcome.complete
     assert not outcome.failures
     check_rows(store, jobs, 12)
-    assert isinstance(mine.seen, farm.JobSpec)
+    assert isinstance(mine.seen, JobSpec)
     assert (mine.seen.rows, mine.seen.batch, mine.seen.threads) == ("models", 2, 1)
     assert told[-1].complete
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradkeep import farm
-from gradkeep.farm import Progress
+from gradkeep.farm._progress import Progress, recent_rate
 
 
 def test_the_time_left_follows_from_the_pace():
@@ -24,20 +24,20 @@ def test_the_pace_is_found_from_the_rows_themselves(rows_of):
 
     store = rows_of(100)
     rows = store.rows("models")
-    assert farm.recent_rate(store, rows) is None
+    assert recent_rate(store, rows) is None
     for number in range(5):
         rows.put(number, farm_jobs.trivial([number])[0])
     now = time.time()
     for file in Path(rows.path).rglob("*.safetensors"):
         at = now - 8 + 2 * int(file.stem)
         os.utime(file, (at, at))
-    assert farm.recent_rate(store, rows) == pytest.approx(0.5, rel=0.01)
+    assert recent_rate(store, rows) == pytest.approx(0.5, rel=0.01)
 
 
 def test_status_tells_how_long_it_will_take_while_somebody_works(rows_of):
     import farm_jobs
 
-    from gradkeep.datamodels.study import status
+    from gradkeep.datamodels.study._contract import status
 
     store = rows_of(10)
     rows = store.rows("models")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import gradkeep as gk
-from gradkeep.capturing import load_weights, put_weights, read_adam
+from gradkeep.capturing._adam import read_adam
+from gradkeep.capturing._weights import load_weights, put_weights
 from gradkeep.errors import CaptureError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -41,7 +41,7 @@ def test_event_files_hold_losses_accuracies_and_suspects(store, tmp_path):
     events.Reload()
     for split in ("train", "test"):
         for event, step in zip(events.Scalars(f"loss/{split}"), (5, 9), strict=True):
-            block = store.read(gk.CaptureKey(f"step-{step}", split))
+            block = store.read(gk.store.CaptureKey(f"step-{step}", split))
             assert event.step == step
             assert event.value == pytest.approx(np.mean(block.column("loss")), rel=1e-6)
         right = block.column("label") == block.column("predicted")
@@ -61,7 +61,7 @@ def test_a_run_of_wandb_is_given_the_same(store, tmp_path, monkeypatch):
     with wandb.init(mode="offline", dir=tmp_path, project="here") as run:
         assert write_wandb(store, run, suspected=2) > 0
         assert run.summary["loss/train"] == pytest.approx(
-            float(np.mean(store.read(gk.CaptureKey("step-9", "train")).column("loss")))
+            float(np.mean(store.read(gk.store.CaptureKey("step-9", "train")).column("loss")))
         )
         assert run.summary["gradkeep/step"] == 9
 

@@ -8,19 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradkeep.errors import QueryError
-from gradkeep.factors import (
-    Convolution,
-    ConvolutionRows,
-    Dense,
-    Lookup,
-    MachineSpeeds,
-    Outer,
-    OuterRows,
-    Parameter,
-    ProductSize,
-    Tied,
-)
-from gradkeep.query._machine import machine_speeds
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.factors._dense import Dense
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied
 from gradkeep.query._planner import choose_compute, cost, forced
 
 TYPICAL = MachineSpeeds()
@@ -152,7 +146,7 @@ def test_the_choice_is_near_the_best_way_on_this_machine():
             ]
         times = {compute: measured(form, *rows, compute) for compute in form.computes}
         chosen = choose_compute(
-            form, ProductSize(train, queries, length, length), machine_speeds()
+            form, ProductSize(train, queries, length, length), MachineSpeeds()
         ).compute
         worst = max(worst, times[chosen] / min(times.values()))
     # 1.2 on a machine at rest; others may be at work here.

@@ -9,6 +9,8 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import Damaged, QueryError
+from gradkeep.factors._dense import Dense
+from gradkeep.factors._form import Parameter, form_to_fields
 from gradkeep.query import _code_making, _small_codes
 from gradkeep.query._small_codes import AskedCoordinates, _largest
 
@@ -57,30 +59,26 @@ def test_the_best_are_those_of_all_rows(tmp_path, kind, smallest):
 
 def dense_rows(tmp_path, rows, queries):
     """A store that keeps these vectors as they are, as rows and as queries."""
-    weight = gk.factors.Dense(
-        (gk.factors.Parameter("w", (rows.shape[1],)),), "w.gradient", rows.shape[1]
-    )
+    weight = Dense((Parameter("w", (rows.shape[1],)),), "w.gradient", rows.shape[1])
     store = gk.open(tmp_path, durability="process")
     for split, values in (("train", rows), ("test", queries)):
-        with store.write(gk.CaptureKey("final", split), dense_schema(weight)) as writer:
+        with store.write(gk.store.CaptureKey("final", split), dense_schema(weight)) as writer:
             writer.append(np.arange(len(values)) * 3, {"w.gradient": values.numpy()})
     return tuple(gk.gradients(store, split=split) for split in ("train", "test"))
 
 
 def dense_schema(form):
-    return gk.Schema(
-        (gk.Array("w.gradient", shape=form.parameters[0].shape, kind="gradient", layer="w"),),
+    return gk.store.Schema(
+        (gk.store.Array("w.gradient", shape=form.parameters[0].shape, kind="gradient", layer="w"),),
         rows_per_segment=16,
-        layers=(
-            gk.store.Layer("w", "Linear", form.parameters[0].size, gk.factors.form_to_fields(form)),
-        ),
+        layers=(gk.store.Layer("w", "Linear", form.parameters[0].size, form_to_fields(form)),),
         fingerprints={"weights": "w", "task": "t", "of": "loss"},
     )
 
 
 def append(store, rows, first):
     form = gk.gradients(store, split="train").forms["w"]
-    key = gk.CaptureKey("final", "train")
+    key = gk.store.CaptureKey("final", "train")
     with store.write(key, dense_schema(form), extend=True) as writer:
         writer.append(first + np.arange(len(rows)), {"w.gradient": rows.numpy()})
 
@@ -241,7 +239,7 @@ def test_after_rows_were_appended_or_dropped_codes_are_of_the_new_version(tmp_pa
     store = gk.open(tmp_path)
     changes = (
         lambda: append(store, rows[:3] * 9, 1000),
-        lambda: store.drop_rows(gk.CaptureKey("final", "train"), [0, 300, 1000]),
+        lambda: store.drop_rows(gk.store.CaptureKey("final", "train"), [0, 300, 1000]),
     )
     for change, most in zip(changes, (19, 60), strict=True):
         change()
@@ -268,7 +266,7 @@ def test_codes_go_with_their_capture_and_are_not_taken_for_those_of_a_new_one(tm
     old = gk.query.small_codes(train, bytes=8)
     store = gk.open(tmp_path)
     for split in ("train", "test"):
-        store.delete(gk.CaptureKey("final", split))
+        store.delete(gk.store.CaptureKey("final", split))
     assert store.bases() == []
     train, test = dense_rows(tmp_path, -rows, rows[:2])
     with pytest.raises(QueryError, match="codes are of other rows"):

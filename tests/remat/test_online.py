@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradkeep.remat import heuristics
-from gradkeep.remat.online import OnlineRuntime
 from gradkeep.remat.online._guards import GUARDED
+from gradkeep.remat.online._runtime import OnlineRuntime
 
 LABELS = torch.arange(8) % 5
 

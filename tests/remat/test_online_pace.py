@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.data import build
-from gradkeep.remat.online import OnlineRuntime
+from gradkeep.data.architectures._catalog import build
 from gradkeep.remat.online._pace import Pace
+from gradkeep.remat.online._runtime import OnlineRuntime
 
 
 @pytest.mark.parametrize("name", ["lstm", "treelstm"])

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gradkeep as gk
 from gradkeep.errors import BudgetWarning
-from gradkeep.remat.online import OnlineRuntime
+from gradkeep.remat.online._runtime import OnlineRuntime
 
 RATIOS = (0.8, 0.6, 0.4)
 pytestmark = pytest.mark.filterwarnings("ignore::gradkeep.errors.BudgetWarning")

@@ -8,7 +8,8 @@ import torch
 import gradkeep as gk
 from gradkeep.compat.dtr.experiments import parse_experiment, run_experiment
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator import _heuristics, sweep, sweep_cases
+from gradkeep.remat.simulator import _heuristics
+from gradkeep.remat.simulator._sweep import sweep, sweep_cases
 
 OLDEST = '''
 from gradkeep.remat import Heuristic

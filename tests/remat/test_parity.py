@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.remat.simulator import _neighbourhoods, sweep_cases
+from gradkeep.remat.simulator import _neighbourhoods
+from gradkeep.remat.simulator._sweep import sweep_cases
 
 HERE = Path(__file__).parent / "data"
 SHARED = Path(os.environ.get("GRADKEEP_DATA", Path(__file__).parents[3] / "shared" / "data"))

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gradkeep.data import build
+from gradkeep.data.architectures._catalog import build
 from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment
 from gradkeep.remat.planned._planned_step import PlannedStep, unpack
 from gradkeep.remat.planned._problem import problem_of

@@ -9,7 +9,8 @@ import pytest
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.simulator import _picture, _sweep, find_logs
+from gradkeep.remat.simulator import _picture, _sweep
+from gradkeep.remat.simulator._log_list import find_logs
 from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
 from gradkeep.remat.simulator._sweep import SweepCase, read_table, run_case, sweep, sweep_cases
 

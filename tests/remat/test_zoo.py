@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gradkeep.data import build, default_sizes, published_sizes, zoo
+from gradkeep.data.architectures._catalog import build, default_sizes, published_sizes, zoo
 from gradkeep.errors import RematError
 
 QUICK = [

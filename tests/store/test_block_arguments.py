@@ -6,13 +6,13 @@ import pytest
 import gradkeep as gk
 from gradkeep.errors import StoreError
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 
 
 @pytest.fixture
 def block(tmp_path):
     store = gk.open(tmp_path / "store", durability="process")
-    with store.write(KEY, gk.Schema((gk.Array("loss"),))) as writer:
+    with store.write(KEY, gk.store.Schema((gk.store.Array("loss"),))) as writer:
         writer.append([0, 1], {"loss": np.zeros(2, "f4")})
     return store.read(KEY)
 

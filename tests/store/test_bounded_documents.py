@@ -11,7 +11,7 @@ from gradkeep.errors import Damaged, StoreError
 from gradkeep.store import LocalDisk, _document, verify
 from tests.store.test_strangers import at, fill, forge, look, sealed
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_a_document_of_fixed_fields_is_small(store):
 def test_what_could_not_be_read_back_is_not_written(store, monkeypatch):
     monkeypatch.setattr(_document, "LARGE_DOCUMENT", 10_000)
     with pytest.raises(StoreError, match="too large"):
-        store.add_run(gk.Run("large", {"text": "x" * 20_000}))
-    schema = gk.Schema((gk.Array("loss"),), fingerprints={"text": "x" * 20_000})
+        store.add_run(gk.store.Run("large", {"text": "x" * 20_000}))
+    schema = gk.store.Schema((gk.store.Array("loss"),), fingerprints={"text": "x" * 20_000})
     with pytest.raises(StoreError, match="too large"):
-        store.write(gk.CaptureKey("final", "other"), schema)
+        store.write(gk.store.CaptureKey("final", "other"), schema)
     assert verify(store.location).healthy
 
 

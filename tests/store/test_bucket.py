@@ -141,7 +141,7 @@ def test_credentials_that_expire_on_the_way_cost_nothing_that_was_kept(
         capture(connect(url, line.address, retry_config=ONCE))
     capture(connect(url, s3))
     capture(tmp_path / "calm")
-    key = gk.CaptureKey("final", "train")
+    key = gk.store.CaptureKey("final", "train")
     kept, calm = (gk.open(place).read(key) for place in (connect(url, s3), tmp_path / "calm"))
     assert len(kept) == 400
     assert kept.manifest.segments == calm.manifest.segments  # with the digests of their bytes
@@ -175,8 +175,8 @@ def test_a_block_written_over_a_bad_line_is_whole(line, url, s3):
     replies = iter(range(10**9))
     faults = {3: "lose reply", 5: "lose request"}
     line.fault = lambda method: faults.get(next(replies) % 7, "none") if method == "PUT" else "none"
-    key = gk.CaptureKey(checkpoint="final", split="train")
-    schema = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
+    key = gk.store.CaptureKey(checkpoint="final", split="train")
+    schema = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)
     losses = {"loss": [float(row) for row in range(24)]}
     for _ in range(50):
         try:

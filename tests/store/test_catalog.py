@@ -15,19 +15,21 @@ from hypothesis import strategies as st
 import gradkeep as gk
 from gradkeep.store import LocalDisk, Memory, Store, gc, verify
 from gradkeep.store._keys import CATALOG
-from gradkeep.store.backends import Syscalls
+from gradkeep.store.backends._syscalls import Syscalls
 from gradkeep.store.catalog import _catalog
 
-LAYERS = (gk.Layer("fc", "Linear", 100),)
-FACTOR = gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc")
+LAYERS = (gk.store.Layer("fc", "Linear", 100),)
+FACTOR = gk.store.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc")
 
 
 def schema(**options):
-    return gk.Schema((FACTOR, gk.Array("loss")), rows_per_segment=4, layers=LAYERS, **options)
+    return gk.store.Schema(
+        (FACTOR, gk.store.Array("loss")), rows_per_segment=4, layers=LAYERS, **options
+    )
 
 
 def key(checkpoint="final", **parts):
-    return gk.CaptureKey(checkpoint=checkpoint, split="train", **parts)
+    return gk.store.CaptureKey(checkpoint=checkpoint, split="train", **parts)
 
 
 def rows(start, stop):
@@ -136,17 +138,17 @@ def test_rows_after_the_newest_version_count_apart(store):
 
 
 def test_ragged_and_compressed_layers_are_measured(store):
-    array = gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc", ragged=True)
+    array = gk.store.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc", ragged=True)
     where = key()
-    with store.write(where, gk.Schema((array,), layers=LAYERS)) as writer:
+    with store.write(where, gk.store.Schema((array,), layers=LAYERS)) as writer:
         writer.append([0, 1], {"fc.prefix": [np.ones((3, 4), "f4"), np.ones((5, 4), "f4")]})
     (found,) = facts(store)
     assert found.layers[0].row_bytes == (8 * 16 + 3 * 8) / 2  # values and offsets
 
 
 def test_facts_of_scores_and_row_sets(store):
-    write(store, gk.ScoresKey("kernel"), 4)
-    many = store.rows("farm", gk.Schema((gk.Array("loss"),)), num_rows=5)
+    write(store, gk.store.ScoresKey("kernel"), 4)
+    many = store.rows("farm", gk.store.Schema((gk.store.Array("loss"),)), num_rows=5)
     for row in range(3):
         many.put(row, {"loss": np.float32(row)})
     many.compact(rows_per_file=2)
@@ -194,8 +196,8 @@ def test_a_damaged_header_of_an_open_block_is_unreadable(store):
 
 
 def test_damaged_records_are_found_too(store):
-    store.add_run(gk.Run("main"))
-    store.add_checkpoint(gk.Checkpoint("main", "final", "w"))
+    store.add_run(gk.store.Run("main"))
+    store.add_checkpoint(gk.store.Checkpoint("main", "final", "w"))
     for name in ("run.json", "ckpt/final/ckpt.json"):
         Path(store.location, "runs/main", name).write_text("{}")
     with store.catalog() as catalog:
@@ -223,7 +225,7 @@ def test_a_deleted_capture_leaves_the_catalog(store):
 def test_rebuilding_gives_the_same_dump(store):
     write(store, key(), 10)
     write_open(store, key("b"), 8)
-    store.add_run(gk.Run("main", config={"lr": 0.1}))
+    store.add_run(gk.store.Run("main", config={"lr": 0.1}))
     settle(store)
     with rebuilt(store) as one, rebuilt(store) as two, store.catalog() as three:
         dumps = [list(catalog.connection.iterdump()) for catalog in (one, two, three)]
@@ -386,7 +388,7 @@ def test_a_kill_while_the_catalog_is_written_leaves_a_good_store(store, step):
 
 
 def test_two_thousand_segments_are_scanned_quickly(store):
-    writer = store.write(key(), gk.Schema((FACTOR,), rows_per_segment=1, layers=LAYERS))
+    writer = store.write(key(), gk.store.Schema((FACTOR,), rows_per_segment=1, layers=LAYERS))
     for start in range(0, 2000, 500):
         ids = np.arange(start, start + 500)
         writer.append(ids, {"fc.prefix": np.ones((500, 4), "f4")})
@@ -411,7 +413,7 @@ OPERATIONS = st.one_of(
 
 def apply(store, name, *values):
     """One change of the store; those that the store refuses change nothing."""
-    farm = gk.Schema((gk.Array("loss"),))
+    farm = gk.store.Schema((gk.store.Array("loss"),))
     if name == "write":
         write(store, key(values[0]), values[1])
     elif name == "open":
@@ -423,10 +425,10 @@ def apply(store, name, *values):
     elif name == "delete":
         store.delete(key(values[0]))
     elif name == "scores":
-        write(store, gk.ScoresKey(values[0]), 4)
+        write(store, gk.store.ScoresKey(values[0]), 4)
     elif name == "checkpoint":
-        store.add_run(gk.Run(values[0]))
-        store.add_checkpoint(gk.Checkpoint(values[0], "final", "w", step=1))
+        store.add_run(gk.store.Run(values[0]))
+        store.add_checkpoint(gk.store.Checkpoint(values[0], "final", "w", step=1))
     elif name == "lose":
         store.backend.move_aside(f"{key(values[0]).folder}/seg/000000.safetensors")
     elif name == "row":

@@ -13,18 +13,18 @@ from gradkeep.errors import Damaged, MissingRows, StoreError
 from gradkeep.store import Memory, gc, verify
 from gradkeep.store.blocks._manifest import latest_manifest, load_manifest
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 GOLDEN = Path(__file__).parent / "data" / "format-1.zip"
 
 
 @pytest.fixture
 def store(tmp_path):
     store = gk.open(tmp_path / "store", durability="process")
-    with store.write(KEY, gk.Schema((gk.Array("loss"),), rows_per_segment=2)) as writer:
+    with store.write(KEY, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)) as writer:
         writer.append(np.arange(6), {"loss": np.arange(6, dtype=np.float32)})
     store.drop_rows(KEY, [0])
     store.drop_rows(KEY, [5])
-    rows = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=4)
+    rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=4)
     for row in range(4):
         rows.put(row, {"out": np.float32(row)})
     rows.compact(rows_per_file=2)
@@ -56,7 +56,7 @@ def test_the_newest_version_deleted_is_damage_and_no_row_comes_back(store):
         lambda: store.read(KEY, version=2),
         lambda: store.drop_rows(KEY, [1]),
         lambda: gc(store),
-        lambda: store.write(KEY, gk.Schema((gk.Array("loss"),), rows_per_segment=2)),
+        lambda: store.write(KEY, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)),
     ):
         with pytest.raises(Damaged, match="published and is gone"):
             read()
@@ -127,8 +127,8 @@ def test_a_whole_block_that_is_gone_is_missed(store):
 
 @pytest.mark.parametrize("what", ["run", "checkpoint", "size"])
 def test_a_record_that_is_gone_is_missed(store, what):
-    store.add_run(gk.Run("main"))
-    store.add_checkpoint(gk.Checkpoint("main", "final", "1a"))
+    store.add_run(gk.store.Run("main"))
+    store.add_checkpoint(gk.store.Checkpoint("main", "final", "1a"))
     store.rows("models").grow(9)
     key = {
         "run": "runs/main/run.json",
@@ -171,7 +171,7 @@ def test_old_stores_are_chained_from_their_next_version_on(tmp_path):
     with zipfile.ZipFile(GOLDEN) as archive:
         archive.extractall(tmp_path / "store")
     store = gk.open(tmp_path / "store", create=False)
-    key = gk.CaptureKey(checkpoint="final", split="train", run="golden")
+    key = gk.store.CaptureKey(checkpoint="final", split="train", run="golden")
     old = latest_manifest(store.backend, key.folder)
     assert old.previous is None
     assert damaged(store) == []
@@ -200,7 +200,7 @@ class Watched(Memory):
 def test_a_reader_beside_those_who_remove_is_never_told_of_damage(moment, what):
     backend = Watched()
     store = gk.open(backend, durability="process")
-    with store.write(KEY, gk.Schema((gk.Array("loss"),), rows_per_segment=2)) as writer:
+    with store.write(KEY, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)) as writer:
         writer.append([0, 1, 2], {"loss": [0.0, 1.0, 2.0]})
     store.drop_rows(KEY, [0])
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gradkeep as gk
-from gradkeep.store.blocks import Column
+from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decode, encode, from_bfloat16, to_bfloat16
 
 floats = hnp.arrays(
@@ -28,7 +28,7 @@ def test_bfloat16_is_torch_bfloat16_for_every_bit_pattern(bits):
 
 @given(floats)
 def test_float16_scaled_keeps_eleven_bits_of_each_row(values):
-    array = gk.Array("x", shape=values.shape[1:], kind="suffix", encoding="float16-scaled")
+    array = gk.store.Array("x", shape=values.shape[1:], kind="suffix", encoding="float16-scaled")
     stored = encode(array, values)
     back = decode(array, stored.values, stored.scale)
     largest = np.abs(values.reshape(len(values), -1)).max(axis=1, initial=0)
@@ -40,7 +40,7 @@ def test_float16_scaled_keeps_eleven_bits_of_each_row(values):
 
 @given(floats)
 def test_int8_scaled_is_within_half_a_step_of_its_row(values):
-    array = gk.Array("x", shape=values.shape[1:], kind="suffix", encoding="int8-scaled")
+    array = gk.store.Array("x", shape=values.shape[1:], kind="suffix", encoding="int8-scaled")
     stored = encode(array, values)
     back = decode(array, stored.values, stored.scale)
     largest = np.abs(values.reshape(len(values), -1)).max(axis=1, initial=0)
@@ -51,7 +51,7 @@ def test_int8_scaled_is_within_half_a_step_of_its_row(values):
 
 @given(hnp.arrays(np.bool_, hnp.array_shapes(min_dims=2, max_dims=3, max_side=20)))
 def test_bits_are_exact_and_an_eighth(values):
-    array = gk.Array("mask", "bool", values.shape[1:], "mask", "bits")
+    array = gk.store.Array("mask", "bool", values.shape[1:], "mask", "bits")
     stored = encode(array, values)
     np.testing.assert_array_equal(decode(array, stored.values, None), values)
     assert stored.values.nbytes == len(values) * -(-values[0].size // 8)
@@ -60,7 +60,7 @@ def test_bits_are_exact_and_an_eighth(values):
 def test_a_zero_row_stays_zero_and_scales_stay_finite():
     rows = np.array([[0, 0], [1e-45, 0], [3e38, -3e38]], np.float32)
     for encoding in ("float16-scaled", "int8-scaled"):
-        array = gk.Array("x", shape=(2,), kind="suffix", encoding=encoding)
+        array = gk.store.Array("x", shape=(2,), kind="suffix", encoding=encoding)
         stored = encode(array, rows)
         assert np.isfinite(stored.scale).all()
         assert (stored.scale > 0).all()
@@ -73,7 +73,7 @@ def test_a_zero_row_stays_zero_and_scales_stay_finite():
 def test_the_largest_floats_stay_finite(encoding):
     """Rounding up beyond the largest float32 would make infinities of finite values."""
     rows = np.array([[3.4028235e38, -3.4028235e38], [3.401993e38, 1.0]], np.float32)
-    array = gk.Array("x", shape=(2,), kind="suffix", encoding=encoding)
+    array = gk.store.Array("x", shape=(2,), kind="suffix", encoding=encoding)
     stored = encode(array, rows)
     for back in (
         decode(array, stored.values, stored.scale),
@@ -84,7 +84,7 @@ def test_the_largest_floats_stay_finite(encoding):
 
 
 def test_flushed_values_are_counted():
-    array = gk.Array("x", shape=(3,), encoding="float16", kind="data")
+    array = gk.store.Array("x", shape=(3,), encoding="float16", kind="data")
     stored = encode(array, np.array([[1.0, 1e-9, 0.0]], np.float32))
     assert (stored.nonzero, stored.flushed) == (2, 1)
 
@@ -107,4 +107,4 @@ def test_flushed_values_are_counted():
 )
 def test_arrays_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(gk.GradkeepError, match=words):
-        gk.Array(**{"name": "x", **changes})
+        gk.store.Array(**{"name": "x", **changes})

@@ -15,21 +15,21 @@ import gradkeep as gk
 from gradkeep.store import gc, verify
 
 GOLDEN = Path(__file__).parent / "data" / "format-1.zip"
-KEY = gk.CaptureKey(checkpoint="final", split="train", run="golden")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train", run="golden")
 ROWS = 6
 
 
 def arrays():
     return (
-        gk.Array("loss"),
-        gk.Array("label", "int64"),
-        gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc"),
-        gk.Array("fc.suffix", shape=(3,), kind="suffix", layer="fc", encoding="bfloat16"),
-        gk.Array("half", shape=(3,), kind="suffix", encoding="float16-scaled"),
-        gk.Array("byte", shape=(3,), kind="suffix", encoding="int8-scaled"),
-        gk.Array("cold", shape=(3,), compression="zstd"),
-        gk.Array("mask", "bool", (11,), "mask", "bits"),
-        gk.Array("tokens", shape=(2,), kind="prefix", ragged=True),
+        gk.store.Array("loss"),
+        gk.store.Array("label", "int64"),
+        gk.store.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc"),
+        gk.store.Array("fc.suffix", shape=(3,), kind="suffix", layer="fc", encoding="bfloat16"),
+        gk.store.Array("half", shape=(3,), kind="suffix", encoding="float16-scaled"),
+        gk.store.Array("byte", shape=(3,), kind="suffix", encoding="int8-scaled"),
+        gk.store.Array("cold", shape=(3,), compression="zstd"),
+        gk.store.Array("mask", "bool", (11,), "mask", "bits"),
+        gk.store.Array("tokens", shape=(2,), kind="prefix", ragged=True),
     )
 
 
@@ -52,19 +52,23 @@ def values():
 
 def write_golden(folder):
     store = gk.open(folder)
-    store.add_run(gk.Run("golden", {"epochs": 1}, code="abc", data="def"))
-    store.add_checkpoint(gk.Checkpoint("golden", "final", "1234", step=7, lr=0.1))
-    layers = (gk.Layer("fc", "Linear", 15),)
-    schema = gk.Schema(arrays(), rows_per_segment=2, layers=layers, fingerprints={"seed": 1})
+    store.add_run(gk.store.Run("golden", {"epochs": 1}, code="abc", data="def"))
+    store.add_checkpoint(gk.store.Checkpoint("golden", "final", "1234", step=7, lr=0.1))
+    layers = (gk.store.Layer("fc", "Linear", 15),)
+    schema = gk.store.Schema(arrays(), rows_per_segment=2, layers=layers, fingerprints={"seed": 1})
     with store.write(KEY, schema) as writer:
         writer.append(np.arange(ROWS) * 10, values())
     with store.write(KEY, schema, extend=True) as writer:
         more = values()
         writer.append([100], {name: column[:1] for name, column in more.items()})
     store.drop_rows(KEY, [30])
-    with store.write(gk.ScoresKey("dot"), gk.Schema((gk.Array("scores", shape=(2,)),))) as writer:
+    with store.write(
+        gk.store.ScoresKey("dot"), gk.store.Schema((gk.store.Array("scores", shape=(2,)),))
+    ) as writer:
         writer.append([0, 1], {"scores": np.eye(2, dtype=np.float32)})
-    spec = gk.Schema((gk.Array("mask", "bool", (9,), "mask", "bits"), gk.Array("out", shape=(2,))))
+    spec = gk.store.Schema(
+        (gk.store.Array("mask", "bool", (9,), "mask", "bits"), gk.store.Array("out", shape=(2,)))
+    )
     rows = store.rows("subsets", spec, num_rows=5)
     for row in range(4):
         rows.put(row, {"mask": np.arange(9) % (row + 1) == 0, "out": np.full(2, row, np.float32)})
@@ -93,7 +97,7 @@ def test_the_old_store_is_healthy_and_readable(store):
         for got, row in zip(found, kept, strict=True):
             np.testing.assert_array_equal(got, column[row])
     assert len(store.read(KEY, version=0)) == ROWS
-    assert store.read(gk.ScoresKey("dot")).column("scores").tolist() == [[1, 0], [0, 1]]
+    assert store.read(gk.store.ScoresKey("dot")).column("scores").tolist() == [[1, 0], [0, 1]]
     assert store.sql("select sum(loss) from samples").rows() == [(6.0,)]
 
 

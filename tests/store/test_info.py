@@ -10,11 +10,14 @@ import pytest
 import gradkeep as gk
 from gradkeep._display import describe_rows, describe_state
 from gradkeep.store import LocalDisk, Store
-from gradkeep.store.backends import Syscalls
+from gradkeep.store.backends._syscalls import Syscalls
 
-LAYERS = (gk.Layer("fc<1>", "Linear", 1000),)
-ARRAYS = (gk.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc<1>"), gk.Array("loss"))
-SCHEMA = gk.Schema(ARRAYS, rows_per_segment=4, layers=LAYERS, fingerprints={"weights": "w1"})
+LAYERS = (gk.store.Layer("fc<1>", "Linear", 1000),)
+ARRAYS = (
+    gk.store.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc<1>"),
+    gk.store.Array("loss"),
+)
+SCHEMA = gk.store.Schema(ARRAYS, rows_per_segment=4, layers=LAYERS, fingerprints={"weights": "w1"})
 
 
 def rows(start, stop):
@@ -28,15 +31,15 @@ def rows(start, stop):
 @pytest.fixture
 def store(tmp_path):
     store = gk.open(tmp_path / "<store>", durability="process")
-    store.add_run(gk.Run("main", config={"lr": 0.1}))
+    store.add_run(gk.store.Run("main", config={"lr": 0.1}))
     for step, name in ((20, "b"), (10, "a")):
-        store.add_checkpoint(gk.Checkpoint("main", name, "w", step=step))
+        store.add_checkpoint(gk.store.Checkpoint("main", name, "w", step=step))
     for checkpoint in ("a", "b", "unrecorded"):
-        with store.write(gk.CaptureKey(checkpoint, "train"), SCHEMA) as writer:
+        with store.write(gk.store.CaptureKey(checkpoint, "train"), SCHEMA) as writer:
             writer.append(*rows(0, 10))
-    with store.write(gk.ScoresKey("dot"), SCHEMA) as writer:
+    with store.write(gk.store.ScoresKey("dot"), SCHEMA) as writer:
         writer.append(*rows(0, 4))
-    farm = store.rows("farm", gk.Schema((gk.Array("loss"),)), num_rows=6)
+    farm = store.rows("farm", gk.store.Schema((gk.store.Array("loss"),)), num_rows=6)
     farm.put(0, {"loss": np.float32(1)})
     farm.claim(count=2)
     for _ in range(3):
@@ -98,7 +101,7 @@ def test_an_empty_store_is_one_line(tmp_path):
 
 def test_work_in_progress_is_told_apart(tmp_path):
     store = gk.open(tmp_path / "store", durability="process")
-    key = gk.CaptureKey("a", "train")
+    key = gk.store.CaptureKey("a", "train")
     with store.write(key, SCHEMA) as writer:
         writer.append(*rows(0, 8))
     more = store.write(key, SCHEMA, extend=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import gradkeep as gk
 from gradkeep.testing._examples import ARRAYS, ExampleRow, batch_of, check_column, ids_of, schema
 
-KEY = gk.CaptureKey(checkpoint="final", split="train", run="main")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train", run="main")
 ROWS = [ExampleRow(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 90)]
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8"), 1),
@@ -115,8 +115,11 @@ def test_every_tensor_is_aligned_and_can_be_mapped(segment):
 
 def test_a_large_segment_begins_at_a_page(tmp_path):
     store = gk.open(tmp_path, durability="process")
-    wide = gk.Schema(
-        (gk.Array("x", shape=(1024,), kind="data"), gk.Array("odd", "uint8", (3,), kind="data"))
+    wide = gk.store.Schema(
+        (
+            gk.store.Array("x", shape=(1024,), kind="data"),
+            gk.store.Array("odd", "uint8", (3,), kind="data"),
+        )
     )
     values = np.random.default_rng(0).standard_normal((600, 1024), np.float32)
     with store.write(KEY, wide) as writer:

@@ -13,7 +13,7 @@ from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import latest_manifest, load_manifest, manifest_versions
 from gradkeep.store.blocks._packing import pack
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 FOLDER = KEY.folder
 
 
@@ -34,7 +34,7 @@ def store():
 
 
 def schema(**options):
-    return gk.Schema((gk.Array("loss"),), rows_per_segment=2, **options)
+    return gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2, **options)
 
 
 def begin(store, of=None):

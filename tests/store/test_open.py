@@ -82,7 +82,7 @@ def test_unknown_durability_is_refused(tmp_path):
 def test_names_that_are_no_names_are_refused():
     for name in ("", ".hidden", "a/b", "a b", "-x", "x" * 101, None):
         with pytest.raises(gk.GradkeepError, match="cannot be a name"):
-            gk.CaptureKey(checkpoint=name, split="train")
+            gk.store.CaptureKey(checkpoint=name, split="train")
 
 
 def _uuid_of_new_store(path):

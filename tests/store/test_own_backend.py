@@ -19,8 +19,8 @@ sys.path.insert(0, str(HERE))
 
 from own_backend import SqliteFile  # noqa: E402
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
-SCHEMA = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
+SCHEMA = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_file_url_that_names_no_folder_is_refused(url):
 
 def test_a_file_url_follows_no_links(tmp_path):
     store = gk.open(tmp_path / "store")
-    with store.write(gk.ScoresKey("a"), gk.Schema((gk.Array("s"),))) as writer:
+    with store.write(gk.store.ScoresKey("a"), gk.store.Schema((gk.store.Array("s"),))) as writer:
         writer.append([0], {"s": [1.0]})
     (segments,) = (tmp_path / "store").rglob("seg")
     segments.rename(tmp_path / "elsewhere")

@@ -68,13 +68,15 @@ def scores(train, queries):
 def through_the_store(factors, *, encoding, kind):
     store = gk.open(Memory())
     arrays = [
-        gk.Array(f"{name}.{part}", shape=factors[name][at].shape[1:], kind=kind, encoding=encoding)
+        gk.store.Array(
+            f"{name}.{part}", shape=factors[name][at].shape[1:], kind=kind, encoding=encoding
+        )
         for name in LAYERS
         for at, part in enumerate(("prefix", "suffix"))
     ]
     rows = len(factors["first"][0])
-    key = gk.CaptureKey(checkpoint="final", split="train")
-    with store.write(key, gk.Schema(tuple(arrays), num_rows=rows)) as writer:
+    key = gk.store.CaptureKey(checkpoint="final", split="train")
+    with store.write(key, gk.store.Schema(tuple(arrays), num_rows=rows)) as writer:
         values = {
             f"{name}.{part}": factors[name][at]
             for name in LAYERS
@@ -107,6 +109,6 @@ def test_bare_float16_loses_the_ranking(factors):
 
 def test_bare_float16_is_refused_for_gradients():
     with pytest.raises(gk.GradkeepError, match="bare float16 loses small gradients"):
-        gk.Array("fc.suffix", shape=(3,), kind="suffix", encoding="float16")
+        gk.store.Array("fc.suffix", shape=(3,), kind="suffix", encoding="float16")
     with pytest.raises(gk.GradkeepError, match="bare float16 loses small gradients"):
-        gk.Array("fc.gradient", "float16", (3,), "gradient")
+        gk.store.Array("fc.gradient", "float16", (3,), "gradient")

@@ -11,8 +11,8 @@ import gradkeep as gk
 from gradkeep.errors import StoreError
 from gradkeep.store import gc, verify
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
-SCHEMA = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
+SCHEMA = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.store.backends import _read_cache
 from gradkeep.store.backends._read_cache import ReadCache, cache_of_environment
 
-KEY = gk.CaptureKey("final", "train")
+KEY = gk.store.CaptureKey("final", "train")
 ROWS, WIDE = 40, 20_000
 """Segments of 800 kB: larger than what the opening request brings."""
 
@@ -35,7 +35,7 @@ def write(url, address):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADKEEP_CACHE", "off")
         store = gk.open(connect(url, address))
-    schema = gk.Schema((gk.Array("x", shape=(WIDE,)),), rows_per_segment=10)
+    schema = gk.store.Schema((gk.store.Array("x", shape=(WIDE,)),), rows_per_segment=10)
     with store.write(KEY, schema) as writer:
         if writer.needs(ROWS):
             writer.append(range(ROWS), {"x": values()})

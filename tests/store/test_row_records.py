@@ -9,7 +9,7 @@ import pytest
 import gradkeep as gk
 from gradkeep.store import gc, verify
 
-SCHEMA = gk.Schema((gk.Array("out"),))
+SCHEMA = gk.store.Schema((gk.store.Array("out"),))
 
 
 @pytest.fixture

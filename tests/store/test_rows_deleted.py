@@ -6,7 +6,7 @@ import pytest
 import gradkeep as gk
 from gradkeep.errors import StoreError
 
-SCHEMA = gk.Schema((gk.Array("value", shape=(2,)),))
+SCHEMA = gk.store.Schema((gk.store.Array("value", shape=(2,)),))
 
 
 @pytest.mark.parametrize("place", ["folder", "memory"])

@@ -10,7 +10,7 @@ import gradkeep as gk
 from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store import _document, verify
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 ODD_IDS = [
     [3.7],
     [3.0],
@@ -37,14 +37,14 @@ def store():
 
 @pytest.fixture
 def block(store):
-    with store.write(KEY, gk.Schema((gk.Array("loss"),))) as writer:
+    with store.write(KEY, gk.store.Schema((gk.store.Array("loss"),))) as writer:
         writer.append(np.arange(6), {"loss": np.arange(6, dtype=np.float32)})
     return store.read(KEY)
 
 
 @pytest.fixture
 def rows(store):
-    found = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=5)
+    found = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=5)
     for row in range(4):
         found.put(row, {"out": np.float32(row)})
     return found
@@ -52,7 +52,9 @@ def rows(store):
 
 @pytest.mark.parametrize("ids", ODD_IDS, ids=repr)
 def test_only_whole_numbers_name_rows(store, block, rows, ids):
-    writer = store.write(gk.CaptureKey("other", "train"), gk.Schema((gk.Array("loss"),)))
+    writer = store.write(
+        gk.store.CaptureKey("other", "train"), gk.store.Schema((gk.store.Array("loss"),))
+    )
     for use in (
         lambda: block.read(ids),
         lambda: block.read_rows(ids),
@@ -96,7 +98,7 @@ def test_whole_numbers_of_any_kind_do(store, block, rows, ids):
     ],
 )
 def test_a_list_is_never_cut_to_fit(store, dtype, values):
-    writer = store.write(KEY, gk.Schema((gk.Array("a", dtype),)))
+    writer = store.write(KEY, gk.store.Schema((gk.store.Array("a", dtype),)))
     with pytest.raises(InvalidRows) as caught:
         writer.append([0, 1], {"a": values})
     writer.close()
@@ -118,7 +120,7 @@ def test_a_list_is_never_cut_to_fit(store, dtype, values):
     ],
 )
 def test_a_list_that_fits_is_kept(store, dtype, values):
-    with store.write(KEY, gk.Schema((gk.Array("a", dtype),))) as writer:
+    with store.write(KEY, gk.store.Schema((gk.store.Array("a", dtype),))) as writer:
         writer.append([0, 1], {"a": values})
     assert store.read(KEY).column("a").tolist() == [
         value.item() if hasattr(value, "item") else value for value in values
@@ -146,12 +148,12 @@ def test_odd_versions_and_counts_are_refused(store, block, rows, number):
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800", "ids", "a#b", ""])
 def test_names_that_a_file_cannot_hold_are_refused(name):
     with pytest.raises(StoreError, match="name"):
-        gk.Array(name)
+        gk.store.Array(name)
 
 
 @pytest.mark.parametrize("size", [-1, 2**40 + 1, 99999999999999999999, 10**30, 1.5, True, "5"])
 def test_absurd_sizes_are_refused_before_anything_is_written(store, size):
-    schema = gk.Schema((gk.Array("out"),))
+    schema = gk.store.Schema((gk.store.Array("out"),))
     with pytest.raises(StoreError):
         store.rows("absurd", schema, num_rows=size)
     assert store.row_sets() == []
@@ -171,19 +173,19 @@ def test_absurd_sizes_are_refused_before_anything_is_written(store, size):
 def test_odd_records_are_refused(store, odd):
     fields = {"run": "main", "name": "final", "weights": "1a", **odd}
     with pytest.raises(StoreError):
-        store.add_checkpoint(gk.Checkpoint(**fields))
+        store.add_checkpoint(gk.store.Checkpoint(**fields))
     assert store.checkpoints() == []
     with pytest.raises(StoreError):
-        store.add_run(gk.Run("main", {"a": {1, 2}}))
+        store.add_run(gk.store.Run("main", {"a": {1, 2}}))
     assert store.runs() == []
 
 
 def test_what_an_older_version_let_in_leaves_the_rest_of_the_store_alone(tmp_path):
     pytest.importorskip("duckdb")
     store = gk.open(tmp_path / "store", durability="process")
-    with store.write(KEY, gk.Schema((gk.Array("loss"),))) as writer:
+    with store.write(KEY, gk.store.Schema((gk.store.Array("loss"),))) as writer:
         writer.append([0, 1], {"loss": [1.0, 3.0]})
-    store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=2)
+    store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=2)
     odd = {
         "runs/main/ckpt/final/ckpt.json": {"run": "main", "name": "final", "weights": "1a"}
         | {"step": "x", "lr": None, "parent": None},
@@ -205,7 +207,7 @@ def test_what_an_older_version_let_in_leaves_the_rest_of_the_store_alone(tmp_pat
 
 
 def test_many_rows_to_come_cost_nothing(store):
-    store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=2**40)
+    store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=2**40)
     start = time.monotonic()
     (found,) = store.info().row_sets
     assert (found.done, found.pending) == (0, 2**40)
@@ -229,12 +231,12 @@ def test_half_a_pair_of_surrogates_is_kept_readable(store, rows):
     (lease,) = rows.claim(owner="w\udcff")
     rows.fail(lease, ValueError("file \udcff.txt"))
     assert "\\udcff" in rows.states()[4].error
-    run = store.add_run(gk.Run("main", {"path": "a\ud800b"}, code="c\udfff"))
+    run = store.add_run(gk.store.Run("main", {"path": "a\ud800b"}, code="c\udfff"))
     assert store.runs() == [run]
     assert store.add_run(run) == run
     repr(store.info()), store.info().to_fields()
     assert store.sql("select code from runs").rows() == [("c\\udfff",)]
-    schema = gk.Schema((gk.Array("loss"),), fingerprints={"path": "\ud800"})
+    schema = gk.store.Schema((gk.store.Array("loss"),), fingerprints={"path": "\ud800"})
     with store.write(KEY, schema) as writer:
         writer.append([0], {"loss": [1.0]})
     assert store.read(KEY).schema.fingerprints == {"path": "\ud800"}
@@ -257,7 +259,7 @@ def test_compaction_is_linear(tmp_path):
 
     def seconds(count):
         store = gk.open(tmp_path / str(count), durability="process")
-        rows = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=count)
+        rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=count)
         for row in range(count):
             rows.put(row, {"out": np.float32(row)})
         start = time.process_time()
@@ -272,7 +274,7 @@ def test_compaction_is_linear(tmp_path):
 
 def test_rows_put_while_others_are_packed_are_packed_too(tmp_path):
     store = gk.open(tmp_path, durability="process")
-    rows = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=40)
+    rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=40)
     for row in range(20):
         rows.put(row, {"out": np.float32(row)})
     other = store.rows("models")
@@ -291,7 +293,7 @@ def test_rows_put_while_others_are_packed_are_packed_too(tmp_path):
 
 def test_a_size_under_another_name_is_not_believed(tmp_path):
     store = gk.open(tmp_path, durability="process")
-    store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=6)
+    store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=6)
     size = tmp_path / "datamodels/models/size/000000000006.json"
     size.rename(size.with_name("100000000006.json"))
     with pytest.raises(StoreError, match="another's name"):

@@ -9,9 +9,9 @@ import xxhash
 import gradkeep as gk
 from gradkeep.errors import Damaged
 from gradkeep.store import Memory
-from gradkeep.store.blocks import Segment
+from gradkeep.store.blocks._segment import Segment
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 NAME = f"{KEY.folder}/seg/000000.safetensors"
 RNG = np.random.default_rng(0)
 
@@ -19,7 +19,9 @@ RNG = np.random.default_rng(0)
 def write(arrays, values, rows):
     backend = Memory()
     store = gk.open(backend)
-    with store.write(KEY, gk.Schema(tuple(arrays), num_rows=rows, rows_per_segment=rows)) as writer:
+    with store.write(
+        KEY, gk.store.Schema(tuple(arrays), num_rows=rows, rows_per_segment=rows)
+    ) as writer:
         writer.append(np.arange(rows), values)
     return backend, store
 
@@ -32,9 +34,9 @@ def parts_of(data):
 def big():
     rows = 700
     arrays = [
-        gk.Array("loss"),
-        gk.Array("fc.prefix", shape=(3000,), kind="prefix"),
-        gk.Array("fc.suffix", shape=(40,), kind="suffix", encoding="int8-scaled"),
+        gk.store.Array("loss"),
+        gk.store.Array("fc.prefix", shape=(3000,), kind="prefix"),
+        gk.store.Array("fc.suffix", shape=(40,), kind="suffix", encoding="int8-scaled"),
     ]
     values = {
         "loss": RNG.normal(size=rows).astype(np.float32),
@@ -85,7 +87,10 @@ def test_checks_cover_groups_of_rows():
 
 
 def test_every_tensor_is_aligned_for_its_type():
-    for arrays, values, rows in (big(), ([gk.Array("a", "uint8"), gk.Array("b")], None, 5)):
+    for arrays, values, rows in (
+        big(),
+        ([gk.store.Array("a", "uint8"), gk.store.Array("b")], None, 5),
+    ):
         values = values or {"a": np.arange(5, dtype=np.uint8), "b": np.arange(5, dtype=np.float32)}
         backend, _ = write(arrays, values, rows)
         segment = Segment(backend, NAME)
@@ -100,7 +105,7 @@ def test_gathered_rows_are_the_rows(ids, compression):
     rows = 700
     shapes = {"wide": (3000,), "narrow": (7,), "scalar": ()}
     arrays = [
-        gk.Array(name, shape=shape, compression=compression) for name, shape in shapes.items()
+        gk.store.Array(name, shape=shape, compression=compression) for name, shape in shapes.items()
     ]
     values = {name: RNG.normal(size=(rows, *shape)).astype("f4") for name, shape in shapes.items()}
     _, store = write(arrays, values, rows)
@@ -143,16 +148,16 @@ def test_a_stream_hands_out_nothing_of_a_damaged_block():
 
 def test_underflow_is_noted():
     values = {"x": np.array([[1.0, 1e-30]], np.float32)}
-    backend, _ = write([gk.Array("x", shape=(2,), encoding="int8-scaled")], values, 1)
+    backend, _ = write([gk.store.Array("x", shape=(2,), encoding="int8-scaled")], values, 1)
     assert Segment(backend, NAME).metadata["underflow:x"] == "1/2"
 
 
 def test_rows_and_parts_of_a_stream_open_no_other_segments(monkeypatch):
     store = gk.open(Memory())
     arrays = (
-        gk.Array("loss"),
-        gk.Array("tokens", "int64", ragged=True, kind="data"),
-        gk.Array("fc", shape=(5,), encoding="int8-scaled"),
+        gk.store.Array("loss"),
+        gk.store.Array("tokens", "int64", ragged=True, kind="data"),
+        gk.store.Array("fc", shape=(5,), encoding="int8-scaled"),
     )
     ids = np.arange(100)[::-1] * 2
     values = {
@@ -160,7 +165,7 @@ def test_rows_and_parts_of_a_stream_open_no_other_segments(monkeypatch):
         "tokens": [np.arange(n % 4) + n for n in range(100)],
         "fc": RNG.normal(size=(100, 5)).astype(np.float32),
     }
-    with store.write(KEY, gk.Schema(arrays, rows_per_segment=10)) as writer:
+    with store.write(KEY, gk.store.Schema(arrays, rows_per_segment=10)) as writer:
         writer.append(ids, values)
     whole = store.read(KEY).read(ids)
     block, opened = store.read(KEY), []

@@ -10,13 +10,17 @@ import pytest
 import gradkeep as gk
 from gradkeep.errors import Damaged, MissingExtra, MissingRows, SqlError
 from gradkeep.store import LocalDisk, Memory, Store
-from gradkeep.store.backends import Syscalls
+from gradkeep.store.backends._syscalls import Syscalls
 
 pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")
 
-SCALARS = (gk.Array("loss"), gk.Array("label", "int64"), gk.Array("emb", shape=(3,), kind="data"))
-TRAIN = gk.CaptureKey(checkpoint="final", split="train")
+SCALARS = (
+    gk.store.Array("loss"),
+    gk.store.Array("label", "int64"),
+    gk.store.Array("emb", shape=(3,), kind="data"),
+)
+TRAIN = gk.store.CaptureKey(checkpoint="final", split="train")
 
 
 def values(count):
@@ -29,7 +33,7 @@ def values(count):
 
 def write(store, key, arrays, given, **options):
     count = len(next(iter(given.values())))
-    with store.write(key, gk.Schema(arrays, rows_per_segment=4), **options) as writer:
+    with store.write(key, gk.store.Schema(arrays, rows_per_segment=4), **options) as writer:
         writer.append(np.arange(writer.position, writer.position + count), given)
 
 
@@ -63,11 +67,18 @@ def test_an_answer_as_rows_arrow_and_pandas(store):
 
 
 def test_captures_with_different_scalars_are_joined_by_name(store):
-    other = (gk.Array("loss", "float64"), gk.Array("margin"), gk.Array("label", "bool"))
-    half = gk.Array("half", "float16", kind="data")
+    other = (
+        gk.store.Array("loss", "float64"),
+        gk.store.Array("margin"),
+        gk.store.Array("label", "bool"),
+    )
+    half = gk.store.Array("half", "float16", kind="data")
     given = {"loss": np.array([0.1]), "margin": np.ones(1, "f4"), "label": np.array([True])}
     write(
-        store, gk.CaptureKey("final", "test"), (*other, half), {**given, "half": np.ones(1, "f2")}
+        store,
+        gk.store.CaptureKey("final", "test"),
+        (*other, half),
+        {**given, "half": np.ones(1, "f2")},
     )
     found = store.sql(
         "select loss, margin, label, half, emb_free from (select *, 1 as emb_free from samples) where split = 'test'"
@@ -79,7 +90,7 @@ def test_captures_with_different_scalars_are_joined_by_name(store):
 
 def test_names_that_differ_only_in_case_stay_apart(tmp_path):
     store = gk.open(tmp_path / "store")
-    arrays = (gk.Array("Loss", "int64"), gk.Array("loss", "int64"))
+    arrays = (gk.store.Array("Loss", "int64"), gk.store.Array("loss", "int64"))
     write(store, TRAIN, arrays, {"Loss": np.array([1]), "loss": np.array([2])})
     assert store.sql(
         "select * exclude (run, checkpoint, split, capture, id) from samples"
@@ -88,7 +99,9 @@ def test_names_that_differ_only_in_case_stay_apart(tmp_path):
 
 def test_only_the_newest_version_of_a_sealed_capture_is_seen(store):
     store.drop_rows(TRAIN, [0, 1])
-    unsealed = store.write(gk.CaptureKey("later", "train"), gk.Schema(SCALARS, rows_per_segment=4))
+    unsealed = store.write(
+        gk.store.CaptureKey("later", "train"), gk.store.Schema(SCALARS, rows_per_segment=4)
+    )
     unsealed.append(np.arange(4), values(4))
     unsealed.flush()
     unsealed.close()
@@ -100,12 +113,12 @@ def test_only_the_newest_version_of_a_sealed_capture_is_seen(store):
 
 
 def test_the_other_tables(store):
-    store.add_run(gk.Run("main", config={"lr": 0.1}, code="abc"))
-    store.add_checkpoint(gk.Checkpoint("main", "final", "w1", step=30, lr=0.5))
-    schema = gk.Schema(
-        (gk.Array("score", shape=(2,), kind="data"),), fingerprints={"method": "dot"}
+    store.add_run(gk.store.Run("main", config={"lr": 0.1}, code="abc"))
+    store.add_checkpoint(gk.store.Checkpoint("main", "final", "w1", step=30, lr=0.5))
+    schema = gk.store.Schema(
+        (gk.store.Array("score", shape=(2,), kind="data"),), fingerprints={"method": "dot"}
     )
-    with store.write(gk.ScoresKey("mine"), schema) as writer:
+    with store.write(gk.store.ScoresKey("mine"), schema) as writer:
         writer.append([0, 1, 2], {"score": np.zeros((3, 2), "f4")})
     assert store.sql("from runs").rows() == [("main", '{"lr": 0.1}', "abc", None)]
     assert store.sql("from checkpoints").rows() == [("main", "final", "w1", 30, 0.5, None)]
@@ -207,7 +220,7 @@ def test_an_error_in_the_query_carries_the_engines_words(store):
 
 
 def test_a_damaged_parquet_fails_the_queries_that_need_it_and_no_others(store):
-    store.add_run(gk.Run("main"))
+    store.add_run(gk.store.Run("main"))
     file = parquet_of(store)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -221,7 +234,7 @@ def test_a_damaged_parquet_fails_the_queries_that_need_it_and_no_others(store):
 
 
 def test_a_damaged_record_fails_only_queries_on_its_table(store):
-    store.add_run(gk.Run("main"))
+    store.add_run(gk.store.Run("main"))
     Path(store.location, "runs/main/run.json").write_text("{}")
     with pytest.raises(Damaged, match=r"runs/main/run\.json"):
         store.sql("select * from runs")
@@ -268,7 +281,9 @@ def test_a_store_in_memory_is_queried():
 
 def test_nan_is_not_null(tmp_path):
     store = gk.open(tmp_path / "store")
-    write(store, TRAIN, (gk.Array("loss", nan="keep"),), {"loss": np.array([np.nan, 1], "f4")})
+    write(
+        store, TRAIN, (gk.store.Array("loss", nan="keep"),), {"loss": np.array([np.nan, 1], "f4")}
+    )
     found = store.sql("select count(loss), count(*) filter (where isnan(loss)) from samples")
     assert found.rows() == [(2, 1)]
 

@@ -15,7 +15,7 @@ import gradkeep as gk
 from gradkeep.errors import Damaged, StoreError
 from gradkeep.store import LocalDisk, _document, gc, verify
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 ODD = [None, -1, 10**30, 1.5, "x", "\ud800", [], {}, [[]], {"a": {}}, True, [None], "../../x"]
 
 
@@ -26,15 +26,17 @@ def store(tmp_path):
 
 def fill(store):
     """One of everything."""
-    store.add_run(gk.Run("main", {"lr": 0.1}, code="abc"))
-    store.add_checkpoint(gk.Checkpoint("main", "final", "1a", step=3))
-    schema = gk.Schema((gk.Array("loss"),), rows_per_segment=2, layers=(gk.Layer("a", "b", 1),))
+    store.add_run(gk.store.Run("main", {"lr": 0.1}, code="abc"))
+    store.add_checkpoint(gk.store.Checkpoint("main", "final", "1a", step=3))
+    schema = gk.store.Schema(
+        (gk.store.Array("loss"),), rows_per_segment=2, layers=(gk.store.Layer("a", "b", 1),)
+    )
     with store.write(KEY, schema) as writer:
         writer.append(np.arange(6), {"loss": np.arange(6, dtype=np.float32)})
     store.drop_rows(KEY, [1])
-    with store.write(gk.ScoresKey("dot"), gk.Schema((gk.Array("s"),))) as writer:
+    with store.write(gk.store.ScoresKey("dot"), gk.store.Schema((gk.store.Array("s"),))) as writer:
         writer.append([0], {"s": [1.0]})
-    rows = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=5)
+    rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=5)
     for row in range(3):
         rows.put(row, {"out": np.float32(row)})
     rows.compact(rows_per_file=2)

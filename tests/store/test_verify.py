@@ -9,11 +9,13 @@ import gradkeep as gk
 from gradkeep.errors import MissingRows, NotAStore
 from gradkeep.store import LocalDisk, gc, verify
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 
 
 def fill(store):
-    with store.write(KEY, gk.Schema((gk.Array("loss"),), num_rows=6, rows_per_segment=2)) as writer:
+    with store.write(
+        KEY, gk.store.Schema((gk.store.Array("loss"),), num_rows=6, rows_per_segment=2)
+    ) as writer:
         writer.append(np.arange(6), {"loss": np.arange(6, dtype=np.float32)})
 
 
@@ -144,8 +146,8 @@ def test_gc_removes_what_no_kept_version_needs(store):
 
 
 def test_gc_leaves_work_in_progress_alone(store):
-    schema = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
-    key = gk.CaptureKey(checkpoint="later", split="train")
+    schema = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)
+    key = gk.store.CaptureKey(checkpoint="later", split="train")
     with store.write(key, schema) as writer:
         writer.append([0, 1], {"loss": [0.0, 1.0]})
     writer = store.write(key, schema, extend=True)

@@ -13,16 +13,16 @@ import gradkeep as gk
 from gradkeep.errors import GradkeepError, NotAStore
 from gradkeep.store import LocalDisk, Memory, verify
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
-OPEN = gk.CaptureKey(checkpoint="final", split="open")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
+OPEN = gk.store.CaptureKey(checkpoint="final", split="open")
 
 
 def fill(store):
-    store.add_run(gk.Run("main"))
-    schema = gk.Schema((gk.Array("loss"),), rows_per_segment=2)
+    store.add_run(gk.store.Run("main"))
+    schema = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)
     with store.write(KEY, schema) as writer:
         writer.append(np.arange(4), {"loss": np.arange(4, dtype=np.float32)})
-    rows = store.rows("models", gk.Schema((gk.Array("out"),)), num_rows=4)
+    rows = store.rows("models", gk.store.Schema((gk.store.Array("out"),)), num_rows=4)
     for row in range(3):
         rows.put(row, {"out": np.float32(row)})
     rows.compact(rows_per_file=2)
@@ -75,7 +75,7 @@ QUESTIONS = (
 
 
 def test_files_that_lost_their_ending_are_as_good_as_gone(store):
-    writer = store.write(OPEN, gk.Schema((gk.Array("loss"),), rows_per_segment=2))
+    writer = store.write(OPEN, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2))
     writer.append(np.arange(4), {"loss": np.arange(4, dtype=np.float32)})
     for key in keys_of(store):
         file = Path(store.backend.root, key)

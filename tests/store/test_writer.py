@@ -6,14 +6,14 @@ import pytest
 import gradkeep as gk
 from gradkeep.errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
 from gradkeep.store import LocalDisk, Memory, WriterShare
-from gradkeep.store.backends import Syscalls
+from gradkeep.store.backends._syscalls import Syscalls
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 
 
 def schema(**changes):
-    arrays = (gk.Array("loss"), gk.Array("fc.prefix", shape=(3,), kind="prefix"))
-    return gk.Schema(**{"arrays": arrays, "num_rows": 10, "rows_per_segment": 4, **changes})
+    arrays = (gk.store.Array("loss"), gk.store.Array("fc.prefix", shape=(3,), kind="prefix"))
+    return gk.store.Schema(**{"arrays": arrays, "num_rows": 10, "rows_per_segment": 4, **changes})
 
 
 def batch(ids):
@@ -330,9 +330,12 @@ def test_a_deleted_block_is_gone_and_its_name_is_free(store):
 def test_torch_tensors_come_and_go(store):
     import torch
 
-    arrays = (gk.Array("x", shape=(2,), kind="suffix", encoding="bfloat16"), gk.Array("y", "int64"))
+    arrays = (
+        gk.store.Array("x", shape=(2,), kind="suffix", encoding="bfloat16"),
+        gk.store.Array("y", "int64"),
+    )
     values = torch.randn(5, 2).to(torch.bfloat16)
-    with store.write(KEY, gk.Schema(arrays, num_rows=5)) as writer:
+    with store.write(KEY, gk.store.Schema(arrays, num_rows=5)) as writer:
         writer.append(torch.arange(5), {"x": values, "y": torch.arange(5)})
     for batch_ in store.read(KEY).stream():
         assert torch.equal(batch_.tensor("x"), values.float())

@@ -10,25 +10,25 @@ import gradkeep as gk
 from gradkeep.errors import Damaged, MissingExtra, MissingRows, NotExpressible, NotSealed
 from gradkeep.store import Bucket, LocalDisk, Memory, zarr_references, zarr_view
 
-KEY = gk.CaptureKey(checkpoint="final", split="train")
+KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 SHOWN = (
-    gk.Array("loss"),
-    gk.Array("wide", "float64", (3,), kind="data"),
-    gk.Array("half", "float16", (2, 5), kind="prefix"),
-    gk.Array("prefix", shape=(4,), kind="prefix", encoding="float16"),
-    gk.Array("flag", "bool"),
+    gk.store.Array("loss"),
+    gk.store.Array("wide", "float64", (3,), kind="data"),
+    gk.store.Array("half", "float16", (2, 5), kind="prefix"),
+    gk.store.Array("prefix", shape=(4,), kind="prefix", encoding="float16"),
+    gk.store.Array("flag", "bool"),
     *(
-        gk.Array(name, name, (2,), kind="data")
+        gk.store.Array(name, name, (2,), kind="data")
         for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
     ),
 )
 REFUSED = (
-    gk.Array("bfloat16", shape=(2,), kind="suffix", encoding="bfloat16"),
-    gk.Array("scaled", shape=(2,), kind="suffix", encoding="float16-scaled"),
-    gk.Array("small", shape=(2,), kind="suffix", encoding="int8-scaled"),
-    gk.Array("mask", "bool", (9,), kind="mask", encoding="bits"),
-    gk.Array("tokens", shape=(2,), kind="prefix", ragged=True),
-    gk.Array("cold", shape=(2,), kind="data", compression="zstd"),
+    gk.store.Array("bfloat16", shape=(2,), kind="suffix", encoding="bfloat16"),
+    gk.store.Array("scaled", shape=(2,), kind="suffix", encoding="float16-scaled"),
+    gk.store.Array("small", shape=(2,), kind="suffix", encoding="int8-scaled"),
+    gk.store.Array("mask", "bool", (9,), kind="mask", encoding="bits"),
+    gk.store.Array("tokens", shape=(2,), kind="prefix", ragged=True),
+    gk.store.Array("cold", shape=(2,), kind="data", compression="zstd"),
 )
 
 
@@ -54,7 +54,7 @@ def rows(arrays, count, first=0):
 
 
 def write(store, arrays, count, *, first=0, extend=False):
-    schema = gk.Schema(arrays, rows_per_segment=4)
+    schema = gk.store.Schema(arrays, rows_per_segment=4)
     with store.write(KEY, schema, extend=extend) as writer:
         writer.append(range(first, first + count), rows(arrays, count, first))
     return store.read(KEY)
@@ -108,7 +108,7 @@ def test_rows_dropped_from_the_end_do_not_hurt(store):
 
 
 def test_of_a_block_still_being_written_only_floats_are_shown(store):
-    writer = store.write(KEY, gk.Schema(SHOWN, rows_per_segment=4))
+    writer = store.write(KEY, gk.store.Schema(SHOWN, rows_per_segment=4))
     writer.append(range(8), rows(SHOWN, 8))
     writer.flush()
     live = store.read(KEY, live=True)

@@ -59,7 +59,8 @@ def make_client():
     """A function that gives a client of the page about a store."""
     from starlette.testclient import TestClient
 
-    from gradkeep.web import Access, create_app
+    from gradkeep.web._app import create_app
+    from gradkeep.web._guard import Access
 
     def make(store, *, access=None, **given):
         app = create_app(store, access=access or Access(TOKEN), **given)

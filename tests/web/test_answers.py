@@ -22,7 +22,7 @@ def test_runs_say_what_was_captured_and_how_good_it_was(shared, master):
     main = runs["main"]
     assert main["rows"] == {"train": TRAIN, "test": TEST, "test-as-3": TEST}
     assert (main["queries"], main["train"], main["checkpoints"]) == ("test", "train", 2)
-    block = gk.open(master).read(gk.CaptureKey("epoch-12", "test"))
+    block = gk.open(master).read(gk.store.CaptureKey("epoch-12", "test"))
     right = float((block.column("label") == block.column("predicted")).mean())
     last = [
         one for one in main["points"] if (one["split"], one["checkpoint"]) == ("test", "epoch-12")
@@ -91,7 +91,7 @@ def test_groups_are_those_of_the_library(shared, master):
 
 
 def test_queries_are_filtered_and_searched(shared, master):
-    block = gk.open(master).read(gk.CaptureKey("epoch-12", "test"))
+    block = gk.open(master).read(gk.store.CaptureKey("epoch-12", "test"))
     wrong = np.flatnonzero(block.column("label") != block.column("predicted"))
     found = shared.get("/api/queries?show=wrong&count=100").json()
     assert sorted(one["id"] for one in found["rows"]) == wrong.tolist()
@@ -254,8 +254,8 @@ def test_the_store_and_its_health(client, folder):
 
 def test_a_capture_that_is_being_written_is_shown_and_not_asked(client, folder):
     store = gk.open(folder)
-    schema = gk.Schema((gk.Array("loss"),), num_rows=100, rows_per_segment=10)
-    writer = store.write(gk.CaptureKey("now", "train", "live"), schema)
+    schema = gk.store.Schema((gk.store.Array("loss"),), num_rows=100, rows_per_segment=10)
+    writer = store.write(gk.store.CaptureKey("now", "train", "live"), schema)
     writer.append(np.arange(30), {"loss": np.zeros(30, "f4")})
     until = time.monotonic() + 10
     while time.monotonic() < until:

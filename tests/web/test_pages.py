@@ -13,7 +13,9 @@ import uvicorn
 from web_pages import TOKEN, TRAIN, WRONG, previews, recipe
 
 import gradkeep as gk
-from gradkeep.web import Access, create_app, write_report
+from gradkeep.web._app import create_app
+from gradkeep.web._guard import Access
+from gradkeep.web._report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from web_pages import TOKEN, previews
 
-from gradkeep.web import Access, RequestLimits, create_app
+from gradkeep.web._app import create_app
+from gradkeep.web._guard import Access, RequestLimits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

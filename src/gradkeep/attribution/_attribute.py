@@ -11,7 +11,6 @@ import numpy as np
 from gradkeep._annotations import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep._progress import progress as shown
-from gradkeep._public import renamed_arguments
 from gradkeep.attribution._accumulator import ScoreAccumulator
 from gradkeep.attribution._by_workers import MadeScores, scores_by_workers
 from gradkeep.attribution._method import Method, options_for
@@ -20,10 +19,10 @@ from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._tuning import choose_option, wants_choice
-from gradkeep.attribution.kernels import summed_up
+from gradkeep.attribution.kernels._weighted import summed_up
 from gradkeep.errors import AttributionError
-from gradkeep.factors import form_from_fields
-from gradkeep.farm import check_place
+from gradkeep.factors._registry import form_from_fields
+from gradkeep.farm._run import check_place
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -32,16 +31,17 @@ if TYPE_CHECKING:
 
     from gradkeep._progress import ProgressReport
     from gradkeep.attribution._method import Scorer
-    from gradkeep.attribution.kernels import Solution
-    from gradkeep.farm import Engine
-    from gradkeep.query import ComputeWish, GradientOf, LayerChoice
+    from gradkeep.attribution.kernels._weighted import Solution
+    from gradkeep.farm._run import Engine
+    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._gradients import GradientOf
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Block, Store
 
 _TILE = 256 << 20
 """Bytes of scores that a method is asked for at a time."""
 
 
-@renamed_arguments(plan="compute")
 @checked(
     AttributionError,
     store="of a model and loaders, gk.attribute_once(model, train, queries, task=...) asks without a store",

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep import farm
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
 from gradkeep.errors import AttributionError, FarmError
+from gradkeep.farm._sharing import blocks_of, share_out, size_of
 from gradkeep.store import Array
 from gradkeep.store import open as open_store
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep.attribution._question import AttributionQuestion
-    from gradkeep.farm import Engine, Progress
-    from gradkeep.query import QueryPlan
+    from gradkeep.farm._progress import Progress
+    from gradkeep.farm._run import Engine
+    from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -62,7 +63,7 @@ def scores_by_workers(
     ids = at.query_block.ids[question.positions]
     shape = (layers, queries, rows) if question.per_layer else (queries, rows)
     least = -(-int(np.prod(shape, dtype=np.int64)) * 4 // _MOST)
-    blocks = farm.blocks_of(queries, max(least, farm.size_of(workers, engine)))
+    blocks = blocks_of(queries, max(least, size_of(workers, engine)))
     size = len(blocks[0])
     arrays = (
         Array("values", "float32", (*shape[:-2], size, rows)),
@@ -76,7 +77,7 @@ def scores_by_workers(
             report(seen.done * size * rows, seen.total * size * rows)
 
     try:
-        found = farm.share_out(
+        found = share_out(
             question.store,
             f"scores of {queries} queries",
             arrays,

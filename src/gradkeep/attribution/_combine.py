@@ -28,7 +28,7 @@ def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean")
     method counts the same, then averaged. `borda`: each query's rows are ranked, and their mean
     rank is scaled to run from -1 to 1. Costs C x Q x N (log N for ranks).
 
-    >>> from gradkeep.attribution import Scores
+    >>> from gradkeep.attribution._scores import Scores
     >>> one = Scores(np.array([[1.0, 2.0, 9.0]], np.float32), np.array([0]), np.arange(3))
     >>> combine([one, one], how="borda").values.tolist()
     [[-1.0, 0.0, 1.0]]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import AttributionQuestion
-    from gradkeep.query import GradientOf
+    from gradkeep.query._gradients import GradientOf
     from gradkeep.store import Block
 
 KernelWeight = Literal["q", "q(1-q)", "none"]

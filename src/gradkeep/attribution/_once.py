@@ -15,25 +15,20 @@ from gradkeep._progress import progress as shown
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
-from gradkeep.attribution.kronecker import Damping, LayerFisher, fisher_basis
-from gradkeep.capturing import (
-    CaptureSettings,
-    LayerGradients,
-    Task,
-    batch_size,
-    buffers_kept,
-    capture,
-    in_mode,
-    is_steady,
-    measure_moments,
-    prepare_capture,
-    ready,
-    rows_of,
-    task_batches,
-    to_device,
-)
+from gradkeep.attribution.kronecker._fisher import Damping, LayerFisher
+from gradkeep.attribution.kronecker._fit import fisher_basis
+from gradkeep.capturing._batches import batch_size, rows_of, to_device
+from gradkeep.capturing._capture import capture, task_batches
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._readiness import ready
+from gradkeep.capturing._steadiness import buffers_kept, is_steady
+from gradkeep.capturing.coordinates._moments import measure_moments
+from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.factors import RESTORED, Dense, DenseRows, OuterRows
+from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._outer import OuterRows
 from gradkeep.store import Memory
 from gradkeep.store import open as open_store
 
@@ -42,8 +37,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing import LayerUnit, Measured, Mode, Tracer
-    from gradkeep.query import LayerChoice
+    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Durability
 
 _DIRECTIONS = 4 << 30

@@ -10,13 +10,17 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import AttributionError
-from gradkeep.query import GradientPair, check_pairs, gradients_of, open_capture
+from gradkeep.query._engine import GradientPair, check_pairs
+from gradkeep.query._gradients import gradients_of, open_capture
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradkeep.query import ComputeWish, GradientOf, Gradients, LayerChoice
+    from gradkeep.query import Gradients
+    from gradkeep.query._engine import ComputeWish
+    from gradkeep.query._gradients import GradientOf
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Block, Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

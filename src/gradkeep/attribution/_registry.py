@@ -9,8 +9,8 @@ from gradkeep._annotations import checked
 from gradkeep.attribution._method import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
-from gradkeep.factors import form_from_fields
-from gradkeep.query import open_capture
+from gradkeep.factors._registry import form_from_fields
+from gradkeep.query._gradients import open_capture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

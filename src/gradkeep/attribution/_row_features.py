@@ -10,15 +10,15 @@ import torch
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._kept_rows import KeptRows
 from gradkeep.attribution._solve import BLOCK
-from gradkeep.attribution.projections import project, project_parts
+from gradkeep.attribution.projections._project import project, project_parts
 from gradkeep.errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.projections import Projection
-    from gradkeep.query import GradientOf
+    from gradkeep.attribution.projections._projection import Projection
+    from gradkeep.query._gradients import GradientOf
     from gradkeep.store import Block
 
 _EMBEDDING = "embedding."

@@ -17,7 +17,7 @@ from gradkeep.errors import AttributionError, MissingExtra
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.query import QueryPlan
+    from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

@@ -100,7 +100,7 @@ def show(
     captured with the rows; at a terminal it prints itself. Without a query the first three are shown.
     Cost: sorting their scores, and reading the rows that are shown.
 
-    >>> from gradkeep.attribution import Scores
+    >>> from gradkeep.attribution._scores import Scores
     >>> scores = Scores(np.array([[1.0, -2.0, 3.0]], np.float32), np.array([7]), np.arange(3))
     >>> print(show(scores, query=7, k=1, preview=Preview(text=["a cat", "a dog", "a fox"])))
     given: 1 of test x 3 of train, positive helps

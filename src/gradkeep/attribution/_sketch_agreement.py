@@ -9,7 +9,7 @@ import torch
 
 from gradkeep._ranks import column_correlations
 from gradkeep.attribution._solve import dual
-from gradkeep.query import GradientPair, ProductEngine
+from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:
     from torch import Tensor

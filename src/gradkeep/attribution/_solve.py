@@ -10,9 +10,9 @@ import torch
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.attribution.kernels._cholesky import cholesky
-from gradkeep.attribution.projections import require_room
+from gradkeep.attribution.projections._projection import require_room
 from gradkeep.errors import AttributionError
-from gradkeep.factors import squared, squared_lengths
+from gradkeep.factors._arithmetic import squared, squared_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

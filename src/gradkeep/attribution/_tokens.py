@@ -16,9 +16,10 @@ from gradkeep.attribution._question import checkpoints_asked, make_question
 from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution.kronecker._row_parts import dense_rows
 from gradkeep.attribution.scorers._kfac import fisher_solver
-from gradkeep.capturing import replay_tokens
+from gradkeep.capturing._token_replay import replay_tokens
 from gradkeep.errors import AttributionError
-from gradkeep.query import Directions, along_tokens
+from gradkeep.query import along_tokens
+from gradkeep.query._sums import Directions
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing import Task
-    from gradkeep.query import Gradients, LayerChoice
+    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.query import Gradients
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Store
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

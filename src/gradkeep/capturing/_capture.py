@@ -14,7 +14,6 @@ from gradkeep import remat
 from gradkeep._arguments import count, flag, instance, number, one_of, optional, texts
 from gradkeep._budgets import parse_budget
 from gradkeep._preview import Preview
-from gradkeep._public import renamed_arguments
 from gradkeep.capturing._columns import column_choice
 from gradkeep.capturing._crew import Crew
 from gradkeep.capturing._first_batch import CaptureSettings
@@ -26,7 +25,7 @@ from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
 from gradkeep.capturing.tasks._task import Task
 from gradkeep.errors import CaptureError
-from gradkeep.farm import check_place
+from gradkeep.farm._run import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing._report import Captured
     from gradkeep.capturing._rule_choice import Uncovered
-    from gradkeep.farm import Engine
-    from gradkeep.query import GradientOf, LayerChoice
+    from gradkeep.farm._run import Engine
+    from gradkeep.query._gradients import GradientOf
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Encoding, Store
 
 Checkpoints = Mapping[str, "Weights | Source"]
@@ -110,7 +110,6 @@ def capture(
 ) -> list[Captured]: ...
 
 
-@renamed_arguments(checkpoint="checkpoints", plan="keep")
 def capture(
     store: Store | str | os.PathLike[str],
     model: nn.Module,

@@ -30,6 +30,9 @@ from gradkeep.capturing._batches import digests
 from gradkeep.capturing._mode import device_of
 from gradkeep.capturing._row_values import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
+from gradkeep.farm._job import packed
+from gradkeep.farm._process import worker_number
+from gradkeep.farm._sharing import share_out, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +40,8 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._capture import ReplayOrder
     from gradkeep.capturing._replay import PartReplay
-    from gradkeep.farm import Engine, Progress
+    from gradkeep.farm._progress import Progress
+    from gradkeep.farm._run import Engine
     from gradkeep.store import CaptureKey
 
 _JOBS_EACH = 16
@@ -104,7 +108,7 @@ class Crew:
         order = self.order
         if device_of(order.model).type != "cpu":  # a worker may not have this device
             order = dataclasses.replace(order, model=copy.deepcopy(order.model).cpu())
-        return farm.packed(order)
+        return packed(order)
 
     def fill(
         self,
@@ -129,7 +133,7 @@ class Crew:
             schema.num_rows,
             schema.rows_per_segment,
             batch=batch,
-            workers=farm.size_of(self.workers, self.engine),
+            workers=size_of(self.workers, self.engine),
         )
         if len(ranges) < 2:
             return RowAlarms()  # this process makes it sooner than another would be started
@@ -154,7 +158,7 @@ class Crew:
                     report(seen.done, seen.total)
 
             try:
-                found = farm.share_out(
+                found = share_out(
                     replay.store,
                     key.folder,
                     _ARRAYS,
@@ -289,7 +293,7 @@ class _RangeJob:
             )
         sys.path += [path for path in self.paths if path not in sys.path]
         order: ReplayOrder = pickle.loads(self.order)
-        own = device_for(self.device, farm.worker_number(), torch.cuda.device_count())
+        own = device_for(self.device, worker_number(), torch.cuda.device_count())
         order.model.to(own)
         store = gs.open(self.store, create=False, durability=self.durability)
         replay = order.replay(store, resume=True, progress=False)

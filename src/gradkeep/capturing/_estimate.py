@@ -24,7 +24,7 @@ from gradkeep.capturing.coordinates._choice import (
 )
 from gradkeep.capturing.coordinates._keep import OVERHEAD
 from gradkeep.capturing.coordinates._maker import CODES, SCALE
-from gradkeep.factors import PACKED, Bits
+from gradkeep.factors._bits import PACKED, Bits
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._row_making import RowMaker
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.factors import AnyForm, MachineSpeeds
+    from gradkeep.factors._cost import MachineSpeeds
+    from gradkeep.factors._form import AnyForm
 
 _HEADER = 160
 """Bytes of an array in the header of a segment, beside its name, which stands there twice."""

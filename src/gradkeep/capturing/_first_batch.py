@@ -19,8 +19,8 @@ from gradkeep.capturing._tracer import DENSE_RULES, Tracer, no_gradients
 from gradkeep.capturing.coordinates._keep import QUERIES, Keep, parse_keep
 from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.errors import CaptureError
-from gradkeep.factors import OuterRows
-from gradkeep.query import select_layers
+from gradkeep.factors._outer import OuterRows
+from gradkeep.query._layers import select_layers
 from gradkeep.store import Encoding
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import Storage
-    from gradkeep.query import GradientOf, LayerChoice
+    from gradkeep.factors._form import Storage
+    from gradkeep.query._gradients import GradientOf
+    from gradkeep.query._layers import LayerChoice
 
 KeepChoice = str | int | Keep | Mapping[str, str] | None
 """A way to keep all layers, a way for each glob of layers, or bytes a row; None: the smallest exact."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._tracer import DenseSoon
-from gradkeep.factors import OuterRows
-from gradkeep.factors.kronecker import matrix_moments
-from gradkeep.query import KeptMoments, SideMoments
+from gradkeep.factors._outer import OuterRows
+from gradkeep.factors.kronecker._moments import matrix_moments
+from gradkeep.query._kept_moments import KeptMoments, SideMoments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors import AnyForm
+    from gradkeep.factors._form import AnyForm
 
 FIRST_ROWS = 128
 """Rows whose moments are kept: on a CNN of 3 x 32 x 32 EK-FAC's ranks by those of 32, 64 and 128 rows

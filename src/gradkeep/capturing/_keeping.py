@@ -10,7 +10,9 @@ import torch
 
 from gradkeep.capturing._adjustments import Adjustments, BatchUnlikeFirst
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows, Outer, OuterRows, TiedRows
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import TiedRows
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import AnyForm, GradientRows, Outer, Storage
+    from gradkeep.factors._form import AnyForm, GradientRows, Storage
+    from gradkeep.factors._outer import Outer
     from gradkeep.store import Encoding
 ALIASES: dict[str, Storage | None] = {
     "exact": None,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._shapes import PassWork
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import MachineSpeeds
-    from gradkeep.query import GradientOf
+    from gradkeep.factors._cost import MachineSpeeds
+    from gradkeep.query._gradients import GradientOf
 
 _MEASURED = 1.5
 """Seconds that a measured pass may be predicted to take."""

@@ -13,7 +13,6 @@ from gradkeep import _annotations
 from gradkeep._arguments import number
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
-from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
 from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._estimate import (
@@ -44,8 +43,9 @@ from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
-from gradkeep.factors import ProductSize
-from gradkeep.query import DEFAULT_BUDGET, choose_compute, machine_speeds, memory_shares
+from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
+from gradkeep.query._planner import choose_compute
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing._scale import PlaceName, ScalePlan
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import Compute, MachineSpeeds
-    from gradkeep.query import LayerChoice, MemoryShares
+    from gradkeep.factors._form import Compute
+    from gradkeep.query._engine import MemoryShares
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Encoding
 
 _TRIED, _FEW, _MOST = 16, 2, 256
@@ -183,7 +184,6 @@ class CapturePlan:
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
-@renamed_arguments(storage="keep", scoring="compute")
 @_annotations.checked(CaptureError)
 def plan(
     model: nn.Module,
@@ -293,7 +293,7 @@ def _sized(
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
-    speeds, hollow = machine_speeds(), _is_hollow(model, batch)
+    speeds, hollow = MachineSpeeds(), _is_hollow(model, batch)
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradkeep.factors import CACHED, tiles
+from gradkeep.factors._arithmetic import CACHED, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

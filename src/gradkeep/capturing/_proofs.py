@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing._rule_choice import ChosenRules, Uncovered
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import AnyForm
+    from gradkeep.factors._form import AnyForm
 
     Calls = Mapping[nn.Module, Sequence[LayerCall]]
     Pattern = tuple[Any, ...]

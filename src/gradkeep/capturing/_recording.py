@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
-from gradkeep._public import renamed_arguments
 from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
@@ -26,8 +25,8 @@ from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import DENSE_RULES, unit_gradients
 from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.errors import CaptureError
-from gradkeep.factors import form_to_fields
-from gradkeep.query import select_layers
+from gradkeep.factors._form import form_to_fields
+from gradkeep.query._layers import select_layers
 from gradkeep.remat import budget_is_active
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._gradients import SampleAxis
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import Storage
-    from gradkeep.query import LayerChoice
+    from gradkeep.factors._form import Storage
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
@@ -303,7 +302,6 @@ class GradientRecording:
             self._writer.__exit__(RuntimeError, RuntimeError("abandoned"), None)
 
 
-@renamed_arguments(checkpoint="checkpoints")
 @contextlib.contextmanager
 def recording(
     store: Store | str | os.PathLike[str],
@@ -336,13 +334,6 @@ def recording(
     >>> len(gk.gradients(store, split="train"))
     4
     """
-    if isinstance(store, nn.Module):
-        warnings.warn(
-            "recording(model, store) is now recording(store, model)",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-        store, model = model, store  # type: ignore[assignment]
     opened = gs.open(store)
     key = gs.CaptureKey(checkpoints, split, run, name)
     if earlier_run(opened, key) is not None:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.capturing.rules._gradients import LayerGradients
-from gradkeep.factors import Dense, DenseRows, Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied, TiedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors import AnyForm
+    from gradkeep.factors._form import AnyForm
 
 
 def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, overload
 from gradkeep import _annotations
 from gradkeep._budgets import format_bytes
 from gradkeep._display import text_table
-from gradkeep._public import renamed_arguments
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._mode import device_of, in_mode
@@ -17,7 +16,7 @@ from gradkeep.capturing._readiness import ready, uncompiled
 from gradkeep.capturing.rules._units import HINT, units_of
 from gradkeep.capturing.tasks._task import Task, call, logits_of
 from gradkeep.errors import CaptureError
-from gradkeep.query import select_layers
+from gradkeep.query._layers import select_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._mode import Mode
-    from gradkeep.factors import Storage
-    from gradkeep.query import LayerChoice
+    from gradkeep.factors._form import Storage
+    from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding
 
 
@@ -151,7 +150,6 @@ class LayerTable(Sequence["KeptLayer | ListedLayer"]):
         return text_table(head, table, right={2, 3, 4, 5, 7})
 
 
-@renamed_arguments(select="layers", plan="keep")
 @_annotations.checked(CaptureError)
 def layers(
     model: nn.Module,

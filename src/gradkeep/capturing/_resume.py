@@ -16,14 +16,14 @@ from gradkeep.capturing._adjustments import Adjustments
 from gradkeep.capturing._batches import rows_of
 from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows, named
 from gradkeep.errors import CaptureError, NotSealed
-from gradkeep.factors import form_from_fields
-from gradkeep.query import gradients_of
+from gradkeep.factors._registry import form_from_fields
+from gradkeep.query._gradients import gradients_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gradkeep.capturing._row_making import MadeRows, RowMaker
-    from gradkeep.factors import AnyForm, GradientRows, Storage
+    from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Block, CaptureKey, Schema, Store
 
 _MADE_AGAIN = 8

@@ -19,7 +19,7 @@ from gradkeep.capturing._row_values import measured_values, norms, plain, seeing
 from gradkeep.capturing._tracer import DenseSoon, check_measured
 from gradkeep.capturing.tasks._task import losses_alone
 from gradkeep.errors import CaptureError
-from gradkeep.factors import form_to_fields
+from gradkeep.factors._form import form_to_fields
 from gradkeep.store import Layer, Ragged
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._row_values import RowAlarms
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors import GradientRows
+    from gradkeep.factors._form import GradientRows
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Writer
 

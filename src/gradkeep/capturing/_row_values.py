@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors import GradientRows
+    from gradkeep.factors._form import GradientRows
 
     ArrayKind = Literal["text", "embedding", "scalar"]
 

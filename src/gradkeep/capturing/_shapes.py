@@ -30,8 +30,9 @@ from gradkeep.capturing.rules._linear import linear_gradients
 from gradkeep.capturing.rules._rules import unit_gradients
 from gradkeep.capturing.rules._units import HINT, LayerUnit, tensors, units_of, watched
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows, Lookup, LookupRows
-from gradkeep.query import select_layers
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.query._layers import select_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._first_batch import CaptureSettings
     from gradkeep.capturing._mode import Mode
     from gradkeep.capturing.tasks._task import Measured, Task
-    from gradkeep.factors import Storage
+    from gradkeep.factors._form import Storage
 
     Numbers = Mapping[int, torch.Tensor]
     """The real tensors of a batch, by the storages of those that stand for them."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.coordinates._basis import CaptureBasis
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import AnyForm
+    from gradkeep.factors._form import AnyForm
     from gradkeep.query import Gradients
     from gradkeep.store import Store
 

@@ -18,7 +18,7 @@ from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.capturing.rules._rules import unit_gradients
 from gradkeep.capturing.rules._units import watched
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows
+from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._proofs import RuleProofs, Rules
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured, Task
-    from gradkeep.factors import AnyForm
-    from gradkeep.query import GradientOf
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.query._gradients import GradientOf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

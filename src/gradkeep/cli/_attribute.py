@@ -33,7 +33,8 @@ from gradkeep.cli._workers import (
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores, Suspects
+    from gradkeep.attribution._scores import Scores
+    from gradkeep.attribution._suspects import Suspects
     from gradkeep.store import Store
 
 _PREVIEW = 60
@@ -50,9 +51,7 @@ LayerOption = Annotated[
 ]
 ComputeOption = Annotated[
     str | None,
-    typer.Option(
-        "--compute", "--plan", help="factored, half, restored or dense: not the planner's choice."
-    ),
+    typer.Option("--compute", help="factored, half, restored or dense: not the planner's choice."),
 ]
 BudgetOption = Annotated[
     str | None, typer.Option("--memory-budget", metavar="BYTES", help="For example 512MiB.")

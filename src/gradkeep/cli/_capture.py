@@ -22,7 +22,7 @@ from gradkeep.cli._workers import (
 )
 
 if TYPE_CHECKING:
-    from gradkeep.capturing import Captured
+    from gradkeep.capturing._report import Captured
 
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file: store, model, checkpoints, data, ...")

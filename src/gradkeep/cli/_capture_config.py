@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from gradkeep.capturing import Task
+    from gradkeep.capturing.tasks._task import Task
 
 _TASKS = {
     "classification": "Classification",
@@ -158,13 +157,6 @@ def read_config(path: str) -> CaptureConfig:
     if not isinstance(content, Mapping):
         raise CaptureError("a configuration is a mapping", path=path, found=type(content).__name__)
     content = dict(content)
-    if "plan" in content and "keep" not in content:
-        warnings.warn(
-            f"{path}: the key plan is now keep; the old name goes away in the next version",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        content["keep"] = content.pop("plan")
     known = [part.name for part in fields(CaptureConfig) if part.name != "folder"]
     for key in content:
         if key not in known:

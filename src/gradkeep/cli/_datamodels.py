@@ -28,7 +28,8 @@ from gradkeep.cli._workers import (
 from gradkeep.errors import NotAStore, StudyError
 
 if TYPE_CHECKING:
-    from gradkeep.farm import Failure, Outcome, Progress
+    from gradkeep.farm._progress import Progress
+    from gradkeep.farm._run import Failure, Outcome
     from gradkeep.store import RowState, Store
 
 NameOption = Annotated[
@@ -96,7 +97,8 @@ def init(
     """
     import gradkeep.store as stores
     from gradkeep.compat import datamodels as layouts
-    from gradkeep.datamodels import study
+    from gradkeep.datamodels.study import _contract as study
+    from gradkeep.datamodels.study._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
         raise StudyError("say one of --spec, --from and --grow", fix="for example --spec spec.json")
@@ -111,11 +113,11 @@ def init(
         rows = study.models_of(opened, name)
         rows.grow(grow)
     else:
-        read = None if spec is None else study.Spec.read(spec)
+        read = None if spec is None else Spec.read(spec)
         opened = stores.open(store)
         if read is not None:
             study.initialize(opened, read, name=chosen)
-        elif source is not None and (source / f"{study.COMPLETED}.npy").exists():
+        elif source is not None and (source / f"{COMPLETED}.npy").exists():
             imported = layouts.import_folder(opened, source, name=chosen)
         elif source is not None:
             imported = layouts.import_published(opened, source, alpha=alpha, name=chosen)
@@ -137,7 +139,7 @@ def status(
     json: JsonOption = False,
 ) -> None:
     """Show how many models are done, running and failed, why, and how long the rest will take."""
-    from gradkeep.datamodels import study
+    from gradkeep.datamodels.study import _contract as study
 
     found = study.status(open_models(store), name=name, max_attempts=attempts)
     if json:
@@ -235,7 +237,7 @@ def _run(
 ) -> None:
     from gradkeep._progress import progress
     from gradkeep.compat.datamodels import OLD_NAME
-    from gradkeep.datamodels import study
+    from gradkeep.datamodels.study import _contract as study
 
     opened = open_models(store)
     if retry:

@@ -107,7 +107,7 @@ def _trained_data(
     """The masks `[m, n]` and outputs `[m, t]` of the models that are done."""
     import numpy as np
 
-    from gradkeep.datamodels.study import models_of
+    from gradkeep.datamodels.study._contract import models_of
 
     rows = models_of(opened, name)
     names = [array.name for array in rows.schema.arrays]

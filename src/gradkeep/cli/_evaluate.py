@@ -33,7 +33,7 @@ from gradkeep.cli._shown_evaluations import (
 from gradkeep.errors import EvaluationError, GradkeepError
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate import Evaluation, Judgement
     from gradkeep.store import Store
 

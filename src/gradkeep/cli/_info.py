@@ -12,7 +12,9 @@ from gradkeep.cli._output import JsonOption, StoreArgument, print_json
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from gradkeep.store.catalog import BlockFacts, LayerFacts, RowSetInfo, SqlResult, StoreInfo
+    from gradkeep.store.catalog._info import RowSetInfo, StoreInfo
+    from gradkeep.store.catalog._scan import BlockFacts, LayerFacts
+    from gradkeep.store.catalog._sql import SqlResult
 
 
 def info(store: StoreArgument, json: JsonOption = False) -> None:

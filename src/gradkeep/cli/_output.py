@@ -17,7 +17,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
 TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
 CheckpointOption = Annotated[
-    list[str] | None, typer.Option("--checkpoints", "--checkpoint", help="May be repeated.")
+    list[str] | None, typer.Option("--checkpoints", help="May be repeated.")
 ]
 RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
 CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradkeep.compat.dtr.experiments import DtrExperiment
-    from gradkeep.remat.simulator import PictureStyle, SweepCase, SweepRow
+    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._sweep import SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -83,7 +84,8 @@ def pareto(
     and a self-contained pareto.html.
     """
     from gradkeep.compat.dtr.experiments import PLACEMENTS, pareto_experiment
-    from gradkeep.remat.simulator import MAIN_HEURISTICS, PictureStyle, optimum_cases
+    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases
 
     if not logs and not model:
         raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
@@ -122,7 +124,7 @@ def ablate(
 ) -> None:
     """Which parts of the heuristic matter: its neighbourhood, its size, its staleness."""
     from gradkeep.remat import heuristics
-    from gradkeep.remat.simulator import PictureStyle
+    from gradkeep.remat.simulator._picture import PictureStyle
 
     names = [name for name in heuristics() if name.startswith("ab-")]
     look = PictureStyle("What each part of the heuristic is worth")
@@ -139,7 +141,7 @@ def accesses(
     json: JsonOption = False,
 ) -> None:
     """How many storages each heuristic looks at to make its choices."""
-    from gradkeep.remat.simulator import PictureStyle
+    from gradkeep.remat.simulator._picture import PictureStyle
 
     look = PictureStyle(
         "How much looking around choosing takes", "accesses", "storages looked at", logarithmic=True
@@ -161,7 +163,8 @@ def banish(
 
     The curves are the paper's: dtr-union that banishes, dtr that evicts at once, dtr without releases.
     """
-    from gradkeep.remat.simulator import DEAD_CURVES, PaperFigure, dead_style, find_logs
+    from gradkeep.remat.simulator._log_list import find_logs
+    from gradkeep.remat.simulator._paper import DEAD_CURVES, PaperFigure, dead_style
 
     for log in logs:
         input_file(log, error=RematError)
@@ -186,7 +189,10 @@ def figures(
     Random choices are drawn as mean and range of ten seeds, accesses are counted as the original
     counts them. Writes figures.csv and one picture each as .png, .svg and .html.
     """
-    from gradkeep.remat.simulator import draw_sweep, find_logs, paper_figures, sweep
+    from gradkeep.remat.simulator._log_list import find_logs
+    from gradkeep.remat.simulator._paper import paper_figures
+    from gradkeep.remat.simulator._picture import draw_sweep
+    from gradkeep.remat.simulator._sweep import sweep
 
     found = find_logs(logs)
     for note in found.notes:
@@ -237,7 +243,7 @@ def experiments(
     moment and run it again: what is done stays done. Exit code 3 if trials failed.
     """
     from gradkeep.compat.dtr.experiments import read_experiment, run_experiment
-    from gradkeep.remat.simulator import sweep_sentences
+    from gradkeep.remat.simulator._picture import sweep_sentences
 
     input_file(config, error=RematError)
     output_folder(out, error=RematError)
@@ -303,7 +309,7 @@ def _cases(
     ratios: Sequence[float],
     limit: float,
 ) -> list[SweepCase]:
-    from gradkeep.remat.simulator import sweep_cases
+    from gradkeep.remat.simulator._sweep import sweep_cases
 
     for log in logs:
         input_file(log, error=RematError)
@@ -320,7 +326,8 @@ def _figure(
     json: bool,
     measured: Sequence[SweepRow] = (),
 ) -> None:
-    from gradkeep.remat.simulator import draw_sweep, sweep, sweep_sentences, write_table
+    from gradkeep.remat.simulator._picture import draw_sweep, sweep_sentences
+    from gradkeep.remat.simulator._sweep import sweep, write_table
 
     table = output_folder(out, error=RematError) / f"{name}.csv"
     with progress(name, "simulations") as report:

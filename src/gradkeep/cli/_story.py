@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from gradkeep.data import Digits
+    from gradkeep.data._digits import Digits
 
     States = Mapping[str, dict[str, torch.Tensor]]
 
@@ -114,7 +114,7 @@ def _attribute(
         f"{scores.method} at {len(scores.checkpoints)} checkpoints in {took:.1f} s"
     )
     last = scores.checkpoints[-1]
-    test = store.read(gk.CaptureKey(last, "test"))
+    test = store.read(gk.store.CaptureKey(last, "test"))
     mistakes = np.flatnonzero(test.column("label") != test.column("predicted"))
     shares = [digits.planted[scores.bottom(5, query=int(query)).ids].mean() for query in mistakes]
     if not len(mistakes):

@@ -17,8 +17,8 @@ from gradkeep.store import LocalDisk, verify
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SOURCE = gk.CaptureKey("epoch-30", "train")
-COPY = gk.CaptureKey("epoch-30", "train", capture="copy")
+SOURCE = gk.store.CaptureKey("epoch-30", "train")
+COPY = gk.store.CaptureKey("epoch-30", "train", capture="copy")
 ROWS = 128
 """Rows per segment of the copy: each is durable as soon as it is full."""
 

@@ -122,7 +122,7 @@ def _gradients(budget: Any) -> list[torch.Tensor]:
 def write_page(store: gk.Store, path: Path, say: Callable[[str], None]) -> None:
     """The same story in one file for a browser, where the packages for it are there."""
     try:
-        from gradkeep.web import write_report
+        from gradkeep.web._report import write_report
     except MissingExtra as error:
         say(f"report     not written: {error.fix}")
         return

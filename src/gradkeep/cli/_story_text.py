@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep._surroundings import torch_threads
 from gradkeep.cli._story_checks import write_page
-from gradkeep.data import GPT, Vocabulary
+from gradkeep.data import GPT
+from gradkeep.data._texts import Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,59 +1,33 @@
 """Example data that comes with packages or lies on disk, and small reference models.
 
-Nothing is downloaded. The classes of models are loaded when they are first used, for they need
-torch; everything else imports it only when called.
+Nothing is downloaded. Model classes are imported when they are first used, because they need torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from gradkeep._public import lazy_names
 from gradkeep.data._cifar10 import load_cifar10
 from gradkeep.data._dataset import dataset
-from gradkeep.data._digits import Digits, load_digit_images, load_digits
-from gradkeep.data._examples import Examples, Scaling
-from gradkeep.data._idx import load_idx, read_idx
-from gradkeep.data._image_folder import ImageFolder, load_image_folder
+from gradkeep.data._digits import load_digit_images, load_digits
+from gradkeep.data._idx import load_idx
+from gradkeep.data._image_folder import load_image_folder
 from gradkeep.data._npz import load_npz
-from gradkeep.data._texts import Texts, Vocabulary, load_agnews, load_characters
-from gradkeep.data.architectures import CLASSES as _MODELS
-from gradkeep.data.architectures import (
-    Workload,
-    build,
-    checked_sizes,
-    default_sizes,
-    model,
-    model_class,
-    models,
-    published_sizes,
-    zoo,
-)
+from gradkeep.data._texts import load_agnews, load_characters
+from gradkeep.data.architectures._catalog import model, models
 
 if TYPE_CHECKING:
-    from gradkeep.data.architectures._resnets import ResNet9, ResNet20, ResNet50
-    from gradkeep.data.architectures._small import CNN, MLP, VGG16
-    from gradkeep.data.architectures._transformers import GPT, BertClassifier
+    from gradkeep.data.architectures._resnets import ResNet9
+    from gradkeep.data.architectures._small import CNN, MLP
+    from gradkeep.data.architectures._transformers import GPT
 
 __all__ = [
     "CNN",
     "GPT",
     "MLP",
-    "VGG16",
-    "BertClassifier",
-    "Digits",
-    "Examples",
-    "ImageFolder",
     "ResNet9",
-    "ResNet20",
-    "ResNet50",
-    "Scaling",
-    "Texts",
-    "Vocabulary",
-    "Workload",
-    "build",
-    "checked_sizes",
     "dataset",
-    "default_sizes",
     "load_agnews",
     "load_characters",
     "load_cifar10",
@@ -64,16 +38,18 @@ __all__ = [
     "load_npz",
     "model",
     "models",
-    "published_sizes",
-    "read_idx",
-    "zoo",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODELS:
-        return model_class(name)
-    raise AttributeError(f"module 'gradkeep.data' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would accept any name
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "CNN": "gradkeep.data.architectures._small",
+            "GPT": "gradkeep.data.architectures._transformers",
+            "MLP": "gradkeep.data.architectures._small",
+            "ResNet9": "gradkeep.data.architectures._resnets",
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,6 @@ How they are fitted is in `fitting`, what they tell in `analyses`, and how the m
 they are fitted to in `study`.
 """
 
-from gradkeep._public import lazy_names
 from gradkeep.datamodels.analyses._components import (
     Clusters,
     Comparison,
@@ -88,32 +87,3 @@ __all__ = [
     "values",
     "verify_removals",
 ]
-
-_IN_STUDY = (
-    *("COMPLETED", "MODELS", "MainJob", "Spec", "Status", "initialize", "load_main"),
-    *("models_of", "status", "work"),
-)
-_IN_COMPAT = (
-    *("NpyFolder", "RegressionData", "export_folder", "import_folder"),
-    *("import_published", "load_memmap", "load_weights", "open_published", "save_weights"),
-    "train_row",
-)
-__getattr__ = lazy_names(
-    "gradkeep.datamodels",
-    renamed={
-        **{name: f"gradkeep.datamodels.study.{name}" for name in _IN_STUDY},
-        # Layouts of another library: named, not imported, for compat stands above this room.
-        **{name: f"gradkeep.compat.datamodels.{name}" for name in _IN_COMPAT},
-        "Counts": "gradkeep.datamodels.fitting.Counts",
-        "DatamodelsError": "gradkeep.errors.DatamodelsError",
-        "Pairs": "gradkeep.datamodels.RankedPairs",
-        "Published": "gradkeep.compat.datamodels.PublishedArrays",
-        "Planted": "gradkeep.datamodels.PlantedData",
-        "Support": "gradkeep.datamodels.DataSupport",
-        "Top": "gradkeep.datamodels.TopExamples",
-        "Values": "gradkeep.datamodels.DataValues",
-        "Verified": "gradkeep.datamodels.VerifiedRemovals",
-        "collect": "gradkeep.compat.datamodels.collect_completed",
-        "compute": "gradkeep.compat.datamodels.compute_datamodels",
-    },
-)

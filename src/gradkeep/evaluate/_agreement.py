@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate._truth import GroundTruth
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -43,7 +43,7 @@ def agreement(
 
     The provenance has the mean share of their `k` most helpful rows that both name. Cost: Q x N log N.
 
-    >>> from gradkeep.attribution import Scores
+    >>> from gradkeep.attribution._scores import Scores
     >>> values = np.random.default_rng(0).standard_normal((6, 40)).astype("f4")
     >>> one = Scores(values, np.arange(6), np.arange(40))
     >>> agreement(one, one).value

@@ -15,12 +15,13 @@ from gradkeep._annotations import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
 from gradkeep.evaluate._verified import verify_rows
-from gradkeep.query import GradientPair, ProductEngine, gradients
+from gradkeep.query import gradients
+from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate._evaluation import Evaluation
     from gradkeep.evaluate._recipe import Recipe
 

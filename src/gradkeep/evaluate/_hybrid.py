@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._annotations import checked
-from gradkeep.attribution import Scores, subset_digests
+from gradkeep.attribution._scores import Scores
+from gradkeep.attribution._tuning import subset_digests
 from gradkeep.datamodels import fit
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._lds import fitting_queries

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.attribution import Scores, attribute, methods
+from gradkeep.attribution._attribute import attribute
+from gradkeep.attribution._registry import methods
 from gradkeep.errors import EvaluationError, GradkeepError
 from gradkeep.evaluate._evaluation import Difference, Evaluation, compare
 from gradkeep.evaluate._hybrid import hybrid
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from gradkeep.attribution._scores import Scores
     from gradkeep.store import Store
 
 _NEEDS_A_MODEL = ("influence", "arnoldi")

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.attribution import Suspects
+from gradkeep.attribution._suspects import Suspects
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._bootstrap import check_bounds, digest_of, draw_weights
 from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes, interval_of

@@ -14,7 +14,7 @@ from gradkeep.evaluate._recipe import labels_digest
 from gradkeep.evaluate._row_order import captured_examples, check_order
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate._truth import GroundTruth, TruthPart
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
@@ -36,7 +36,7 @@ def lds(
     Queries are those of the truth with the ids of the scores (or all, in their order). Scores that were
     chosen by subsets of this part are refused. Cost: resamples x subsets x queries.
 
-    >>> from gradkeep.attribution import Scores
+    >>> from gradkeep.attribution._scores import Scores
     >>> from gradkeep.evaluate import GroundTruth
     >>> rng = np.random.default_rng(0)
     >>> masks, weights = rng.random((40, 30)) < 0.5, rng.standard_normal((5, 30)).astype("f4")

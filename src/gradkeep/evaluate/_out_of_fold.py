@@ -9,7 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.attribution import suspects
+from gradkeep.attribution._suspects import suspects
 from gradkeep.datamodels import confidences
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._selection import ChosenRows

@@ -10,7 +10,7 @@ import xxhash
 
 from gradkeep import _arguments
 from gradkeep._annotations import check_fields
-from gradkeep.attribution import FALLING, HALVES
+from gradkeep.attribution._tuning import FALLING, HALVES
 from gradkeep.datamodels import Output, Study, Training, losses, margins
 from gradkeep.errors import EvaluationError, GradkeepError
 from gradkeep.evaluate._row_order import sample_rows

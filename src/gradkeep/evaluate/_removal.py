@@ -18,7 +18,7 @@ from gradkeep.evaluate._truth import ceiling_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate._recipe import Recipe
     from gradkeep.store import Store
 

@@ -14,7 +14,7 @@ from gradkeep.evaluate._evaluation import Evaluation, SampleSizes, evaluated
 from gradkeep.evaluate._lds import provenance_of, subject_of
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,7 +27,7 @@ def leakage(
 
     `copies` `[Q]` is the training id of each query's copy, -1 where there is none. Cost: Q x N.
 
-    >>> from gradkeep.attribution import Scores
+    >>> from gradkeep.attribution._scores import Scores
     >>> scores = Scores(np.eye(4, 9, dtype=np.float32), np.arange(4), np.arange(9))
     >>> leakage(scores, [0, 1, 2, 8]).value
     0.75

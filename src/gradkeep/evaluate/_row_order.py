@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from gradkeep.capturing import digests
+from gradkeep.capturing._batches import digests
 from gradkeep.errors import EvaluationError, GradkeepError
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 

@@ -16,7 +16,7 @@ from gradkeep.errors import EvaluationError
 if TYPE_CHECKING:
     import os
 
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,7 +58,7 @@ def select_rows(scores: Scores, keep: float, *, kinds: Any = None) -> ChosenRows
     a row counts by the kind that it serves best, so that no kind is left without rows (as LESS does
     over its subtasks). Cost: Q x N.
 
-    >>> from gradkeep.attribution import Scores
+    >>> from gradkeep.attribution._scores import Scores
     >>> scores = Scores(np.eye(3, 9, dtype=np.float32), np.arange(3), np.arange(9))
     >>> select_rows(scores, 3, kinds=["a", "b", "c"]).ids.tolist()
     [0, 1, 2]

@@ -11,7 +11,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution import FALLING, HALVES, SubsetOutcomes, subset_digests
+from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._bootstrap import digest_of
 from gradkeep.store import open as open_store

@@ -16,7 +16,7 @@ from gradkeep.evaluate._lds import places_among, subject_of
 from gradkeep.evaluate._removal import QueriesAndSeeds, retrained, store_of
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate._recipe import Recipe
     from gradkeep.store import Store
 

@@ -336,7 +336,7 @@ class Form(Protocol[R]):
         All give the same numbers up to rounding.
 
         >>> import torch
-        >>> from gradkeep.factors import Outer, OuterRows
+        >>> from gradkeep.factors._outer import Outer, OuterRows
         >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
         >>> rows = OuterRows(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0], [1.0]]))
         >>> form.dot(rows, rows, compute="factored", scratch=1 << 20)
@@ -456,7 +456,8 @@ class Form(Protocol[R]):
 def form_to_fields(form: Form[Any]) -> dict[str, Any]:
     """The form as JSON fields.
 
-    >>> from gradkeep.factors import Dense, form_from_fields
+    >>> from gradkeep.factors._dense import Dense
+    >>> from gradkeep.factors._registry import form_from_fields
     >>> form_from_fields(form_to_fields(Dense((Parameter("w", (2, 3)),), "w.gradient", 6))).size
     6
     """
@@ -525,3 +526,7 @@ def widened(values: Tensor) -> Tensor:
 def nbytes(*arrays: torch.Tensor | None) -> int:
     """Bytes of some arrays."""
     return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+
+
+AnyForm = Form[Any]
+"""A form, whatever its rows are."""

@@ -73,7 +73,8 @@ class BlockProjection:
 class LayerProjection:
     """The coordinates of all blocks of a layer, one after the other.
 
-    >>> from gradkeep.factors import Outer, OuterRows, Parameter
+    >>> from gradkeep.factors._outer import Outer, OuterRows
+    >>> from gradkeep.factors._form import Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
     >>> rows = OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
     >>> first = BlockProjection(torch.ones(1, 1, 1), torch.eye(2)[None], torch.ones(1, 2))

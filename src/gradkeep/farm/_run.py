@@ -144,7 +144,7 @@ def run(
 
     >>> import tempfile, numpy as np, gradkeep as gk
     >>> store = gk.open(tempfile.mkdtemp())
-    >>> _ = store.rows("squares", gk.Schema((gk.Array("value"),)), num_rows=4)
+    >>> _ = store.rows("squares", gk.store.Schema((gk.store.Array("value"),)), num_rows=4)
     >>> job = lambda numbers: [{"value": np.float32(n * n)} for n in numbers]
     >>> outcome = run(store, "squares", job, workers=0)
     >>> outcome.complete, store.rows("squares").read([3])["value"]

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
-    from gradkeep.capturing import Captured, Task
+    from gradkeep.capturing._report import Captured
+    from gradkeep.capturing.tasks._task import Task
     from gradkeep.store import Store
 
     Base = object

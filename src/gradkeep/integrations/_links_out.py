@@ -11,7 +11,7 @@ import numpy as np
 from gradkeep import _arguments, remat
 from gradkeep._annotations import checked
 from gradkeep._surroundings import install_hint
-from gradkeep.attribution import suspects
+from gradkeep.attribution._suspects import suspects
 from gradkeep.errors import GradkeepError, MissingExtra, StoreError
 from gradkeep.evaluate import evaluations
 from gradkeep.store import open as open_store

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep._arguments import text
-from gradkeep.capturing import recording
+from gradkeep.capturing._recording import recording
 from gradkeep.errors import CaptureError
 from gradkeep.integrations._replays import base, need
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing import GradientRecording
+    from gradkeep.capturing._recording import GradientRecording
     from gradkeep.store import Store
 
     Base = object

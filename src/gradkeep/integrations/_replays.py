@@ -10,7 +10,7 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep._surroundings import install_hint
-from gradkeep.capturing import capture
+from gradkeep.capturing._capture import capture
 from gradkeep.errors import CaptureError, MissingExtra
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing import Captured, Task
+    from gradkeep.capturing._report import Captured
+    from gradkeep.capturing.tasks._task import Task
     from gradkeep.store import Store
 
 _OWN = ("checkpoint", "ids", "lr", "model", "progress", "resume", "split", "step")

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing import Captured, Task
+    from gradkeep.capturing._report import Captured
+    from gradkeep.capturing.tasks._task import Task
     from gradkeep.store import Store
 
     Base = object

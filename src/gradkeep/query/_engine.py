@@ -15,14 +15,14 @@ import torch
 from gradkeep._annotations import check_fields, checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
-from gradkeep.factors import Dense, ProductSize
-from gradkeep.query._machine import machine_speeds
+from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.factors._dense import Dense
 from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.factors import AnyForm, Compute, GradientRows
+    from gradkeep.factors._form import AnyForm, Compute, GradientRows
     from gradkeep.query._gradients import FactorBatch, Gradients
 
 ComputeWish = str | Mapping[str, str] | None
@@ -153,7 +153,7 @@ class ProductEngine:
     def _sides(
         self, pair: GradientPair, probe: _RowSizes, compute: ComputeWish
     ) -> tuple[list[LayerProduct], list[QueryStep]]:
-        speeds = machine_speeds()
+        speeds = MachineSpeeds()
         sides, steps = [], []
         groups: dict[tuple[str, str], int] = {}
         """Where the layers stand that read these two prefixes."""

@@ -11,9 +11,8 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep._public import renamed_arguments
 from gradkeep.errors import MissingRows, NotSealed, QueryError
-from gradkeep.factors import form_from_fields
+from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._layers import select_layers
 from gradkeep.store import CaptureKey, Store
 from gradkeep.store import open as open_store
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from gradkeep.factors import AnyForm, GradientRows
+    from gradkeep.factors._form import AnyForm, GradientRows
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Batch, Block, Layer
 
@@ -229,7 +228,6 @@ def gradients(
 ) -> list[Gradients]: ...
 
 
-@renamed_arguments(checkpoint="checkpoints")
 @checked(QueryError)
 def gradients(
     store: Store | str | os.PathLike[str],

@@ -17,13 +17,14 @@ import torch
 
 from gradkeep._annotations import checked
 from gradkeep.errors import NotSealed, QueryError
-from gradkeep.factors import form_from_fields, form_to_fields
+from gradkeep.factors._form import form_to_fields
+from gradkeep.factors._registry import form_from_fields
 from gradkeep.store import Array, Schema, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gradkeep.factors import AnyForm
+    from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import Gradients
     from gradkeep.store import Block, CaptureKey
 

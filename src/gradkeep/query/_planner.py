@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 from gradkeep._annotations import checked
 from gradkeep._budgets import format_bytes
-from gradkeep._public import renamed_attribute
 from gradkeep.errors import QueryError
-from gradkeep.factors import RESTORED, VALUE, CostCounter
+from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._cost import VALUE, CostCounter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.factors import AnyForm, Compute, Cost, MachineSpeeds, ProductSize
+    from gradkeep.factors._cost import Cost, MachineSpeeds, ProductSize
+    from gradkeep.factors._form import AnyForm, Compute
 
 _NAMES: dict[str, tuple[Compute, ...]] = {
     "factored": ("factored", "dense"),
@@ -40,8 +41,6 @@ class QueryStep:
     form: str
     compute: Compute
     predicted_seconds: float
-
-    how = renamed_attribute("how", "compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,9 @@ def choose_compute(
     `force` names a way for every form; where a form does not have it, its nearest is taken. If no
     way fits, the one with the smallest temporaries is.
 
-    >>> from gradkeep.factors import MachineSpeeds, Outer, Parameter, ProductSize
+    >>> from gradkeep.factors._cost import MachineSpeeds, ProductSize
+    >>> from gradkeep.factors._outer import Outer
+    >>> from gradkeep.factors._form import Parameter
     >>> form = Outer((Parameter("w", (256, 64)),), "x", "g", d_in=64, d_out=256)
     >>> choose_compute(form, ProductSize(1500, 297), MachineSpeeds()).compute
     'factored'
@@ -129,7 +130,9 @@ def forced(form: AnyForm, name: str) -> Compute:
 def cost(form: AnyForm, load: ProductSize, compute: Compute, speeds: MachineSpeeds) -> Cost:
     """What the products of all queries with all rows cost in one of the ways.
 
-    >>> from gradkeep.factors import MachineSpeeds, Outer, Parameter, ProductSize
+    >>> from gradkeep.factors._cost import MachineSpeeds, ProductSize
+    >>> from gradkeep.factors._outer import Outer
+    >>> from gradkeep.factors._form import Parameter
     >>> form = Outer((Parameter("w", (256, 64)),), "x", "g", d_in=64, d_out=256)
     >>> load, speeds = ProductSize(1500, 300), MachineSpeeds()
     >>> 50 < cost(form, load, "restored", speeds).flops / cost(form, load, "factored", speeds).flops < 52

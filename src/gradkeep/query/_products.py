@@ -11,9 +11,8 @@ import torch
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep._public import renamed_arguments
 from gradkeep.errors import QueryError
-from gradkeep.farm import check_place
+from gradkeep.farm._run import check_place
 from gradkeep.query._engine import ComputeWish, GradientPair, ProductEngine
 from gradkeep.query._gradients import Gradients
 from gradkeep.query._largest import LargestRows
@@ -21,7 +20,7 @@ from gradkeep.query._small_codes import SmallCodes, by_codes
 from gradkeep.query._top_by_workers import top_by_workers
 
 if TYPE_CHECKING:
-    from gradkeep.farm import Engine
+    from gradkeep.farm._run import Engine
     from gradkeep.query._planner import QueryPlan
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -56,7 +55,6 @@ class TopRows:
 Side = Gradients | Sequence[Gradients]
 
 
-@renamed_arguments(plan="compute")
 @checked(QueryError)
 def dot(
     queries: Side,
@@ -85,7 +83,6 @@ def dot(
     return _matrix(pairs, ids, compute, memory_budget, per_layer=per_layer, cosine=False)
 
 
-@renamed_arguments(plan="compute")
 @checked(QueryError)
 def cosine(
     queries: Side,
@@ -104,7 +101,6 @@ def cosine(
     return _matrix(pairs, ids, compute, memory_budget, per_layer=False, cosine=True)
 
 
-@renamed_arguments(plan="compute")
 @checked(QueryError)
 def gram(
     gradients: Gradients, *, compute: ComputeWish = None, memory_budget: float | str | None = None
@@ -113,7 +109,6 @@ def gram(
     return dot(gradients, gradients, compute=compute, memory_budget=memory_budget)
 
 
-@renamed_arguments(plan="compute")
 @checked(QueryError)
 def top(
     queries: Side,

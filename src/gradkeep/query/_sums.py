@@ -12,14 +12,14 @@ import torch
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import QueryError
-from gradkeep.factors import tiles
+from gradkeep.factors._arithmetic import tiles
 from gradkeep.query._engine import memory_shares
 from gradkeep.query._gradients import check_restorable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.factors import AnyForm, Parameter
+    from gradkeep.factors._form import AnyForm, Parameter
     from gradkeep.query._gradients import Gradients
 
 

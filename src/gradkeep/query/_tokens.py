@@ -11,14 +11,14 @@ import torch
 from gradkeep._annotations import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import QueryError
-from gradkeep.factors import sum_columns
+from gradkeep.factors._ragged import sum_columns
 from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs
 from gradkeep.query._gradients import Gradients
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors import GradientRows, PositionProducts
+    from gradkeep.factors._form import GradientRows, PositionProducts
     from gradkeep.query._sums import Directions
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep import farm
 from gradkeep.errors import FarmError, QueryError
+from gradkeep.farm._sharing import blocks_of, share_out, size_of
 from gradkeep.query._gradients import gradients_of, open_capture
 from gradkeep.store import Array, CaptureKey, Store
 from gradkeep.store import open as open_store
@@ -17,7 +17,7 @@ from gradkeep.store import open as open_store
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradkeep.farm import Engine
+    from gradkeep.farm._run import Engine
     from gradkeep.query._engine import GradientPair
     from gradkeep.query._gradients import GradientOf, Gradients
 
@@ -34,7 +34,7 @@ def top_by_workers(
     engine: Engine | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and ids `[Q, k]` that `top` finds for the queries `asked`, in blocks of them."""
-    blocks = farm.blocks_of(len(asked), farm.size_of(workers, engine))
+    blocks = blocks_of(len(asked), size_of(workers, engine))
     size = len(blocks[0])
     block = pairs[0].train.block
     store = Store(block.backend, durability=block.durability)
@@ -49,7 +49,7 @@ def top_by_workers(
     )
     arrays = (Array("values", "float32", (size, k)), Array("rows", "int64", (size, k)))
     try:
-        found = farm.share_out(
+        found = share_out(
             store,
             f"the largest {k} of {len(asked)} queries",
             arrays,

@@ -1,6 +1,5 @@
 """Bytes that survive: immutable, checksummed segments of rows under numbered manifests."""
 
-from gradkeep._public import lazy_names
 from gradkeep.store._decisions import Decision, standing
 from gradkeep.store._gc import GcReport, gc
 from gradkeep.store._keys import (
@@ -14,31 +13,18 @@ from gradkeep.store._keys import (
 )
 from gradkeep.store._store import Store, open
 from gradkeep.store._verify import Damage, Verdict, verify
-from gradkeep.store.backends import (
-    Backend,
-    Bucket,
-    Durability,
-    Entry,
-    LocalDisk,
-    Memory,
-    Readable,
-    backend_for,
-    register_backend,
-)
-from gradkeep.store.blocks import (
-    Array,
-    Batch,
-    Block,
-    Encoding,
-    Layer,
-    Ragged,
-    Schema,
-    Writer,
-    WriterShare,
-    zarr_references,
-    zarr_view,
-)
-from gradkeep.store.rows import Lease, RowCounts, Rows, RowState
+from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable
+from gradkeep.store.backends._bucket import Bucket
+from gradkeep.store.backends._disk import LocalDisk
+from gradkeep.store.backends._memory import Memory
+from gradkeep.store.backends._schemes import backend_for, register_backend
+from gradkeep.store.blocks._block import Block
+from gradkeep.store.blocks._columns import Batch, Ragged
+from gradkeep.store.blocks._schema import Array, Encoding, Layer, Schema
+from gradkeep.store.blocks._writer import Writer, WriterShare
+from gradkeep.store.blocks._zarr import zarr_references, zarr_view
+from gradkeep.store.rows._leases import Lease
+from gradkeep.store.rows._rows import RowCounts, Rows, RowState
 
 __all__ = [
     "Array",
@@ -82,25 +68,3 @@ __all__ = [
     "zarr_references",
     "zarr_view",
 ]
-
-_CATALOG = (
-    *("BlockFacts", "Catalog", "CheckpointFacts", "CheckpointInfo", "LayerFacts", "RowSetInfo"),
-    *("RunFacts", "RunInfo", "SegmentFacts"),
-)
-_BLOCKS = ("Column", "Manifest", "Segment", "SegmentEntry")
-_SHOWN = ("describe_rows", "describe_state", "format_ratio", "format_size")
-
-__getattr__ = lazy_names(
-    __name__,
-    renamed={
-        **{name: f"gradkeep.store.catalog.{name}" for name in _CATALOG},
-        **{name: f"gradkeep.store.blocks.{name}" for name in _BLOCKS},
-        **{name: f"gradkeep._display.{name}" for name in _SHOWN},
-        "Info": "gradkeep.store.catalog.StoreInfo",
-        "Place": "gradkeep.store.catalog.BlockAddress",
-        "Result": "gradkeep.store.catalog.SqlResult",
-        "Share": "gradkeep.store.WriterShare",
-        "Swept": "gradkeep.store.GcReport",
-        "Syscalls": "gradkeep.store.backends.Syscalls",
-    },
-)

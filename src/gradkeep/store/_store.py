@@ -151,8 +151,8 @@ class Store:
 
         >>> import gradkeep as gk, tempfile
         >>> store = gk.open(tempfile.mkdtemp())
-        >>> schema = gk.Schema((gk.Array("loss"), gk.Array("label", "int64")))
-        >>> with store.write(gk.CaptureKey(checkpoint="final", split="train"), schema) as writer:
+        >>> schema = gk.store.Schema((gk.store.Array("loss"), gk.store.Array("label", "int64")))
+        >>> with store.write(gk.store.CaptureKey(checkpoint="final", split="train"), schema) as writer:
         ...     writer.append([0, 1, 2], {"loss": [0.5, 2.0, 1.0], "label": [7, 3, 3]})
         >>> store.sql("select label, avg(loss) as loss from samples group by label order by label")
         label  loss
@@ -471,10 +471,10 @@ def open(
     >>> import gradkeep as gk, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> store = gk.open(folder)
-    >>> schema = gk.Schema((gk.Array("loss"),))
-    >>> with store.write(gk.CaptureKey(checkpoint="final", split="train"), schema) as writer:
+    >>> schema = gk.store.Schema((gk.store.Array("loss"),))
+    >>> with store.write(gk.store.CaptureKey(checkpoint="final", split="train"), schema) as writer:
     ...     writer.append([7, 3], {"loss": [0.5, 2.0]})
-    >>> store.read(gk.CaptureKey(checkpoint="final", split="train")).read([3])["loss"]
+    >>> store.read(gk.store.CaptureKey(checkpoint="final", split="train")).read([3])["loss"]
     array([2.], dtype=float32)
     """
     if isinstance(path, Store):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradkeep.store import Backend, Rows, Store
-    from gradkeep.store.blocks import Manifest
+    from gradkeep.store.blocks._manifest import Manifest
 
 KEY = gs.CaptureKey(checkpoint="final", split="train")
 SHUFFLED = [ExampleRow(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 70_000)]

@@ -11,8 +11,8 @@ from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.store import ScoresKey
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
-    from gradkeep.store.catalog import BlockFacts
+    from gradkeep.attribution._scores import Scores
+    from gradkeep.store.catalog._scan import BlockFacts
     from gradkeep.web._served import ServedStore
 
 _WHOLE = 24 << 20
@@ -85,7 +85,7 @@ def score_sources(served: ServedStore) -> list[ScoreSource]:
             found.append(
                 ScoreSource(f"study:{name}", "study", name, "datamodel", note, exact=False)
             )
-    from gradkeep.attribution import methods
+    from gradkeep.attribution._registry import methods
 
     found += [
         ScoreSource(
@@ -111,7 +111,7 @@ def source_named(served: ServedStore, given: str) -> ScoreSource:
 
 def default_source(served: ServedStore, asked: Asked) -> str:
     """What is shown if nobody says otherwise: saved scores of these queries, else the best method."""
-    from gradkeep.attribution import default_method
+    from gradkeep.attribution._registry import default_method
 
     for one in score_sources(served):
         if one.kind == "saved" and one.queries == asked.queries and not one.outdated:
@@ -132,7 +132,7 @@ def scores_for(
     per_layer: bool = False,
 ) -> Scores:
     """Scores that hold the query: of it alone, or of all queries where these are few."""
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
 
     if source.kind == "saved":
         return Scores.load(served.store, source.name, ids=[query])
@@ -167,7 +167,8 @@ def _ask_method(
     served: ServedStore, source: ScoreSource, asked: Asked, ids: list[int] | None, per_layer: bool
 ) -> Scores:
     """What `gk.attribute` says, at all checkpoints or, of methods about one, at the last."""
-    from gradkeep.attribution import attribute, methods
+    from gradkeep.attribution._attribute import attribute
+    from gradkeep.attribution._registry import methods
 
     (method,) = [one for one in methods() if one.name == source.name]
     places = served.checkpoints(asked.run, asked.name, asked.queries, asked.train)
@@ -188,7 +189,7 @@ def _ask_method(
 
 
 def _of_fit(served: ServedStore, name: str, query: int) -> Scores:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
 
     block = served.store.read(ScoresKey(name))
     values = np.asarray(block.read([query], ["weights"])["weights"], np.float32)

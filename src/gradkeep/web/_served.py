@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradkeep._preview import Preview
     from gradkeep.evaluate import Recipe
     from gradkeep.store import Block, Decision
-    from gradkeep.store.catalog import StoreInfo
+    from gradkeep.store.catalog._info import StoreInfo
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 

@@ -11,7 +11,7 @@ from gradkeep.errors import GradkeepError
 
 if TYPE_CHECKING:
     from gradkeep.store import Verdict
-    from gradkeep.store.catalog import BlockFacts
+    from gradkeep.store.catalog._scan import BlockFacts
     from gradkeep.web._served import ServedStore
 
 _MOST_DAMAGE = 200

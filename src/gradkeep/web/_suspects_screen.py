@@ -19,7 +19,7 @@ from gradkeep.web._row_views import RowView, row_views
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gradkeep.attribution import Suspects
+    from gradkeep.attribution._suspects import Suspects
     from gradkeep.evaluate import Recipe
     from gradkeep.web._served import RowTable, ServedStore
 
@@ -149,7 +149,7 @@ def list_suspects(
 
 def _ranked(served: ServedStore, *, run: str, split: str, name: str, by: Measure) -> Suspects:
     def make(_: Any) -> Suspects:
-        from gradkeep.attribution import suspects
+        from gradkeep.attribution._suspects import suspects
 
         return suspects(
             served.store,

@@ -125,7 +125,7 @@ def split_tokens(served: ServedStore, asked: Asked, query: int, *, rows: list[in
     places = served.checkpoints(asked.run, asked.name, asked.queries, asked.train)
 
     def make(_: Any) -> TokensView:
-        from gradkeep.attribution import attribute_tokens
+        from gradkeep.attribution._tokens import attribute_tokens
 
         found = attribute_tokens(
             served.store,

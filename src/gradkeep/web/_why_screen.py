@@ -23,7 +23,7 @@ from gradkeep.web._score_sources import (
 from gradkeep.web._served import AS_LABEL
 
 if TYPE_CHECKING:
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.web._served import RowTable, ServedStore
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]

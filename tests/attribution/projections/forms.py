@@ -4,19 +4,12 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from gradkeep.factors import (
-    Convolution,
-    ConvolutionRows,
-    Dense,
-    DenseRows,
-    Lookup,
-    LookupRows,
-    Outer,
-    OuterRows,
-    Parameter,
-    Tied,
-    TiedRows,
-)
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied, TiedRows
 
 small = st.integers(1, 5)
 

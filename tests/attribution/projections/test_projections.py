@@ -10,13 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep as gk
-from gradkeep.attribution import projections as pj
 from gradkeep.attribution.projections import _random
+from gradkeep.attribution.projections._project import (
+    project,
+    project_dense,
+    project_parameters,
+    project_rows,
+)
+from gradkeep.attribution.projections._projection import KINDS, Projection
 from gradkeep.attribution.projections._tensor_sketch import TensorSketch
+from gradkeep.attribution.projections._two_sided import TwoSided, two_sided, two_sided_rows
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.factors import Dense, DenseRows, Outer, OuterRows, Parameter
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._outer import Outer, OuterRows
 
-KINDS = [kind for kind in pj.KINDS if kind != "auto"]
+SKETCHES = [kind for kind in KINDS if kind != "auto"]
 dims = st.sampled_from([1, 2, 3, 4, 7, 8, 16, 33])
 
 
@@ -80,11 +89,11 @@ def by_matrix(form, rows, projection):
     return found
 
 
-@given(layers(), dims, st.sampled_from(KINDS), st.integers(-3, 1 << 40))
+@given(layers(), dims, st.sampled_from(SKETCHES), st.integers(-3, 1 << 40))
 def test_equals_the_product_with_its_matrix(layer, dim, kind, seed):
     form, rows = layer
-    projection = pj.Projection(kind, max(dim, 4), seed)
-    found = pj.project_rows(form, rows, projection)
+    projection = Projection(kind, max(dim, 4), seed)
+    found = project_rows(form, rows, projection)
     assert torch.allclose(found, by_matrix(form, rows, projection), atol=1e-10)
 
 
@@ -93,34 +102,34 @@ def test_every_way_gives_the_same_numbers(layer, dim, way, scratch):
     form, rows = layer
     if way == "blocks" and getattr(getattr(rows, "outer", rows), "offsets", 0) is not None:
         way = "spectrum"
-    projection = pj.Projection("tensor-sketch", dim)
-    found = pj.project_rows(form, rows, projection, way=way, scratch=scratch)
+    projection = Projection("tensor-sketch", dim)
+    found = project_rows(form, rows, projection, way=way, scratch=scratch)
     assert torch.allclose(found, by_matrix(form, rows, projection), atol=1e-10)
 
 
-@given(layers(), dims, st.sampled_from(KINDS), st.data())
+@given(layers(), dims, st.sampled_from(SKETCHES), st.data())
 def test_independent_of_the_batch_and_of_storage(layer, dim, kind, data):
     form, rows = layer
-    projection = pj.Projection(kind, max(dim, 4))
-    whole = pj.project_rows(form, rows, projection)
+    projection = Projection(kind, max(dim, 4))
+    whole = project_rows(form, rows, projection)
     cut = data.draw(st.integers(0, len(rows)))
     parts = [rows.take(0, cut), rows.take(cut, len(rows))]
-    split = torch.cat([pj.project_rows(form, part, projection) for part in parts])
+    split = torch.cat([project_rows(form, part, projection) for part in parts])
     assert torch.allclose(split, whole, atol=1e-10)
     kept = form.restore(rows)
     dense = Dense(form.parameters, "w.gradient", kept.shape[1])
-    assert torch.allclose(pj.project_rows(dense, DenseRows(kept), projection), whole, atol=1e-10)
+    assert torch.allclose(project_rows(dense, DenseRows(kept), projection), whole, atol=1e-10)
 
 
 @given(layers(), st.integers(1, 4), st.integers(1, 4))
 def test_two_sided_equals_its_matrices_however_a_layer_is_kept(layer, high, wide):
     form, rows = layer
-    projection = pj.TwoSided(high, wide)
-    found = pj.two_sided_rows(form, rows, projection, scratch=500)
+    projection = TwoSided(high, wide)
+    found = two_sided_rows(form, rows, projection, scratch=500)
     assert found.shape == (len(rows), projection.width(form.parameters))
     kept = form.restore(rows)
     dense = Dense(form.parameters, "w.gradient", kept.shape[1])
-    assert torch.allclose(pj.two_sided_rows(dense, DenseRows(kept), projection), found, atol=1e-6)
+    assert torch.allclose(two_sided_rows(dense, DenseRows(kept), projection), found, atol=1e-6)
 
 
 def test_two_sided_of_a_linear_layer_is_what_its_definition_says():
@@ -132,7 +141,7 @@ def test_two_sided_of_a_linear_layer_is_what_its_definition_says():
     right = _random.normals(8 * 6, *words, "columns").view(8, 6).double() / math.sqrt(6)
     x = torch.cat([rows.x, torch.ones(5, 1)], 1)
     expected = torch.einsum("br,rk,bc,cj->bkj", rows.g, left, x, right).flatten(1)
-    found = pj.two_sided_rows(form, rows, pj.TwoSided(4, 6, seed=3))
+    found = two_sided_rows(form, rows, TwoSided(4, 6, seed=3))
     assert torch.allclose(found, expected, atol=1e-6)
 
 
@@ -144,7 +153,7 @@ def test_two_sided_products_are_right_on_average():
     draws = 400
     found = []
     for seed in range(draws):
-        low = pj.two_sided_rows(form, rows, pj.TwoSided(5, 6, seed))
+        low = two_sided_rows(form, rows, TwoSided(5, 6, seed))
         found.append(float(low[0] @ low[1] - dense[0] @ dense[1]))
     spread = np.std(found) / math.sqrt(draws)
     assert abs(np.mean(found)) < 4 * spread
@@ -185,40 +194,40 @@ def captured(request, tmp_path):
     return store, each(weights, x, y)
 
 
-@pytest.mark.parametrize("kind", pj.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_capture_gives_what_autograd_gives_by_name(captured, kind):
     store, grads = captured
-    projection = pj.Projection(kind, 64, seed=5)
+    projection = Projection(kind, 64, seed=5)
     rows = gk.gradients(store, split="train", of="output")
-    found = pj.project(rows, projection, model="a")
+    found = project(rows, projection, model="a")
     assert found.dtype == torch.float32
-    expected = pj.project_parameters(grads, projection, model="a")
+    expected = project_parameters(grads, projection, model="a")
     assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
-    assert not torch.allclose(found, pj.project(rows, projection, model="b"), atol=1e-2)
+    assert not torch.allclose(found, project(rows, projection, model="b"), atol=1e-2)
     budget = 5_000_000
-    assert torch.allclose(pj.project(rows, projection, model="a", memory_budget=budget), found)
+    assert torch.allclose(project(rows, projection, model="a", memory_budget=budget), found)
 
 
 def test_gradients_of_the_loss_are_scaled_by_the_slopes(captured):
     store, _ = captured
-    projection = pj.Projection(dim=64)
+    projection = Projection(dim=64)
     loss = gk.gradients(store, split="train")
-    output = pj.project(gk.gradients(store, split="train", of="output"), projection)
+    output = project(gk.gradients(store, split="train", of="output"), projection)
     slopes = loss.slopes()
-    assert torch.allclose(pj.project(loss, projection), output * slopes[:, None], atol=1e-5)
-    both = pj.two_sided(loss, pj.TwoSided(3, 5))
-    plain = pj.two_sided(gk.gradients(store, split="train", of="output"), pj.TwoSided(3, 5))
+    assert torch.allclose(project(loss, projection), output * slopes[:, None], atol=1e-5)
+    both = two_sided(loss, TwoSided(3, 5))
+    plain = two_sided(gk.gradients(store, split="train", of="output"), TwoSided(3, 5))
     assert torch.allclose(both, plain * slopes[:, None], atol=1e-5)
-    assert both.shape[1] == sum(pj.TwoSided(3, 5).width(f.parameters) for f in loss.forms.values())
+    assert both.shape[1] == sum(TwoSided(3, 5).width(f.parameters) for f in loss.forms.values())
 
 
 def test_chosen_layers_only(captured):
     store, grads = captured
     name = list(gk.gradients(store, split="train").forms)[-1]
     rows = gk.gradients(store, split="train", of="output", layers=name)
-    found = pj.project(rows, pj.Projection(dim=32))
+    found = project(rows, Projection(dim=32))
     chosen = {key: value for key, value in grads.items() if key.startswith(f"{name}.")}
-    assert torch.allclose(found, pj.project_parameters(chosen, pj.Projection(dim=32)), atol=1e-4)
+    assert torch.allclose(found, project_parameters(chosen, Projection(dim=32)), atol=1e-4)
 
 
 def errors(kind, k, x, y, draws):
@@ -226,12 +235,12 @@ def errors(kind, k, x, y, draws):
     form = Dense((Parameter("w", (40, 25)),), "w", 1000)
     found = []
     for seed in range(draws):
-        both = pj.project_rows(form, DenseRows(torch.stack([x, y])), pj.Projection(kind, k, seed))
+        both = project_rows(form, DenseRows(torch.stack([x, y])), Projection(kind, k, seed))
         found.append(float(both[0] @ both[1] - x @ y))
     return np.array(found) / float(x.norm() * y.norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SKETCHES)
 def test_errors_are_what_theory_says(kind):
     k, draws = 64, 300
     torch.manual_seed(3)
@@ -240,7 +249,7 @@ def test_errors_are_what_theory_says(kind):
     x = (u[0][:, None] * v[0]).flatten()
     y = (u[1][:, None] * v[1]).flatten() + 0.3 * x
     found = errors(kind, k, x, y, draws)
-    expected = pj.Projection(kind, k).expected_error
+    expected = Projection(kind, k).expected_error
     assert expected == 1 / 8
     assert abs(found.mean()) < 4 * found.std() / math.sqrt(draws)
     # The variance is (1 + cos^2) / k, less what cannot collide; 300 draws know it to 8 percent.
@@ -256,25 +265,25 @@ def test_a_smaller_dimension_errs_more():
 
 def test_projections_of_seeds_models_and_names_are_independent():
     x = torch.randn(1, 5000)
-    base = pj.project_dense(x, pj.Projection(dim=512))
+    base = project_dense(x, Projection(dim=512))
     for other in (
-        pj.project_dense(x, pj.Projection(dim=512, seed=1)),
-        pj.project_dense(x, pj.Projection(dim=512), model=1),
-        pj.project_dense(x, pj.Projection(dim=512), model="0"),
+        project_dense(x, Projection(dim=512, seed=1)),
+        project_dense(x, Projection(dim=512), model=1),
+        project_dense(x, Projection(dim=512), model="0"),
     ):
         cosine = float(torch.cosine_similarity(base, other))
         assert abs(cosine) < 5 / math.sqrt(512)
-    again = pj.project_dense(x, pj.Projection(dim=512, seed=np.int64(0)))
+    again = project_dense(x, Projection(dim=512, seed=np.int64(0)))
     assert torch.equal(base, again)
 
 
 def test_the_first_numbers_are_pinned():
     """What is stored today must be understood tomorrow, on any machine."""
     assert _random.raw(2, 0, "a").tolist() == [5788559034506737022, 1251616126301369296]
-    found = pj.project_dense(torch.arange(8.0)[None], pj.Projection("fold", 4))
+    found = project_dense(torch.arange(8.0)[None], Projection("fold", 4))
     assert found.tolist() == [[-4.0, 4.0, 4.0, 4.0]]
     named = {"w": torch.arange(6.0).view(1, 2, 3)}
-    assert pj.project_parameters(named, pj.Projection(dim=4)).tolist() == [[5.0, 0.0, -4.0, -2.0]]
+    assert project_parameters(named, Projection(dim=4)).tolist() == [[5.0, 0.0, -4.0, -2.0]]
 
 
 def test_random_words_do_not_run_into_each_other():
@@ -311,44 +320,42 @@ def test_costs_choose_transforms_for_large_weights_and_blocks_for_small_ones():
 )
 def test_what_is_no_projection_is_refused(kind, dim, seed, told):
     with pytest.raises(AttributionError, match=told):
-        pj.Projection(kind, dim, seed)
+        Projection(kind, dim, seed)
 
 
 def test_no_two_sided_projection_without_dimensions():
     with pytest.raises(AttributionError, match="rows=0"):
-        pj.TwoSided(0, 4)
+        TwoSided(0, 4)
 
 
 def test_not_a_number_is_named():
     with pytest.raises(AttributionError, match="rows 1"):
-        pj.project_dense(torch.tensor([[1.0], [math.nan]]), pj.Projection(dim=4))
+        project_dense(torch.tensor([[1.0], [math.nan]]), Projection(dim=4))
     with pytest.raises(AttributionError, match="infinite"):
-        pj.project_parameters({"w": torch.tensor([[math.inf]])}, pj.Projection(dim=4))
+        project_parameters({"w": torch.tensor([[math.inf]])}, Projection(dim=4))
 
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(AttributionError, match=r"\[B, P\]"):
-        pj.project_dense(torch.zeros(3), pj.Projection(dim=4))
+        project_dense(torch.zeros(3), Projection(dim=4))
     with pytest.raises(AttributionError, match="3 and, of b, 2"):
-        pj.project_parameters({"a": torch.zeros(3, 1), "b": torch.zeros(2, 1)}, pj.Projection())
+        project_parameters({"a": torch.zeros(3, 1), "b": torch.zeros(2, 1)}, Projection())
     with pytest.raises(AttributionError, match="no gradient"):
-        pj.project_parameters({}, pj.Projection())
+        project_parameters({}, Projection())
 
 
 def test_more_numbers_than_memory_are_refused_before_anything_is_made(captured):
     store, _ = captured
     rows = gk.gradients(store, split="train")
     with pytest.raises(AttributionError, match=r"30 x 1099511627776.* does not fit"):
-        pj.project(rows, pj.Projection(dim=1 << 40))
+        project(rows, Projection(dim=1 << 40))
     with pytest.raises(BudgetError, match="too small"):
-        pj.project(rows, pj.Projection(dim=1 << 20), memory_budget="4MB")
+        project(rows, Projection(dim=1 << 20), memory_budget="4MB")
 
 
 def test_half_precision_is_widened():
     form = Dense((Parameter("w", (3, 2)),), "w", 6)
     rows = DenseRows(torch.randn(2, 6).half())
-    found = pj.project_rows(form, rows, pj.Projection(dim=8))
+    found = project_rows(form, rows, Projection(dim=8))
     assert found.dtype == torch.float32
-    assert torch.equal(
-        found, pj.project_rows(form, DenseRows(rows.values.float()), pj.Projection(dim=8))
-    )
+    assert torch.equal(found, project_rows(form, DenseRows(rows.values.float()), Projection(dim=8)))

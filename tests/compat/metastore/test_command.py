@@ -11,6 +11,7 @@ import yaml
 import gradkeep as gk
 from gradkeep.compat.metastore.__main__ import main
 from gradkeep.data import model
+from gradkeep.data._examples import Scaling
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_the_four_methods_agree_with_autograd_and_score_every_sample(config, bia
         assert set(times["layers"]) == {"conv13", "l1"}
         assert set(times["layers"]["conv13"]) == {"load", "compute"}
     network = model("vgg16", width=4, seed=3).eval()
-    scaling = gk.data.Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+    scaling = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
     data = {
         split: dataclasses.replace(
             gk.data.dataset("cifar10", config.parent / "images.npz", split=split), scaling=scaling

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.attribution.projections import Projection, signs_or_normals
+from gradkeep.attribution.projections._project import signs_or_normals
+from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.gradient_computers import (
     FunctionalGradientComputer,

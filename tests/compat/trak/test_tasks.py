@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.attribution.projections import Projection, project_parameters
+from gradkeep.attribution.projections._project import project_parameters
+from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.modelout_functions import (
     TASK_TO_MODELOUT,

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from gradkeep import store as gs
-from gradkeep.store.backends import Syscalls
+from gradkeep.store.backends._syscalls import Syscalls
 from gradkeep.store.blocks import _manifest
 from gradkeep.store.catalog import _catalog, _samples
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from gradkeep import query
-from gradkeep.attribution.kronecker import Damping
+from gradkeep.attribution.kronecker._fisher import Damping
 from gradkeep.attribution.kronecker._row_parts import dense_rows, weighted
 from gradkeep.errors import AttributionError
-from gradkeep.query import Directions
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing import Mode, Task
-    from gradkeep.factors import AnyForm, Parameter
+    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.factors._form import AnyForm, Parameter
     from gradkeep.query import Gradients
 
 CurvatureKind = Literal["hessian", "ggn", "fisher"]
@@ -92,7 +93,7 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
             "or curvature='fisher'",
         )
     from gradkeep.attribution.curvature._replayed import ReplayedGaussNewton
-    from gradkeep.capturing import Classification
+    from gradkeep.capturing.tasks._supervised import Classification
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
     replayed = ReplayedGaussNewton(space, model, data, told.task or Classification(), mode)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradkeep.capturing import fingerprint_weights, in_mode, to_device
+from gradkeep.capturing._batches import to_device
+from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution.curvature._operator import GradientSpace
-    from gradkeep.capturing import Mode, Task
+    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing.tasks._task import Task
 
 
 class ReplayedGaussNewton:

@@ -17,7 +17,7 @@ from gradkeep.attribution.kernels._products import (
     pair_seconds,
 )
 from gradkeep.errors import BudgetError
-from gradkeep.query import machine_speeds
+from gradkeep.factors._cost import MachineSpeeds
 
 if TYPE_CHECKING:
     from gradkeep.attribution.kernels._cholesky import CholeskyFactor
@@ -46,7 +46,7 @@ class WayCost:
 
 def way_costs(kernel: WeightedKernel, queries: int) -> list[WayCost]:
     """What all ways would take for so many right sides, in the order of `WAYS`."""
-    rows, flops = kernel.rows, machine_speeds().flops
+    rows, flops = kernel.rows, MachineSpeeds().flops
     size = sum(form.restored_size for form in kernel.train.forms.values())
     pairs = pair_seconds(kernel.train, kernel.compute, kernel.passing)
     moved = sum(moved_seconds(kernel.train, queries).values())

@@ -10,8 +10,9 @@ import torch
 from gradkeep.attribution.kernels._cholesky import BLOCK, CholeskyFactor
 from gradkeep.attribution.kernels._products import rows_at_once
 from gradkeep.attribution.kernels._weighted import Solution
-from gradkeep.factors import RESTORED, tiles
-from gradkeep.query import Directions, along
+from gradkeep.factors._arithmetic import RESTORED, tiles
+from gradkeep.query import along
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,23 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.attribution.kronecker._row_parts import weighted_part
-from gradkeep.factors import ProductSize
-from gradkeep.query import (
-    Directions,
-    GradientPair,
-    ProductEngine,
-    along,
-    choose_compute,
-    machine_speeds,
-    memory_shares,
-)
+from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.query import along
+from gradkeep.query._engine import GradientPair, ProductEngine, memory_shares
+from gradkeep.query._planner import choose_compute
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-    from gradkeep.query import ComputeWish, Gradients
+    from gradkeep.query import Gradients
+    from gradkeep.query._engine import ComputeWish
 
 _BLOCK = 2048
 """Rows whose products with all rows before them are made at a time."""
@@ -141,7 +137,7 @@ def pair_seconds(train: Gradients, compute: ComputeWish, memory_budget: int) -> 
 
 def moved_seconds(train: Gradients, vectors: int) -> dict[str, float]:
     """Predicted seconds to move so many vectors through all rows, there or back, by layer."""
-    count, speeds = min(len(train), _PROBED), machine_speeds()
+    count, speeds = min(len(train), _PROBED), MachineSpeeds()
     some = train.rows([at * len(train) // count for at in range(count)])
     found = {}
     for name, form in train.forms.items():
@@ -162,7 +158,7 @@ def cheapest_products(
     moved = {name: 2 * each for name, each in moved_seconds(train, vectors).items()}
     better = tuple(name for name in train.forms if pairs[name] < moved[name])
     others = tuple(name for name in train.forms if name not in better)
-    whole = 2.0 * len(train) ** 2 * vectors / machine_speeds().flops
+    whole = 2.0 * len(train) ** 2 * vectors / MachineSpeeds().flops
     mixed = whole + sum(pairs[name] for name in better) + sum(moved[name] for name in others)
     if better and mixed < sum(moved.values()):
         return KernelProducts(train, better, others, compute), mixed

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.query import ComputeWish, Gradients
+    from gradkeep.query import Gradients
+    from gradkeep.query._engine import ComputeWish
 
 UNLESS_SAID = 2 << 30
 """Bytes that a kernel is solved in, unless a budget says otherwise."""

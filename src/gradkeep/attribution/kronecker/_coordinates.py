@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from gradkeep.factors import (
-    CACHED,
-    Convolution,
-    ConvolutionRows,
-    Lookup,
-    LookupRows,
-    Outer,
-    OuterRows,
-    Parameter,
-    tiles,
-)
-from gradkeep.factors.kronecker import MatrixBasis, scaled_suffixes
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors.kronecker._basis import MatrixBasis
+from gradkeep.factors.kronecker._moments import scaled_suffixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,8 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
-    from gradkeep.factors import AnyForm, GradientRows
-    from gradkeep.factors.kronecker import Basis
+    from gradkeep.factors._convolution import Convolution, ConvolutionRows
+    from gradkeep.factors._form import AnyForm, GradientRows
+    from gradkeep.factors.kronecker._basis import Basis
 
     Tile = tuple[int, int, Tensor]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from gradkeep.errors import AttributionError
-from gradkeep.factors import OuterRows
-from gradkeep.factors.kronecker import VectorBasis
+from gradkeep.factors._outer import OuterRows
+from gradkeep.factors.kronecker._basis import VectorBasis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.factors.kronecker import Basis
+    from gradkeep.factors.kronecker._basis import Basis
 
 
 CoordinateRows = Tensor | OuterRows

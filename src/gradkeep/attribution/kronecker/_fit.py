@@ -14,25 +14,24 @@ from gradkeep.attribution.kronecker._fisher import KroneckerFisher, LayerFisher,
 from gradkeep.attribution.kronecker._kept_coordinates import empty_rows, room_for_rows
 from gradkeep.attribution.kronecker._row_parts import held_rows, joined, row_parts
 from gradkeep.errors import AttributionError
-from gradkeep.factors import WeightMatrix
-from gradkeep.factors.kronecker import (
-    MatrixBasis,
-    MatrixMoments,
-    VectorBasis,
-    VectorMoments,
-    eigen_side,
-    matrix_moments,
-)
-from gradkeep.query import DEFAULT_BUDGET, KeptMoments
+from gradkeep.factors._weights import WeightMatrix
+from gradkeep.factors.kronecker._basis import MatrixBasis, VectorBasis
+from gradkeep.factors.kronecker._moments import MatrixMoments, VectorMoments, matrix_moments
+from gradkeep.factors.kronecker._row_space import eigen_side
+from gradkeep.query._engine import DEFAULT_BUDGET
+from gradkeep.query._kept_moments import KeptMoments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gradkeep.attribution.kronecker._fisher import CoordinateRows
     from gradkeep.attribution.kronecker._row_parts import RowPart
-    from gradkeep.factors import AnyForm, WeightBlock
-    from gradkeep.factors.kronecker import Basis, EigenSide
-    from gradkeep.query import Gradients, SideMoments
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors._weights import WeightBlock
+    from gradkeep.factors.kronecker._basis import Basis
+    from gradkeep.factors.kronecker._row_space import EigenSide
+    from gradkeep.query import Gradients
+    from gradkeep.query._kept_moments import SideMoments
 
 
 _STAYING = 4

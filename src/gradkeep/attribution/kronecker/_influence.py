@@ -13,7 +13,8 @@ from gradkeep.attribution.kronecker._fisher import bytes_kept
 from gradkeep.attribution.kronecker._kept_coordinates import kept_coordinates
 from gradkeep.attribution.kronecker._row_parts import dense_rows, only_layer
 from gradkeep.attribution.kronecker._single_position import single_position_influence
-from gradkeep.query import DEFAULT_BUDGET, Directions
+from gradkeep.query._engine import DEFAULT_BUDGET
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

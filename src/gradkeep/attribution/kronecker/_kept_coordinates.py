@@ -11,8 +11,9 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.attribution.kronecker._coordinates import coordinates
 from gradkeep.attribution.kronecker._row_parts import only_layer
 from gradkeep.attribution.kronecker._single_position import has_single_position
-from gradkeep.factors import OuterRows, pairwise
-from gradkeep.query import DEFAULT_BUDGET
+from gradkeep.factors._arithmetic import pairwise
+from gradkeep.factors._outer import OuterRows
+from gradkeep.query._engine import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution.kronecker._fisher import CoordinateRows, Damping, LayerFisher
-    from gradkeep.factors.kronecker import Basis
+    from gradkeep.factors.kronecker._basis import Basis
     from gradkeep.query import Gradients
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from gradkeep.errors import AttributionError
-from gradkeep.factors import RESTORED, ConvolutionRows, OuterRows
-from gradkeep.query import memory_shares as divided
+from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._convolution import ConvolutionRows
+from gradkeep.factors._outer import OuterRows
+from gradkeep.query._engine import memory_shares as divided
 from gradkeep.store import CaptureKey
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.factors import AnyForm, GradientRows
+    from gradkeep.factors._form import AnyForm, GradientRows
     from gradkeep.query import Gradients
 
 

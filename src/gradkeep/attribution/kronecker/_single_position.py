@@ -10,14 +10,14 @@ from torch import Tensor
 
 from gradkeep.attribution.kronecker._coordinates import turned_factors
 from gradkeep.attribution.kronecker._row_parts import only_layer, row_parts
-from gradkeep.factors.kronecker import MatrixBasis
-from gradkeep.query import DEFAULT_BUDGET
+from gradkeep.factors.kronecker._basis import MatrixBasis
+from gradkeep.query._engine import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gradkeep.attribution.kronecker._fisher import Damping, LayerFisher
-    from gradkeep.factors import OuterRows
+    from gradkeep.factors._outer import OuterRows
     from gradkeep.query import Gradients
 
 NEGLIGIBLE = 1e-3

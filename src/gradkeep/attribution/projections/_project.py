@@ -13,8 +13,10 @@ from gradkeep.attribution.projections._flat_sketches import DenseMatrix, Project
 from gradkeep.attribution.projections._projection import require_finite, require_room
 from gradkeep.attribution.projections._sketch import FLAT, GradientSketch, sketch_of
 from gradkeep.errors import AttributionError
-from gradkeep.factors import CACHED, Spans, row_of, tiles, widened
-from gradkeep.query import memory_shares
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._form import widened
+from gradkeep.factors._ragged import Spans, row_of
+from gradkeep.query._engine import memory_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 
     from gradkeep.attribution.projections._projection import Projection
     from gradkeep.attribution.projections._tensor_sketch import SketchWay, TensorSketch
-    from gradkeep.factors import AnyForm, GradientRows, OuterProducts
-    from gradkeep.query import FactorBatch, Gradients
+    from gradkeep.factors._form import AnyForm, GradientRows, OuterProducts
+    from gradkeep.query import Gradients
+    from gradkeep.query._gradients import FactorBatch
 
 _BUFFERS = 6
 """Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
@@ -47,7 +50,7 @@ def project(
     the cheaper of a weight's values and two transforms of k numbers a position.
 
     >>> import gradkeep as gk, tempfile
-    >>> from gradkeep.attribution.projections import Projection
+    >>> from gradkeep.attribution.projections._projection import Projection
     >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
     >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
     >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
@@ -148,7 +151,7 @@ def project_dense(
     """The projections `[B, k]` of flat gradients `[B, P]`; `auto` folds them.
 
     >>> import torch
-    >>> from gradkeep.attribution.projections import Projection
+    >>> from gradkeep.attribution.projections._projection import Projection
     >>> x = torch.sin(torch.arange(20_000.0)).view(2, 10_000)
     >>> low = project_dense(x, Projection(dim=1000))
     >>> bool((low.norm(dim=1) / x.norm(dim=1) - 1).abs().max() < 0.1)
@@ -244,8 +247,9 @@ def project_rows(
     whole gradient. `way` forces how a TensorSketch is computed, else the cheapest is taken.
 
     >>> import torch
-    >>> from gradkeep.attribution.projections import Projection
-    >>> from gradkeep.factors import Outer, OuterRows, Parameter
+    >>> from gradkeep.attribution.projections._projection import Projection
+    >>> from gradkeep.factors._outer import Outer, OuterRows
+    >>> from gradkeep.factors._form import Parameter
     >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
     >>> rows = OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
     >>> project_rows(form, rows, Projection(dim=8)).abs().sum()

@@ -17,13 +17,13 @@ import torch
 
 from gradkeep.attribution.projections import _random
 from gradkeep.attribution.projections._flat_sketches import folded
-from gradkeep.factors import sum_rows
+from gradkeep.factors._ragged import sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution.projections._flat_sketches import ProjectionSum
-    from gradkeep.factors import Spans
+    from gradkeep.factors._ragged import Spans
 
 SketchWay = Literal["matrix", "blocks", "spectrum"]
 _FEW = 1 << 14

@@ -12,12 +12,13 @@ from gradkeep.attribution.projections import _random
 from gradkeep.attribution.projections._project import tiling
 from gradkeep.attribution.projections._projection import require_finite, whole
 from gradkeep.errors import AttributionError
-from gradkeep.factors import CACHED, pad, tiles
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._ragged import pad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors import AnyForm, GradientRows, OuterProducts, Parameter
+    from gradkeep.factors._form import AnyForm, GradientRows, OuterProducts, Parameter
     from gradkeep.query import Gradients
 
 
@@ -28,7 +29,7 @@ class TwoSided:
     A side that is not longer than that is kept as it is. The columns are the layer's inputs with
     its bias behind them (of weights that are laid out the other way, its outputs).
 
-    >>> from gradkeep.factors import Parameter
+    >>> from gradkeep.factors._form import Parameter
     >>> TwoSided(32, 32).width((Parameter("w", (256, 64)), Parameter("b", (256,))))
     1024
     """

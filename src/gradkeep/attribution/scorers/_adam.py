@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing import AdamState
-    from gradkeep.factors import AnyForm
+    from gradkeep.capturing._adam import AdamState
+    from gradkeep.factors._form import AnyForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class AdamOptions:
     """What `adam` must be told."""
 
     state: Any = None
-    """A `gk.capturing.AdamState`, from `gk.capturing.read_adam`; of the checkpoint that is asked."""
+    """A `gk.capturing.AdamState`, from `gk.read_adam`; of the checkpoint that is asked."""
 
 
 def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
-    from gradkeep.capturing import AdamState
+    from gradkeep.capturing._adam import AdamState
 
     budget = at.question.memory_budget
     limit = None if budget is None else parse_bytes(budget)
@@ -37,7 +37,7 @@ def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
         raise AttributionError(
             "adam needs the optimizer's second moments",
             found=type(options.state).__name__,
-            fix="pass state=gk.capturing.read_adam(optimizer.state_dict() or a Trainer's folder, model)",
+            fix="pass state=gk.read_adam(optimizer.state_dict() or a Trainer's folder, model)",
         )
     state: AdamState = options.state
     roots = {layer: _roots(state, form) for layer, form in at.train().forms.items()}

@@ -10,12 +10,14 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker import DECADES, Damping, has_single_position
+from gradkeep.attribution.kronecker._fisher import DECADES, Damping
 from gradkeep.attribution.kronecker._influence import layer_by_layer
 from gradkeep.attribution.kronecker._row_parts import only_layer, weighted
+from gradkeep.attribution.kronecker._single_position import has_single_position
 from gradkeep.errors import AttributionError
-from gradkeep.factors import Outer
-from gradkeep.query import DEFAULT_BUDGET, Directions
+from gradkeep.factors._outer import Outer
+from gradkeep.query._engine import DEFAULT_BUDGET
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.query import GradientOf, QueryPlan
+    from gradkeep.query._gradients import GradientOf
+    from gradkeep.query._planner import QueryPlan
 
 
 def _prepare_dot(at: CheckpointView, options: NoOptions) -> Scorer:

@@ -10,13 +10,15 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.curvature import CurvatureOptions, conjugate_gradients, curvature, lanczos
-from gradkeep.attribution.kernels import WeightedKernel
+from gradkeep.attribution.curvature._iterative import conjugate_gradients, lanczos
+from gradkeep.attribution.curvature._operator import CurvatureOptions, curvature
+from gradkeep.attribution.kernels._weighted import WeightedKernel
 from gradkeep.attribution.kronecker._row_parts import only_layer
 from gradkeep.attribution.projections import _random
 from gradkeep.attribution.scorers._solved_scores import solved_scores
 from gradkeep.errors import AttributionError, BudgetError
-from gradkeep.query import DEFAULT_BUDGET, Directions
+from gradkeep.query._engine import DEFAULT_BUDGET
+from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
     from torch import Tensor

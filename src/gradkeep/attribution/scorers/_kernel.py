@@ -11,12 +11,9 @@ from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution._sketch_agreement import sketch_agreement
 from gradkeep.attribution._solve import by_features, mean_square, relative_damping
-from gradkeep.attribution.kernels import (
-    WAYS,
-    KernelWay,
-    WeightedKernel,
-)
-from gradkeep.attribution.projections import Projection
+from gradkeep.attribution.kernels._choice import WAYS, KernelWay
+from gradkeep.attribution.kernels._weighted import WeightedKernel
+from gradkeep.attribution.projections._projection import Projection
 from gradkeep.attribution.scorers._solved_scores import solved_scores
 from gradkeep.errors import AttributionError
 

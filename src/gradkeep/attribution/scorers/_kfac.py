@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker import DECADES, Damping, FisherFit, fisher
+from gradkeep.attribution.kronecker._fisher import DECADES, Damping
+from gradkeep.attribution.kronecker._fit import FisherFit, fisher
 from gradkeep.attribution.kronecker._influence import influence
 from gradkeep.attribution.kronecker._row_parts import fisher_gradients
 from gradkeep.attribution.scorers._gradient_products import cosines, products

@@ -11,10 +11,10 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._kept_rows import KeptRows
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._solve import by_features
-from gradkeep.attribution.kronecker import DECADES, Damping
+from gradkeep.attribution.kronecker._fisher import DECADES, Damping
 from gradkeep.attribution.kronecker._influence import layer_by_layer
 from gradkeep.attribution.kronecker._row_parts import only_layer
-from gradkeep.attribution.projections import TwoSided, two_sided
+from gradkeep.attribution.projections._two_sided import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:

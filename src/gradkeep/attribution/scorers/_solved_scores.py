@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradkeep.attribution._method import Scorer
-from gradkeep.attribution.kernels import ParameterSolver, kernel_solver
+from gradkeep.attribution.kernels._choice import kernel_solver
+from gradkeep.attribution.kernels._parameters import ParameterSolver
 from gradkeep.attribution.kronecker._row_parts import dense_rows
 from gradkeep.attribution.scorers._gradient_products import products
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.attribution.kernels import KernelWay, WeightedKernel
-    from gradkeep.query import GradientOf
+    from gradkeep.attribution.kernels._choice import KernelWay
+    from gradkeep.attribution.kernels._weighted import WeightedKernel
+    from gradkeep.query._gradients import GradientOf
 
 
 def solved_scores(

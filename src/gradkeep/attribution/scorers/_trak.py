@@ -11,7 +11,7 @@ from gradkeep.attribution._kernel_weights import LossSlopes, ScoreTarget, loss_s
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
 from gradkeep.attribution._solve import by_features, mean_square, relative_damping
-from gradkeep.attribution.projections import Projection, ProjectionKind
+from gradkeep.attribution.projections._projection import Projection, ProjectionKind
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep._ranks import rank_correlation
-from gradkeep.factors import (
-    PACKED,
-    BitRows,
-    Bits,
-    bit_scales,
-    packed_bits,
-    pairwise,
-)
+from gradkeep.factors._arithmetic import pairwise
+from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,7 +19,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.coordinates._choice import ChosenCoordinates, LeadingLayer
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import LayerProjection
+    from gradkeep.factors._projection import LayerProjection
 
 _MOST, _LEAST = 16, 8
 _HELD = 512 << 20

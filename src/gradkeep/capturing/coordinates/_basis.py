@@ -13,7 +13,8 @@ import xxhash
 
 import gradkeep.store as gs
 from gradkeep.errors import CaptureError, NotSealed
-from gradkeep.factors import BlockProjection, LayerProjection, bits_told
+from gradkeep.factors._bits import bits_told
+from gradkeep.factors._projection import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,10 @@ import xxhash
 
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.errors import CaptureError
-from gradkeep.factors import BlockProjection, LayerProjection
-from gradkeep.factors.kronecker import WIDE, MatrixMoments, leading
+from gradkeep.factors._projection import BlockProjection, LayerProjection
+from gradkeep.factors.kronecker._basis import leading
+from gradkeep.factors.kronecker._moments import MatrixMoments
+from gradkeep.factors.kronecker._patch_moments import WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.coordinates._moments import Moments, MomentsSoon
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import AnyForm, WeightBlock
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors._weights import WeightBlock
 
     BlockSize = tuple[int, int, int]
     """Groups, rows and columns of a weight."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.factors import AnyForm
+    from gradkeep.factors._form import AnyForm
     from gradkeep.store import BasisKey, Store
 
 

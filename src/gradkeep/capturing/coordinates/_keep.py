@@ -12,7 +12,7 @@ from gradkeep._annotations import check_fields
 from gradkeep._arguments import count, number, one_of, optional
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, CaptureError
-from gradkeep.factors import MOST_IN_GROUP, BitWidth
+from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
 
 CoordinateKind = Literal["eigen", "random", "sketch"]
 """Whitened coordinates in eigenbases; both sides of every weight by normal matrices (LoGra); or by

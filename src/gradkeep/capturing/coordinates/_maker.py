@@ -17,15 +17,8 @@ from gradkeep.capturing._row_making import MadeRows
 from gradkeep.capturing._row_values import measured_values, seeing_outputs, vectors
 from gradkeep.capturing._tracer import DENSE_RULES
 from gradkeep.capturing.rules._gradients import LayerGradients
-from gradkeep.factors import (
-    PACKED,
-    BitRows,
-    Bits,
-    Dense,
-    DenseRows,
-    bit_scales,
-    packed_bits,
-)
+from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
+from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,7 +32,9 @@ if TYPE_CHECKING:
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors import AnyForm, BitWidth, LayerProjection
+    from gradkeep.factors._bits import BitWidth
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors._projection import LayerProjection
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Encoding
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing.rules._gradients import LayerGradients
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Dense, DenseRows, WeightMatrix
-from gradkeep.factors.kronecker import VectorMoments, matrix_moments
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._weights import WeightMatrix
+from gradkeep.factors.kronecker._moments import VectorMoments, matrix_moments
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
-    from gradkeep.factors import AnyForm
-    from gradkeep.factors.kronecker import MatrixMoments
+    from gradkeep.factors._form import AnyForm
+    from gradkeep.factors.kronecker._moments import MatrixMoments
 
     Moments = MatrixMoments | VectorMoments
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep.capturing._batches import rows_of
 from gradkeep.capturing.rules._gradients import LayerGradients, possible
-from gradkeep.factors import Dense, DenseRows
+from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,14 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
-from gradkeep.factors import Convolution, ConvolutionRows, Dense, DenseRows
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._dense import Dense, DenseRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.factors import Parameter
+    from gradkeep.factors._form import Parameter
 
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

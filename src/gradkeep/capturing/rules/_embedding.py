@@ -11,7 +11,9 @@ from torch import nn
 from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
 from gradkeep.capturing.rules._linear import linear_gradients
 from gradkeep.errors import CaptureError
-from gradkeep.factors import Lookup, LookupRows, Outer, OuterRows, Tied, TiedRows
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied, TiedRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing.rules._gradients import SampleAxis
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors import Parameter
+    from gradkeep.factors._form import Parameter
 
 
 def is_embedding(module: nn.Module) -> bool:

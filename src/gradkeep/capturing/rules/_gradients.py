@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gradkeep.factors import AnyForm, GradientRows
+    from gradkeep.factors._form import AnyForm, GradientRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

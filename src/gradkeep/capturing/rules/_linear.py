@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
-from gradkeep.factors import Outer, OuterRows
+from gradkeep.factors._outer import Outer, OuterRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.factors import Parameter
+    from gradkeep.factors._form import Parameter
 
 
 def is_linear(module: nn.Module) -> bool:

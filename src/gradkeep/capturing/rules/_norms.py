@@ -13,14 +13,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradkeep.capturing.rules._gradients import LayerGradients, by_sample, runs_as
-from gradkeep.factors import Dense, DenseRows, widened
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import widened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.factors import Parameter
+    from gradkeep.factors._form import Parameter
 
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

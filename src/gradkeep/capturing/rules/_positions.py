@@ -10,7 +10,8 @@ from torch import nn
 from gradkeep.capturing.rules._gradients import by_sample
 from gradkeep.capturing.rules._linear import is_linear, linear_gradients
 from gradkeep.capturing.rules._norms import norm_terms
-from gradkeep.factors import Lookup, LookupRows, widened
+from gradkeep.factors._form import widened
+from gradkeep.factors._lookup import Lookup, LookupRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -63,7 +63,7 @@ def register_layer_rule(rule: LayerRule) -> None:
     """Let `gk.capture` keep modules that the rule knows by it; the rule registered last is asked first.
 
     >>> import torch
-    >>> from gradkeep.capturing import LayerRule, layer_rules, register_layer_rule
+    >>> from gradkeep.capturing.rules._rules import LayerRule, layer_rules, register_layer_rule
     >>> [rule.name for rule in layer_rules()][-4:]
     ['linear', 'convolution', 'embedding', 'norm']
     """

@@ -10,7 +10,7 @@ from torch import nn
 from gradkeep.capturing.rules._embedding import is_embedding
 from gradkeep.capturing.rules._gradients import runs_as
 from gradkeep.capturing.rules._rules import rule_for
-from gradkeep.factors import Parameter
+from gradkeep.factors._form import Parameter
 
 if TYPE_CHECKING:
     import builtins

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the module that is named first with the rest of the arguments."""
-    from gradkeep.datamodels.study import offer_aliases
+    from gradkeep.datamodels.study._contract import offer_aliases
 
     if not arguments or arguments[0].startswith("-"):
         raise StudyError(

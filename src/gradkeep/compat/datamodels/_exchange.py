@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep.compat.datamodels._npy_folder import NpyFolder, mapped, spec_of
-from gradkeep.datamodels.fitting import open_store
-from gradkeep.datamodels.study import MODELS, Spec, initialize, models_of
+from gradkeep.datamodels.fitting._result import open_store
+from gradkeep.datamodels.study._contract import MODELS, initialize, models_of
+from gradkeep.datamodels.study._spec import Spec
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:

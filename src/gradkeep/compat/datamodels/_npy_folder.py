@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from gradkeep.datamodels.study import COMPLETED, Field, Spec, check_returned, logdir_of
+from gradkeep.datamodels.study._contract import logdir_of
+from gradkeep.datamodels.study._spec import COMPLETED, Field, Spec, check_returned
 from gradkeep.errors import StudyError, WriteFailed
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:
-    from gradkeep.datamodels.fitting import PenaltyStep
+    from gradkeep.datamodels.fitting._path import PenaltyStep
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 ROWS = 10_000

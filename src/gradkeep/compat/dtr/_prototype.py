@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import heuristic
-from gradkeep.remat.simulator import SampledHeuristic
+from gradkeep.remat.simulator._heuristics import SampledHeuristic
 
 if TYPE_CHECKING:
     import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat import Recorder
-    from gradkeep.remat.online import OnlineRuntime
+    from gradkeep.remat.online._runtime import OnlineRuntime
 
 DEFAULT_LOG = "default.log"
 
@@ -119,7 +119,7 @@ def set_memory_budget(budget: float | str | None) -> None:
     clear_checkpointpool()
     if size is None:
         return
-    from gradkeep.remat.online import OnlineRuntime  # loads torch
+    from gradkeep.remat.online._runtime import OnlineRuntime  # loads torch
 
     STATE.chooser = SampledHeuristic(heuristic("dtr-eq"))
     _look()

@@ -7,14 +7,15 @@ from gradkeep.compat.metastore._layers import unwrap
 
 if TYPE_CHECKING:
     from gradkeep.compat.metastore._models import Customized_Bert_Model
-    from gradkeep.data import VGG16, ResNet50
+    from gradkeep.data.architectures._resnets import ResNet50
+    from gradkeep.data.architectures._small import VGG16
 else:  # the classes need torch; a type checker would take every name for one that may exist
     __getattr__ = lazy_names(
         __name__,
         {
             "Customized_Bert_Model": "gradkeep.compat.metastore._models",
-            "ResNet50": "gradkeep.data",
-            "VGG16": "gradkeep.data",
+            "ResNet50": "gradkeep.data.architectures._resnets",
+            "VGG16": "gradkeep.data.architectures._small",
         },
     )
 

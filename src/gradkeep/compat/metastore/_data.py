@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.compat.metastore._wordpiece import WordPiece
-from gradkeep.data import Scaling, dataset, load_cifar10
+from gradkeep.data import dataset, load_cifar10
+from gradkeep.data._examples import Scaling
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:

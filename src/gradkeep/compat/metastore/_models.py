@@ -7,8 +7,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import gradkeep as gk
-from gradkeep.capturing import load_weights, put_weights
-from gradkeep.data import BertClassifier, model
+from gradkeep.capturing._weights import load_weights, put_weights
+from gradkeep.data import model
+from gradkeep.data.architectures._transformers import BertClassifier
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:

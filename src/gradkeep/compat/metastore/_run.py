@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 import gradkeep as gk
-from gradkeep.capturing import fingerprint_weights
+from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.compat.metastore._data import DataSource
 from gradkeep.compat.metastore._layers import target_layers
 from gradkeep.compat.metastore._models import build_model, choose_gradients
@@ -40,7 +40,7 @@ class _Side:
     split: str
     data: Any
     positions: range | tuple[int, ...]
-    key: gk.CaptureKey
+    key: gk.store.CaptureKey
 
 
 def run(experiment: MetaStoreExperiment) -> Path:
@@ -192,7 +192,9 @@ def _side(
         split,
         data,
         positions,
-        gk.CaptureKey(f"epoch-{experiment.target_epoch}", split, experiment.name or "main", name),
+        gk.store.CaptureKey(
+            f"epoch-{experiment.target_epoch}", split, experiment.name or "main", name
+        ),
     )
 
 

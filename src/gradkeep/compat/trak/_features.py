@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution import (
+from gradkeep.attribution._solve import (
     StreamedRows,
     add_damped_scores,
     add_products,

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as gs
-from gradkeep.attribution import Scores
+from gradkeep.attribution._scores import Scores
 from gradkeep.errors import AttributionError
-from gradkeep.factors import Dense, Parameter, form_to_fields
+from gradkeep.factors._dense import Dense
+from gradkeep.factors._form import Parameter, form_to_fields
 
 if TYPE_CHECKING:
     import os

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gradkeep.attribution import StreamedRows
+    from gradkeep.attribution._solve import StreamedRows
     from gradkeep.compat.trak._features import Ridge
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution import StreamedRows
+    from gradkeep.attribution._solve import StreamedRows
     from gradkeep.compat.trak._assigned_rows import OverlaidRows
     from gradkeep.compat.trak._results import Ids, Mask
 

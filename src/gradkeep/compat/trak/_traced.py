@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution import project_layers
-from gradkeep.capturing import CaptureSettings, Measured, Task, prepare_capture, rows_at_once
+from gradkeep.attribution.projections._project import project_layers
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
+from gradkeep.capturing._footprint import rows_at_once
+from gradkeep.capturing.tasks._task import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.errors import CaptureError
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing import LayerGradients, PreparedCapture
+    from gradkeep.capturing._first_batch import PreparedCapture
+    from gradkeep.capturing.rules._gradients import LayerGradients
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector
 

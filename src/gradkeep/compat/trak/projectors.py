@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution import (
-    Projection,
+from gradkeep.attribution.projections._project import (
     project_dense,
     project_parameters,
     signs_or_normals,
 )
+from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat.trak.utils import vectorize
 
 if TYPE_CHECKING:

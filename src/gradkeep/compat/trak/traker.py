@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep.capturing import fingerprint_weights
+from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.compat.trak._arguments import (
     chosen_parameters,
     described,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.attribution import Scores
+    from gradkeep.attribution._scores import Scores
     from gradkeep.compat.trak.gradient_computers import AbstractGradientComputer
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector

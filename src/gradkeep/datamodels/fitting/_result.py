@@ -11,7 +11,6 @@ import numpy as np
 
 import gradkeep.store as stores
 from gradkeep._annotations import checked
-from gradkeep._public import renamed_attribute
 from gradkeep.datamodels.fitting._correlation import Correlation, correlation
 from gradkeep.datamodels.fitting._counts import Counts
 from gradkeep.datamodels.fitting._masks import AnyArray, Masks
@@ -67,8 +66,6 @@ class Datamodels:
     """`[t]`, what the prior's scores were multiplied by; 0 if they pointed the wrong way."""
     prior: AnyArray | None = field(default=None, repr=False)
     counts: Counts | None = field(default=None, repr=False)
-
-    recipe = renamed_attribute("recipe", "options")
 
     def __post_init__(self) -> None:
         for array in (self.weights, self.bias, self.lam, self.gap):

@@ -16,10 +16,12 @@ from gradkeep._surroundings import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import SchemaMismatch, StudyError
+from gradkeep.farm._progress import Progress, progress_of, recent_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gradkeep.farm._run import Engine, Outcome
     from gradkeep.store import Rows, RowState, Store
 
 MODELS = "models"
@@ -32,7 +34,7 @@ _WORKERS = "workers"
 class Status:
     """How far a set of models is."""
 
-    progress: farm.Progress
+    progress: Progress
     states: tuple[RowState, ...]
     spec: Spec
 
@@ -81,11 +83,11 @@ def work(
     arguments: Sequence[str] = (),
     folder: str | None = None,
     workers: int | None = None,
-    engine: farm.Engine | None = None,
-    progress: Callable[[farm.Progress], None] | None = None,
+    engine: Engine | None = None,
+    progress: Callable[[Progress], None] | None = None,
     aliases: Sequence[tuple[str, str]] = (),
     **limits: Any,
-) -> farm.Outcome:
+) -> Outcome:
     """Call `main(*_, index, logdir)` of a module for every model that is not done.
 
     `arguments` is what `main` finds in `sys.argv`; `folder` is where the models' own folders are,
@@ -117,9 +119,9 @@ def status(
     store = open_store(store, create=False)
     rows = models_of(store, name)
     states = rows.states(max_attempts=max_attempts)
-    rate = farm.recent_rate(store, rows)
+    rate = recent_rate(store, rows)
     running = any(state.state == "leased" for state in states)
-    found = farm.progress_of(states, rate=rate if running else None)
+    found = progress_of(states, rate=rate if running else None)
     return Status(found, tuple(states), Spec.of_schema(rows.schema, rows.num_rows))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -40,34 +39,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from gradkeep.capturing import Captured, Task
+    from gradkeep.capturing._report import Captured
+    from gradkeep.capturing.tasks._task import Task
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._result import Datamodels
+    from gradkeep.farm._run import Outcome
     from gradkeep.store import Rows, Store
 
 
 _RESERVED = ("checkpoint", "checkpoints", "run", "split")
 _RETRAINED = ".removals."
 """Stands between a study's name and the digest of the masks that were trained beside it."""
-_Given = ParamSpec("_Given")
-
-
-def _store_first(init: Callable[_Given, None]) -> Callable[_Given, None]:
-    """Take what earlier versions took as well, `Study(dataset, train_fn, store=...)`."""
-
-    @functools.wraps(init)
-    def begin(study: Any, *given: Any, **options: Any) -> None:
-        if "store" in options and given:
-            warnings.warn(
-                "Study(dataset, train_fn, store=...) is now Study(store, dataset, train_fn, ...); "
-                "the old order goes away in the next version",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            given = (options.pop("store"), *given)
-        cast("Any", init)(study, *given, **options)
-
-    return cast("Callable[_Given, None]", begin)
 
 
 class Study:
@@ -93,7 +75,6 @@ class Study:
     (True, (4, 6), (4, 6))
     """
 
-    @_store_first
     @checked(StudyError)
     def __init__(
         self,
@@ -163,7 +144,7 @@ class Study:
         return rows
 
     @checked(StudyError)
-    def run(self, *, workers: int | None = None, **options: Any) -> farm.Outcome:
+    def run(self, *, workers: int | None = None, **options: Any) -> Outcome:
         """Train what is not trained yet; `options` are those of `gradkeep.farm.run`."""
         if self.job.stacked:
             options.setdefault("batch", MANY)
@@ -246,7 +227,9 @@ class Study:
             raise StudyError(
                 "this output does not say which examples it is about", fix="pass them as test="
             )
-        from gradkeep.capturing import Captured, Classification, capture
+        from gradkeep.capturing._capture import capture
+        from gradkeep.capturing._report import Captured
+        from gradkeep.capturing.tasks._supervised import Classification
 
         taken = [name for name in _RESERVED if name in options]
         if taken:

@@ -13,7 +13,7 @@ from gradkeep.factors.kronecker._patch_moments import even
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors import WeightMatrix, WeightVector
+    from gradkeep.factors._weights import WeightMatrix, WeightVector
 
 _MORE, _PASSES = 16, 4
 """More vectors than are wanted, and how often they are multiplied: enough for what is damped anyway."""

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.factors import CACHED, WHOLE, row_of, spans, tiles
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._dense import WHOLE
+from gradkeep.factors._ragged import row_of, spans
 from gradkeep.factors.kronecker._patch_moments import (
     PatchMoments,
     PixelMoments,
@@ -21,15 +23,11 @@ from gradkeep.factors.kronecker._shift_moments import ShiftMoments
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors import (
-        AnyForm,
-        ConvolutionRows,
-        GradientRows,
-        LookupRows,
-        OuterRows,
-        WeightMatrix,
-        WeightVector,
-    )
+    from gradkeep.factors._convolution import ConvolutionRows
+    from gradkeep.factors._form import AnyForm, GradientRows
+    from gradkeep.factors._lookup import LookupRows
+    from gradkeep.factors._outer import OuterRows
+    from gradkeep.factors._weights import WeightMatrix, WeightVector
     from gradkeep.factors.kronecker._row_space import EigenSide
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors import Convolution
+    from gradkeep.factors._convolution import Convolution
 
 
 WIDE = 4096

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors import Convolution
+    from gradkeep.factors._convolution import Convolution
 
 _SUMMED = 1 << 15
 

@@ -21,7 +21,7 @@ from gradkeep.remat.planned._trace import same_step, with_constant
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.remat.online import OnlineReport, OnlineRuntime
+    from gradkeep.remat.online._runtime import OnlineReport, OnlineRuntime
     from gradkeep.remat.planned._batch_shapes import Shapes
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
@@ -436,7 +436,7 @@ class OnlineFallback:
 
     def enter(self) -> OnlineRuntime:
         """The runtime, switched on."""
-        from gradkeep.remat.online import OnlineRuntime
+        from gradkeep.remat.online._runtime import OnlineRuntime
 
         if self._online is None:
             self._online = OnlineRuntime(heuristic=self._settings.heuristic)

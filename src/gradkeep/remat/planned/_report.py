@@ -15,7 +15,7 @@ from gradkeep.remat.planned._planner import floor_of
 from gradkeep.remat.planned._search import search_plan
 
 if TYPE_CHECKING:
-    from gradkeep.remat.online import OnlineReport
+    from gradkeep.remat.online._runtime import OnlineReport
     from gradkeep.remat.planned._plan_cache import StepPlan
     from gradkeep.remat.planned._planner import BudgetSettings, StepPlanner
 

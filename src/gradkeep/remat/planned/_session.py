@@ -32,7 +32,7 @@ from gradkeep.remat.tracing._tensors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.remat.online import OnlineRuntime
+    from gradkeep.remat.online._runtime import OnlineRuntime
     from gradkeep.remat.planned._batch_shapes import Shapes
     from gradkeep.remat.planned._plan_cache import StepPlan
     from gradkeep.remat.planned._planner import StepPlanner

@@ -36,8 +36,8 @@ def zarr_view(block: Block, name: str) -> Any:
 
     >>> import gradkeep as gk
     >>> store = gk.open(gk.store.Memory())
-    >>> key = gk.CaptureKey(checkpoint="final", split="train")
-    >>> with store.write(key, gk.Schema((gk.Array("loss"),), rows_per_segment=2)) as writer:
+    >>> key = gk.store.CaptureKey(checkpoint="final", split="train")
+    >>> with store.write(key, gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=2)) as writer:
     ...     writer.append([0, 1, 2], {"loss": [0.5, 2.0, 4.0]})
     >>> view = zarr_view(store.read(key), "loss")
     >>> view.shape, view.chunks, view[1:]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from gradkeep._public import renamed_attribute
 from gradkeep.errors import Damaged, GradkeepError
 from gradkeep.store._keys import (
     BASES,
@@ -156,8 +155,6 @@ class BlockFacts:
     fingerprints: Mapping[str, str | int | float | bool | None]
     layers: tuple[LayerFacts, ...]
     arrays: tuple[Array, ...]
-
-    place = renamed_attribute("place", "address")
 
     @property
     def kind(self) -> BlockKind:

@@ -23,9 +23,9 @@ from gradkeep.compat.dtr.experiments._trial import (
     TrialWork,
     known_placement,
 )
-from gradkeep.data import checked_sizes, default_sizes, published_sizes
+from gradkeep.data.architectures._catalog import checked_sizes, default_sizes, published_sizes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.simulator import heuristic
+from gradkeep.remat.simulator._heuristics import heuristic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep.compat.dtr.experiments._trial import SEGMENTS
-from gradkeep.data import build
+from gradkeep.data.architectures._catalog import build
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import memory_budget, record
-from gradkeep.remat.online import OnlineRuntime
-from gradkeep.remat.simulator import SampledHeuristic
-from gradkeep.remat.simulator import heuristic as heuristic_named
+from gradkeep.remat.online._runtime import OnlineRuntime
+from gradkeep.remat.simulator._heuristics import SampledHeuristic
+from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradkeep.compat.dtr.experiments._trial import TrialWork
-    from gradkeep.data import Workload
+    from gradkeep.data.architectures._catalog import Workload
 
     Step = Callable[[], object]
     from collections.abc import Iterator

@@ -33,14 +33,15 @@ from gradkeep.compat.dtr.experiments._trial import (
 )
 from gradkeep.compat.dtr.experiments._work import TrialJob, TrialTask
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator import own_heuristics
+from gradkeep.remat.simulator._heuristics import own_heuristics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from gradkeep.compat.dtr.experiments._config import DtrExperiment
     from gradkeep.compat.dtr.experiments._trial import Trial, TrialWork
-    from gradkeep.remat.simulator import SweepRow
+    from gradkeep.farm._progress import Progress
+    from gradkeep.remat.simulator._sweep import SweepRow
 
 Result = dict[str, Any]
 _TOOK_TOO_LONG = re.compile(
@@ -292,7 +293,7 @@ def run_tasks(
     asked = {task.fields.get("asked", {}).get("heuristic") for task in tasks}
     own = {name: make for name, make in own_heuristics().items() if name in asked}
 
-    def look(seen: farm.Progress) -> None:
+    def look(seen: Progress) -> None:
         progress(seen.done + seen.failed)
         if stop_at_failure and seen.failed:
             raise _FirstFailure

@@ -14,13 +14,14 @@ from gradkeep._budgets import format_bytes
 from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtra
-from gradkeep.remat.simulator import MARKERS, PictureStyle, SweepRow, draw_sweep
+from gradkeep.remat.simulator._picture import MARKERS, PictureStyle, draw_sweep
+from gradkeep.remat.simulator._sweep import SweepRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from gradkeep.remat.simulator import RowSource
+    from gradkeep.remat.simulator._sweep import RowSource
 
 _SOURCES: dict[str, RowSource] = {
     "simrd": "simulated",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gradkeep.remat.simulator import Policy
+    from gradkeep.remat.simulator._core import Policy
 
 Type = Literal["baseline", "simrd", "optimal", "dtr", "planned", "checkpoint"]
 TYPES: tuple[Type, ...] = ("baseline", "simrd", "optimal", "dtr", "planned", "checkpoint")

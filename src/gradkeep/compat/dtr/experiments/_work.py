@@ -17,7 +17,7 @@ import numpy as np
 
 from gradkeep.compat.dtr.experiments._trial import SIMULATED, TrialWork, write_result
 from gradkeep.remat import heuristic, heuristics, read_log, register, simulate, unlimited_peak
-from gradkeep.remat.simulator import optimum_point
+from gradkeep.remat.simulator._optimal import optimum_point
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

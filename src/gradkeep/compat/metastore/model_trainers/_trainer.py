@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from gradkeep.capturing import to_device
+from gradkeep.capturing._batches import to_device
 from gradkeep.compat.metastore._config import OWN_CHECKPOINTS
 from gradkeep.compat.metastore._models import default_sizes
 from gradkeep.data import model
@@ -118,7 +118,7 @@ def _parts(network: nn.Module, batch: Any) -> tuple[tuple[torch.Tensor, ...], to
 
 def _begin(network: nn.Module, path: str) -> None:
     """Begin with the weights of a file; those of torchvision's ResNet-50 go below `model_base`."""
-    from gradkeep.capturing import load_weights, put_weights
+    from gradkeep.capturing._weights import load_weights, put_weights
 
     own = network.state_dict()
     state = dict(load_weights(path))
