@@ -10,7 +10,7 @@ import pytest
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat.simulator import _picture, _sweep
-from gradkeep.remat.simulator._log_list import find_logs
+from gradkeep.remat.simulator._figures import find_logs
 from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
 from gradkeep.remat.simulator._sweep import SweepCase, read_table, run_case, sweep, sweep_cases
 
@@ -219,8 +219,7 @@ def test_figures_command_draws_all_figures_of_a_folder(tmp_path):
         ("dtr-union", "banish", True),
         ("dtr", "eager", False),
     }
-    counted = {row.heuristic for row in rows if row.accesses is not None}
-    assert counted == {"dtr", "dtr-eq", "dtr-local"}
+    assert all(row.accesses for row in rows)
     assert {row.seed for row in rows if row.heuristic == "random"} == set(range(10))
     assert [row.case for row in rows] == list(dict.fromkeys(row.case for row in rows))
 

@@ -70,8 +70,9 @@ def simulate(
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
     """
     from gradkeep._budgets import format_bytes
-    from gradkeep.remat import Timeline, read_log, unlimited_peak
+    from gradkeep.remat import read_log, unlimited_peak
     from gradkeep.remat import simulate as run
+    from gradkeep.remat.simulator._simulate import Timeline
 
     input_file(log, error=RematError)
     if timeline is not None:

@@ -163,8 +163,7 @@ def banish(
 
     The curves are the paper's: dtr-union that banishes, dtr that evicts at once, dtr without releases.
     """
-    from gradkeep.remat.simulator._log_list import find_logs
-    from gradkeep.remat.simulator._paper import DEAD_CURVES, PaperFigure, dead_style
+    from gradkeep.remat.simulator._figures import DEAD_CURVES, PaperFigure, dead_style, find_logs
 
     for log in logs:
         input_file(log, error=RematError)
@@ -189,8 +188,7 @@ def figures(
     Random choices are drawn as mean and range of ten seeds, accesses are counted as the original
     counts them. Writes figures.csv and one picture each as .png, .svg and .html.
     """
-    from gradkeep.remat.simulator._log_list import find_logs
-    from gradkeep.remat.simulator._paper import paper_figures
+    from gradkeep.remat.simulator._figures import find_logs, paper_figures
     from gradkeep.remat.simulator._picture import draw_sweep
     from gradkeep.remat.simulator._sweep import sweep
 

@@ -18,7 +18,7 @@ from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.compat.dtr.experiments._tables import batch_size_lines, write_graphs
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.remat.simulator._log_list import find_logs
+from gradkeep.remat.simulator._figures import find_logs
 
 SMALL = {"length": 6, "in_dim": 4, "mem_dim": 8}
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.remat.simulator._core import TensorNode as Node
-    from gradkeep.remat.simulator._cost_ratio import Heuristic
+    from gradkeep.remat.simulator._heuristics import PoolSample
+    from gradkeep.remat.simulator._neighbourhoods import Heuristic
     from gradkeep.remat.tracing._tensors import Geometry
 
 
@@ -153,9 +154,15 @@ class LiveCore(EvictionCore):
     """
 
     def __init__(
-        self, heuristic: Heuristic, *, budget: float, limit: float, strict: bool = False
+        self,
+        heuristic: Heuristic,
+        *,
+        budget: float,
+        limit: float,
+        strict: bool = False,
+        sample: PoolSample | None = None,
     ) -> None:
-        super().__init__(heuristic, budget=budget, policy="eager")
+        super().__init__(heuristic, budget=budget, policy="eager", sample=sample)
         self.limit = limit
         self.strict = strict
         """Raise where nothing is left to evict."""

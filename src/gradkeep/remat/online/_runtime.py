@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.simulator._core import Storage
     from gradkeep.remat.simulator._core import TensorNode as Node
-    from gradkeep.remat.simulator._cost_ratio import Heuristic
+    from gradkeep.remat.simulator._heuristics import PoolSample
     from gradkeep.remat.tracing._tensors import OperatorSignature
 
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
@@ -103,13 +103,15 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self,
         budget: float = math.inf,
         *,
-        heuristic: str | Heuristic = "dtr-eq",
+        heuristic: str = "dtr-eq",
         limit: float = 4.0,
+        sample: PoolSample | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.budget = budget
         self.heuristic, self.limit = heuristic, limit
+        self._sample = sample
         self.strict = strict
         """Raise where nothing is left to evict, and warn when evicting is given up."""
         self.live = self._new()
@@ -130,9 +132,13 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._pace: Pace | None = Pace()
 
     def _new(self) -> LiveCore:
-        named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
-        chosen: Any = named or self.heuristic
-        return LiveCore(chosen, budget=self.budget, limit=self.limit, strict=self.strict)
+        return LiveCore(
+            heuristic_named(self.heuristic),
+            budget=self.budget,
+            limit=self.limit,
+            strict=self.strict,
+            sample=self._sample,
+        )
 
     def __enter__(self) -> Self:
         # Parameters take their bytes from the beginning, not from when an operator reads them.

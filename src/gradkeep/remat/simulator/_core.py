@@ -21,7 +21,8 @@ from gradkeep.remat.simulator._program import StepKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.remat.simulator._cost_ratio import Heuristic
+    from gradkeep.remat.simulator._heuristics import PoolSample
+    from gradkeep.remat.simulator._neighbourhoods import Heuristic
     from gradkeep.remat.simulator._program import Op, Program
     from gradkeep.remat.simulator._simulate import Timeline
 
@@ -55,6 +56,7 @@ class Storage:
         "group",
         "last_access",
         "locks",
+        "looks",
         "material",
         "number",
         "pinned",
@@ -88,6 +90,8 @@ class Storage:
         """A place for the heuristic's own bookkeeping."""
         self.cached: float | None = None
         """The heuristic's numerator, while it is known."""
+        self.looks = 0
+        """Accesses beside the edges when that is asked for again."""
 
 
 class TensorNode:
@@ -116,9 +120,11 @@ class EvictionCore:
         budget: float = math.inf,
         policy: Policy = "eager",
         remat_limit: float = math.inf,
+        sample: PoolSample | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.heuristic = heuristic
+        self._sample = sample
         self.budget = budget
         self.policy: Policy = policy
         self.remat_limit = remat_limit
@@ -315,7 +321,8 @@ class EvictionCore:
 
     def _victim(self) -> Storage:
         """What the heuristic wants to go; it may be anybody's, so it is checked."""
-        chosen = self.heuristic.choose(self.pool, self.clock)
+        pool = self.pool if self._sample is None else self._sample.of(self.pool)
+        chosen = self.heuristic.choose(pool, self.clock)
         if chosen not in self.pool:
             raise RematError(
                 f"the heuristic {self.heuristic.name!r} chose what may not go",

@@ -17,8 +17,7 @@ import numpy as np
 from gradkeep import _annotations
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra, RematError
-from gradkeep.remat.simulator._baselines import keep_all
-from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked
+from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked, keep_all
 
 if TYPE_CHECKING:
     from gradkeep.remat.simulator._program import Program

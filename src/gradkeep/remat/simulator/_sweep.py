@@ -21,7 +21,7 @@ from gradkeep.remat.simulator._schedule import Graph
 from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from gradkeep.remat.simulator._core import Policy
     from gradkeep.remat.simulator._program import Program
@@ -49,8 +49,6 @@ class SweepCase:
     """Without them nothing is ever told to be free."""
     seed: int = 0
     """Of random choices."""
-    counted: bool = True
-    """Count accesses, which takes long for the exact neighbourhood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +64,10 @@ class SweepRow:
     overhead: float
     budget: int
     peak: int
-    evictions: int
-    rematerializations: int
-    heuristic_evaluations: int
-    accesses: int | None
+    evictions: int = 0
+    rematerializations: int = 0
+    heuristic_evaluations: int = 0
+    accesses: int = 0
     source: RowSource = "simulated"
     releases: bool = True
     seed: int = 0
@@ -77,17 +75,8 @@ class SweepRow:
     @property
     def case(self) -> SweepCase:
         """What was simulated."""
-        policy: Policy = self.policy  # type: ignore[assignment]
-        return SweepCase(
-            self.log,
-            self.heuristic,
-            self.ratio,
-            policy,
-            self.limit,
-            releases=self.releases,
-            seed=self.seed,
-            counted=self.accesses is not None,
-        )
+        names = (part.name for part in dataclasses.fields(SweepCase))
+        return SweepCase(*(getattr(self, name) for name in names))
 
 
 def sweep_cases(
@@ -98,7 +87,6 @@ def sweep_cases(
     policies: Sequence[Policy] = ("eager",),
     limit: float = 2.0,
     releases: bool = True,
-    counted: bool = True,
 ) -> list[SweepCase]:
     """Every combination, random choices with ten seeds each.
 
@@ -109,7 +97,7 @@ def sweep_cases(
         if not ratio > 0:
             raise RematError("a ratio is a share of the peak above 0", found=ratio)
     return [
-        SweepCase(os.fspath(log), name, float(ratio), policy, limit, releases, seed, counted)
+        SweepCase(os.fspath(log), name, float(ratio), policy, limit, releases, seed)
         for log in logs
         for policy in policies
         for name in heuristics
@@ -144,45 +132,53 @@ def sweep(
     done = {row.case: row for row in there if row.source in ("simulated", "optimum")}
     left = [case for case in every if case not in done]
     write_table(path, done.values())
-    finished = len(every) - len(left)
     if progress is not None:
-        progress(finished, len(every))
+        progress(len(every) - len(left), len(every))
     for log in dict.fromkeys(case.log for case in left):
         _program(log)  # a log that cannot be read is told at once, not by a worker
-
-    def add(row: SweepRow) -> None:
-        nonlocal finished
+    for number, row in enumerate(_rows_of(left, workers), len(every) - len(left) + 1):
         done[row.case] = row
         with path.open("a", newline="") as file:
             csv.writer(file).writerow(dataclasses.astuple(row))
-        finished += 1
         if progress is not None:
-            progress(finished, len(every))
-
-    # Other processes do not know a heuristic that was registered in this one.
-    own = own_heuristics()
-    here = [case for case in left if case.heuristic in own]
-    elsewhere = [case for case in left if case.heuristic not in own]
-    count = max(1, min(len(elsewhere), workers or os.cpu_count() or 1))
-    if elsewhere:
-        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = [pool.submit(run_case, case) for case in elsewhere]
-            for future in as_completed(futures):
-                add(future.result())
-    for case in here:
-        add(run_case(case))
+            progress(number, len(every))
     rows = [done[case] for case in every]
     # What earlier runs asked for and this one does not stays, after what this one asks for.
     write_table(path, {**{row.case: row for row in rows}, **done}.values())
     return rows
 
 
+def _rows_of(cases: Sequence[SweepCase], workers: int | None) -> Iterator[SweepRow]:
+    """The rows as they are done."""
+    # Other processes do not know a heuristic that was registered in this one.
+    own = own_heuristics()
+    elsewhere = [case for case in cases if case.heuristic not in own]
+    count = max(1, min(len(elsewhere), workers or os.cpu_count() or 1))
+    if elsewhere:
+        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = [pool.submit(run_case, case) for case in elsewhere]
+            for future in as_completed(futures):
+                yield future.result()
+    for case in cases:
+        if case.heuristic in own:
+            yield run_case(case)
+
+
 def run_case(case: SweepCase) -> SweepRow:
-    """Simulate one case."""
+    """Simulate one case, or find its optimum."""
     program, peak = _program(case.log)
     budget = int(peak * case.ratio)
     if case.heuristic == OPTIMUM:
-        return _optimum(case, program, budget)
+        best = optimum_point(program, budget, time_limit=_OPTIMUM_SECONDS)
+        overhead = math.nan if best.overhead is None else best.overhead
+        return SweepRow(
+            **dataclasses.asdict(case),
+            status=best.status,
+            overhead=overhead,
+            budget=budget,
+            peak=best.peak,
+            source="optimum",
+        )
     outcome = simulate(
         program if case.releases else program.without_releases(),
         heuristic=case.heuristic,
@@ -190,14 +186,9 @@ def run_case(case: SweepCase) -> SweepRow:
         policy=case.policy,
         limit=case.limit,
         seed=case.seed,
-        count_accesses=case.counted,
     )
     return SweepRow(
-        log=case.log,
-        heuristic=case.heuristic,
-        ratio=case.ratio,
-        policy=case.policy,
-        limit=case.limit,
+        **dataclasses.asdict(case),
         status=outcome.status,
         overhead=outcome.overhead,
         budget=budget,
@@ -206,28 +197,6 @@ def run_case(case: SweepCase) -> SweepRow:
         rematerializations=outcome.rematerializations,
         heuristic_evaluations=outcome.heuristic_evaluations,
         accesses=outcome.accesses,
-        releases=case.releases,
-        seed=case.seed,
-    )
-
-
-def _optimum(case: SweepCase, program: Program, budget: int) -> SweepRow:
-    best = optimum_point(program, budget, time_limit=_OPTIMUM_SECONDS)
-    return SweepRow(
-        log=case.log,
-        heuristic=OPTIMUM,
-        ratio=case.ratio,
-        policy=case.policy,
-        limit=case.limit,
-        status=best.status,
-        overhead=math.nan if best.overhead is None else best.overhead,
-        budget=budget,
-        peak=best.peak,
-        evictions=0,
-        rematerializations=0,
-        heuristic_evaluations=0,
-        accesses=0,
-        source="optimum",
     )
 
 
@@ -244,10 +213,7 @@ def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
     kinds: dict[str, Callable[[str], Any]] = {
         "float": float,
         "int": int,
-        "int | None": lambda text: int(text) if text else None,
         "bool": lambda text: {"True": True, "False": False}[text],
-        "str": str,
-        "RowSource": str,
     }
     with Path(path).open(newline="") as file:
         for line in list(csv.reader(file))[1:]:
@@ -255,7 +221,8 @@ def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
                 continue
             try:
                 values = [
-                    kinds[str(part.type)](text) for part, text in zip(fields, line, strict=True)
+                    kinds.get(str(part.type), str)(text)
+                    for part, text in zip(fields, line, strict=True)
                 ]
             except (ValueError, KeyError):
                 continue

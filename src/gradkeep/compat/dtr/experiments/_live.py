@@ -28,8 +28,7 @@ from gradkeep.data.architectures._catalog import build
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import memory_budget, record
 from gradkeep.remat.online._runtime import OnlineRuntime
-from gradkeep.remat.simulator._heuristics import SampledHeuristic
-from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
+from gradkeep.remat.simulator._heuristics import PoolSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,16 +97,11 @@ def measure_online(
     step = _built(work).step
     step()
     peak = _live_peak(step)
-    online = OnlineRuntime(budget, limit=max(limit - 1, 0.0))
+    looks = PoolSample(sample=sample, skip_small=skip_small)
+    online = OnlineRuntime(budget, heuristic=heuristic, limit=max(limit - 1, 0.0), sample=looks)
     told = []
 
     def within() -> None:
-        # Its books are of one step.
-        online.heuristic = heuristic_named(heuristic)
-        if sample or skip_small:
-            online.heuristic = SampledHeuristic(
-                online.heuristic, sample=sample, skip_small=skip_small
-            )
         with online:
             step()
         told.append(online.report())
