@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,156 +58,127 @@ def read_log(
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise LogError("the log cannot be read", path=path, found=str(error)) from error
-        return _LogReader(str(path), outputs).read(text.splitlines(), from_start=from_start)
-    return _LogReader("log", outputs).read(source, from_start=from_start)
+        return _LogReader(str(path)).read(text.splitlines(), outputs, from_start=from_start)
+    return _LogReader("log").read(source, outputs, from_start=from_start)
 
 
-@dataclass(frozen=True, slots=True)
-class _LogLine:
-    number: int
-    instruction: str
-    values: dict[str, Any]
-
-
-@dataclass(slots=True)
 class _LogReader:
-    path: str
-    outputs: OutputCondition
-    ops: list[Op] = field(default_factory=list)
-    steps: list[ProgramStep] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    storage_sizes: list[int] = field(default_factory=list)
-    roots: list[int] = field(default_factory=list)
-    """For every tensor the first tensor of its storage."""
-    bound: dict[str, int] = field(default_factory=dict)
-    """Which tensor a name means now."""
-    references: list[int] = field(default_factory=list)
-    storage_references: list[int] = field(default_factory=list)
-    """The same for whole storages, at the number of their first tensor."""
-    backward: bool = False
-    ignored_releases: int = 0
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.line = 0
+        """The number of the line that was read last."""
+        self.ops: list[Op] = []
+        self.steps: list[ProgramStep] = []
+        self.names: list[str] = []
+        self.storage_sizes: list[int] = []
+        """For every tensor the bytes of its storage."""
+        self.roots: list[int] = []
+        """For every tensor the first tensor of its storage."""
+        self.bound: dict[str, int] = {}
+        """Which tensor a name means now."""
+        self.references: list[int] = []
+        self.storage_references: list[int] = []
+        """The same for whole storages, at the number of their first tensor."""
+        self.backward = False
+        self.ignored_releases = 0
 
-    def read(self, lines: Iterable[str], *, from_start: bool) -> Program:
-        rows = list(self._parsed(lines))
-        if from_start:
-            rows = self._after_start(rows)
-        stream = iter(rows)
-        for line in stream:
-            self._take(line, stream)
-        output_bytes = self._end()
+    def read(self, lines: Iterable[str], outputs: OutputCondition, *, from_start: bool) -> Program:
+        self.rows = self._parsed(lines)
+        start = ("ANNOTATE", {"ANNOTATION": "START"})
+        if from_start and all(row != start for row in self.rows):
+            raise LogError(
+                "the log has no annotation START",
+                path=self.path,
+                fix="it may be cut off; to read it from the first line, pass from_start=False",
+            )
+        for instruction, values in self.rows:
+            if instruction in ("MEMORY", "ALIAS"):
+                raise self._wrong(f"{instruction} that belongs to no CALL or CONSTANT")
+            getattr(self, f"_{instruction.lower()}")(values)
+        output_bytes = self._end(outputs)
+        names = tuple(self.names)
         return Program(
-            tuple(self.ops),
-            tuple(self.steps),
-            tuple(self.names),
-            self.ignored_releases,
-            output_bytes,
+            tuple(self.ops), tuple(self.steps), names, self.ignored_releases, output_bytes
         )
 
-    def _parsed(self, lines: Iterable[str]) -> Iterator[_LogLine]:
+    def _parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The instruction of each line, and its values by type."""
         try:
-            given = enumerate(lines, 1)
+            numbered = enumerate(lines, 1)
         except TypeError:
-            raise self._wrong(1, "no lines", type(lines).__name__) from None
-        for number, text in given:
+            raise self._wrong("no lines", type(lines).__name__) from None
+        for self.line, text in numbered:
             if not isinstance(text, str):
-                raise self._wrong(number, "not a line of text", repr(text)[:60])
+                raise self._wrong("not a line of text", repr(text)[:60])
             if not text.strip():
                 continue
             try:
                 values = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise self._wrong(number, "not JSON", f"{text[:60]!r} ({error})") from error
+                raise self._wrong("not JSON", f"{text[:60]!r} ({error})") from error
             if not isinstance(values, dict) or "INSTRUCTION" not in values:
-                raise self._wrong(number, "no INSTRUCTION", repr(text[:60]))
+                raise self._wrong("no INSTRUCTION", repr(text[:60]))
             name = values["INSTRUCTION"]
             if name not in _FIELDS:
-                known = ", ".join(_FIELDS)
-                raise self._wrong(number, "unknown instruction", repr(name), f"one of {known}")
-            yield _LogLine(number, name, self._typed(number, name, values))
+                raise self._wrong("unknown instruction", repr(name), f"one of {', '.join(_FIELDS)}")
+            yield name, {key: self._typed(name, key, kind, values) for key, kind in _FIELDS[name]}
 
-    def _typed(self, number: int, name: str, values: dict[str, Any]) -> dict[str, Any]:
-        typed: dict[str, Any] = {}
-        for key, kind in _FIELDS[name]:
-            if key not in values:
-                raise self._wrong(number, f"{name} without {key}", repr(values)[:80])
-            value = values[key]
-            if kind is int:
-                try:
-                    value = int(value)
-                except (TypeError, ValueError) as error:
-                    what = f"{key} of {name} is not a whole number"
-                    raise self._wrong(number, what, repr(value)) from error
-            elif not isinstance(value, kind):
-                raise self._wrong(number, f"{key} of {name} is not a {kind.__name__}", repr(value))
-            typed[key] = value
-        return typed
+    def _typed(self, name: str, key: str, kind: type, values: dict[str, Any]) -> Any:
+        if key not in values:
+            raise self._wrong(f"{name} without {key}", repr(values)[:80])
+        value = values[key]
+        if kind is not int:
+            if not isinstance(value, kind):
+                raise self._wrong(f"{key} of {name} is not a {kind.__name__}", repr(value))
+            return value
+        try:
+            number = int(value)
+        except (TypeError, ValueError) as error:
+            raise self._wrong(f"{key} of {name} is not a whole number", repr(value)) from error
+        if number < (-1 if key == "ALIAS" else 0):
+            raise self._wrong(f"a negative {'size' if key == 'MEMORY' else key}", repr(value))
+        return number
 
-    def _after_start(self, rows: list[_LogLine]) -> list[_LogLine]:
-        for at, line in enumerate(rows):
-            if line.instruction == "ANNOTATE" and line.values["ANNOTATION"] == "START":
-                return rows[at + 1 :]
-        raise LogError(
-            "the log has no annotation START",
-            path=self.path,
-            fix="it may be cut off; to read it from the first line, pass from_start=False",
-        )
+    def _annotate(self, values: dict[str, Any]) -> None:
+        self.backward |= values["ANNOTATION"] == "BACKWARD"
 
-    def _take(self, line: _LogLine, stream: Iterator[_LogLine]) -> None:
-        match line.instruction:
-            case "CONSTANT":
-                self._constant(line, stream)
-            case "CALL":
-                self._call(line, stream)
-            case "MUTATE":
-                self._mutate(line)
-            case "COPY":
-                self._copy(line)
-            case "COPY_FROM":
-                self._copy_from(line)
-            case "RELEASE":
-                self._release(line)
-            case "ANNOTATE":
-                self.backward |= line.values["ANNOTATION"] == "BACKWARD"
-            case other:
-                raise self._wrong(line.number, f"{other} that belongs to no CALL or CONSTANT", "")
-
-    def _constant(self, line: _LogLine, stream: Iterator[_LogLine]) -> None:
-        name = line.values["NAME"]
+    def _constant(self, values: dict[str, Any]) -> None:
+        name = values["NAME"]
         if name in self.bound:
-            raise self._wrong(line.number, "a constant that exists already", repr(name))
-        size = self._following(line, stream, "MEMORY", name)["MEMORY"]
-        results = self._run(CONSTANT, 0, (), (size,), (-1,), (name,))
-        self.steps.append(ProgramStep(StepKind.PIN, results[0]))
-        self._bind(name, results[0])
+            raise self._wrong("a constant that exists already", repr(name))
+        size = self._following("MEMORY", name)
+        (number,) = self._run(CONSTANT, 0, (), (size,), (-1,), (name,))
+        self.steps.append(ProgramStep(StepKind.PIN, number))
+        self._bind(name, number)
 
-    def _call(self, line: _LogLine, stream: Iterator[_LogLine]) -> None:
-        values, args = line.values, self._arguments(line)
+    def _call(self, values: dict[str, Any]) -> None:
+        args = tuple(map(self._known, values["ARGS"]))
         sizes, aliases = [], []
         for name in values["RESULT"]:
-            size = self._following(line, stream, "MEMORY", name)["MEMORY"]
-            alias = self._following(line, stream, "ALIAS", name)["ALIAS"]
-            if not -1 <= alias < len(args):
-                found, expected = f"ALIAS {alias} of {name}", f"-1 to {len(args) - 1}"
-                raise self._wrong(line.number, "an alias of no argument", found, expected)
+            size, alias = self._following("MEMORY", name), self._following("ALIAS", name)
+            if alias >= len(args):
+                expected = f"-1 to {len(args) - 1}"
+                raise self._wrong("an alias of no argument", f"ALIAS {alias} of {name}", expected)
             if name in self.bound:
-                raise self._wrong(line.number, "a result that exists already", repr(name))
+                raise self._wrong("a result that exists already", repr(name))
             if alias >= 0 and size not in (0, self.storage_sizes[args[alias]]):
-                found = f"{size} bytes for {name!r}"
                 expected = f"{self.storage_sizes[args[alias]]} bytes, as the storage it shares has"
-                raise self._wrong(line.number, "an alias of another size", found, expected)
+                raise self._wrong("an alias of another size", f"{size} for {name!r}", expected)
             sizes.append(0 if alias >= 0 else size)
             aliases.append(alias)
-        self.backward |= "backward" in values["NAME"]
         results = self._run(
             values["NAME"], values["TIME"], args, tuple(sizes), tuple(aliases), values["RESULT"]
         )
         for name, number in zip(values["RESULT"], results, strict=True):
             self._bind(name, number)
 
-    def _mutate(self, line: _LogLine) -> None:
-        values, args = line.values, self._arguments(line)
-        indices = self._indices(line, len(args))
-        self.backward |= "backward" in values["NAME"]
+    def _mutate(self, values: dict[str, Any]) -> None:
+        args = tuple(map(self._known, values["ARGS"]))
+        wrong = [at for at in values["MUTATE"] if not str(at).isdigit() or int(at) >= len(args)]
+        if wrong:
+            expected = f"argument indices 0 to {len(args) - 1}"
+            raise self._wrong("a mutation of no argument", repr(wrong[0]), expected)
+        indices = list(map(int, values["MUTATE"]))
         sizes = tuple(self.storage_sizes[args[at]] for at in indices)
         names = [self.names[args[at]] + "$" for at in indices]
         results = self._run(values["NAME"], values["TIME"], args, sizes, (-1,) * len(sizes), names)
@@ -218,29 +188,26 @@ class _LogReader:
             self._bind(name, number)
             self._let_go(old)
 
-    def _copy(self, line: _LogLine) -> None:
-        source = self._known(line, line.values["SRC"])
-        if line.values["DST"] in self.bound:
-            raise self._wrong(line.number, "a copy to a name that exists", line.values["DST"])
-        self.bound[line.values["DST"]] = source
-        self._hold(source)
+    def _copy(self, values: dict[str, Any]) -> None:
+        source = self._known(values["SRC"])
+        if values["DST"] in self.bound:
+            raise self._wrong("a copy to a name that exists", values["DST"])
+        self._bind(values["DST"], source)
         self.steps.append(ProgramStep(StepKind.GET, source))
 
-    def _copy_from(self, line: _LogLine) -> None:
-        old, source = (self._known(line, line.values[key]) for key in ("DST", "SRC"))
-        self.bound[line.values["DST"]] = source
+    def _copy_from(self, values: dict[str, Any]) -> None:
+        old, source = self._known(values["DST"]), self._known(values["SRC"])
         self._let_go(old)
-        self._hold(source)
+        self._bind(values["DST"], source)
         self.steps.append(ProgramStep(StepKind.GET, source))
 
-    def _release(self, line: _LogLine) -> None:
-        name = line.values["NAME"]
-        if name not in self.bound:
+    def _release(self, values: dict[str, Any]) -> None:
+        number = self.bound.get(values["NAME"])
+        if number is None:
             self.ignored_releases += 1
             return
-        number = self.bound[name]
         if self.storage_references[self.roots[number]] <= 0:
-            raise self._wrong(line.number, "a release of a storage without references", repr(name))
+            raise self._wrong("a release of a storage without references", repr(values["NAME"]))
         self._let_go(number)
 
     def _run(
@@ -252,25 +219,20 @@ class _LogReader:
         aliases: tuple[int, ...],
         names: Iterable[str],
     ) -> tuple[int, ...]:
-        results = []
-        for text, size, alias in zip(names, sizes, aliases, strict=True):
-            number = len(self.names)
-            self.names.append(text)
+        self.backward |= "backward" in name
+        results = tuple(range(len(self.names), len(self.names) + len(sizes)))
+        for number, size, alias in zip(results, sizes, aliases, strict=True):
             self.storage_sizes.append(size if alias < 0 else self.storage_sizes[args[alias]])
             self.roots.append(number if alias < 0 else self.roots[args[alias]])
             self.references.append(0)
             self.storage_references.append(0)
-            results.append(number)
+        self.names += names
         self.steps.append(ProgramStep(StepKind.RUN, len(self.ops)))
-        op = Op(name, cost, args, tuple(results), sizes, aliases, self.backward)
-        self.ops.append(op)
-        return op.results
+        self.ops.append(Op(name, cost, args, results, sizes, aliases, self.backward))
+        return results
 
     def _bind(self, name: str, number: int) -> None:
         self.bound[name] = number
-        self._hold(number)
-
-    def _hold(self, number: int) -> None:
         self.references[number] += 1
         self.storage_references[self.roots[number]] += 1
 
@@ -279,56 +241,34 @@ class _LogReader:
         self.storage_references[self.roots[number]] -= 1
         self.steps.append(ProgramStep(StepKind.RELEASE, number))
 
-    def _end(self) -> int:
-        """What is still referenced is an output."""
-        counted: set[int] = set()
-        output_bytes = 0
-        for number in self.bound.values():
-            if self.references[number] <= 0:
-                continue
-            if self.outputs == "rematerialize":
-                self.steps.append(ProgramStep(StepKind.PIN, number))
-            elif self.roots[number] not in counted:
-                counted.add(self.roots[number])
-                output_bytes += self.storage_sizes[number]
-        return output_bytes
+    def _end(self, outputs: OutputCondition) -> int:
+        """What is still referenced is an output; bytes of those that are preallocated."""
+        still = [number for number in self.bound.values() if self.references[number] > 0]
+        if outputs == "rematerialize":
+            self.steps += [ProgramStep(StepKind.PIN, number) for number in still]
+            return 0
+        return sum({self.roots[number]: self.storage_sizes[number] for number in still}.values())
 
-    def _following(
-        self, line: _LogLine, stream: Iterator[_LogLine], instruction: str, name: str
-    ) -> dict[str, Any]:
-        after = next(stream, None)
-        expected = f"{instruction} of {name!r} after line {line.number}"
-        if after is None:
-            raise self._wrong(line.number, "the log ends too early", "the end", expected)
-        if (after.instruction, after.values.get("NAME")) != (instruction, name):
-            found = f"{after.instruction} of {after.values.get('NAME')!r}"
-            raise self._wrong(after.number, "another line was expected", found, expected)
-        if instruction == "MEMORY" and after.values["MEMORY"] < 0:
-            raise self._wrong(after.number, "a negative size", str(after.values["MEMORY"]))
-        return after.values
+    def _following(self, instruction: str, name: str) -> int:
+        """The number in the line that must come next."""
+        expected = f"{instruction} of {name!r} after line {self.line}"
+        after, values = next(self.rows, ("", {}))
+        if not after:
+            raise self._wrong("the log ends too early", "the end", expected)
+        if (after, values.get("NAME")) != (instruction, name):
+            found = f"{after} of {values.get('NAME')!r}"
+            raise self._wrong("another line was expected", found, expected)
+        number: int = values[instruction]
+        return number
 
-    def _arguments(self, line: _LogLine) -> tuple[int, ...]:
-        if line.values["TIME"] < 0:
-            raise self._wrong(line.number, "a negative TIME", str(line.values["TIME"]))
-        return tuple(self._known(line, name) for name in line.values["ARGS"])
-
-    def _indices(self, line: _LogLine, count: int) -> list[int]:
-        indices = []
-        for value in line.values["MUTATE"]:
-            if not str(value).isdigit() or int(value) >= count:
-                found, expected = repr(value), f"argument indices 0 to {count - 1}"
-                raise self._wrong(line.number, "a mutation of no argument", found, expected)
-            indices.append(int(value))
-        return indices
-
-    def _known(self, line: _LogLine, name: str) -> int:
+    def _known(self, name: str) -> int:
         if name not in self.bound:
-            raise self._wrong(line.number, "a tensor that no line before defines", repr(name))
+            raise self._wrong("a tensor that no line before defines", repr(name))
         return self.bound[name]
 
-    def _wrong(self, number: int, what: str, found: str, expected: str | None = None) -> LogError:
+    def _wrong(self, what: str, found: str = "", expected: str | None = None) -> LogError:
         return LogError(
-            f"line {number}: {what}",
+            f"line {max(self.line, 1)}: {what}",
             path=self.path,
             found=found or None,
             expected=expected,

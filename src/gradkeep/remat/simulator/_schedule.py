@@ -126,111 +126,50 @@ def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
     return Schedule(kept, compute, peak)
 
 
-@dataclass(slots=True)
-class _ProgramDraft:
-    """A program under construction, and what became of the old one's parts."""
-
-    ops: list[Op] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    tensors: dict[int, int] = field(default_factory=dict)
-    """Old tensor to new."""
-    numbers: dict[int, int] = field(default_factory=dict)
-    """Old operator to new."""
-
-    def add(
-        self, old: int, op: Op, names: Sequence[str], sizes: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        results = tuple(range(len(self.names), len(self.names) + len(names)))
-        self.names.extend(names)
-        self.numbers[old] = len(self.ops)
-        args = tuple(self.tensors[number] for number in op.args if number in self.tensors)
-        self.ops.append(
-            dataclasses.replace(
-                op, args=args, results=results, sizes=sizes, aliases=(-1,) * len(sizes)
-            )
-        )
-        return results
-
-    def program(self, source: Program, steps: list[ProgramStep]) -> Program:
-        return dataclasses.replace(
-            source, ops=tuple(self.ops), steps=tuple(steps), tensors=tuple(self.names)
-        )
-
-
 @_annotations.checked(RematError)
-def collapse_aliases(program: Program) -> Program:
-    """The same program in which an alias is one more reference to what it is an alias of.
+def simplify(program: Program) -> Program:
+    """The same program without aliases, tuples and constants.
 
-    The cost of making an alias is dropped with it. An operator that makes both aliases and new
-    tensors cannot be expressed and raises.
+    An alias becomes one more reference to what it is an alias of, and the cost of making it is dropped.
+    The results of an operator become one tensor of their joint size. Inputs and parameters are left
+    out: `Program.constant_bytes` of the original tells their bytes. An operator that makes both aliases
+    and new tensors cannot be expressed and raises.
     """
-    draft, steps = _ProgramDraft(), list[ProgramStep]()
+    ops: list[Op] = []
+    steps: list[ProgramStep] = []
+    names: list[str] = []
+    tensors: dict[int, int | None] = {}  # old to new; None for constants
     for step in program.steps:
         if step.kind is not StepKind.RUN:
-            steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
+            number = tensors[step.index]
+            if number is not None:
+                steps.append(ProgramStep(step.kind, number))
             continue
         op = program.ops[step.index]
         shared = [alias >= 0 for alias in op.aliases]
         if any(shared) and not all(shared):
             raise RematError(f"{op.name} makes both aliases and new tensors: cannot collapse it")
-        if any(shared):
-            for number, alias in zip(op.results, op.aliases, strict=True):
-                draft.tensors[number] = draft.tensors[op.args[alias]]
-                steps.append(ProgramStep(StepKind.GET, draft.tensors[number]))
-            continue
-        results = draft.add(step.index, op, [program.tensors[x] for x in op.results], op.sizes)
-        draft.tensors.update(zip(op.results, results, strict=True))
-        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
-    return draft.program(program, steps)
-
-
-@_annotations.checked(RematError)
-def merge_tuples(program: Program) -> Program:
-    """The same program in which the results of an operator are one tensor of their joint size."""
-    draft, steps = _ProgramDraft(), list[ProgramStep]()
-    for step in program.steps:
-        if step.kind is not StepKind.RUN:
-            steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
-            continue
-        op = program.ops[step.index]
-        if any(alias >= 0 for alias in op.aliases):
-            raise RematError(f"{op.name} makes an alias: collapse aliases first")
-        name = "+".join(program.tensors[number] for number in op.results)
-        (result,) = draft.add(step.index, op, [name], (sum(op.sizes),))
-        draft.tensors.update(dict.fromkeys(op.results, result))
-        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
-        # The merged tensor is held as often as its parts were.
-        steps.extend(ProgramStep(StepKind.GET, result) for _ in op.results[1:])
-    return draft.program(program, steps)
-
-
-@_annotations.checked(RematError)
-def eliminate_constants(program: Program) -> Program:
-    """The same program without inputs and parameters, whose bytes are always there.
-
-    `Program.constant_bytes` of the original tells how many bytes were left out.
-    """
-    draft, steps = _ProgramDraft(), list[ProgramStep]()
-    for step in program.steps:
-        if step.kind is not StepKind.RUN:
-            if step.index in draft.tensors:
-                steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
-            continue
-        op = program.ops[step.index]
         if op.is_constant:
+            tensors.update(dict.fromkeys(op.results))
             continue
-        if any(alias >= 0 for alias in op.aliases):
-            raise RematError(f"{op.name} makes an alias: collapse aliases first")
-        results = draft.add(step.index, op, [program.tensors[x] for x in op.results], op.sizes)
-        draft.tensors.update(zip(op.results, results, strict=True))
-        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
-    return draft.program(program, steps)
-
-
-@_annotations.checked(RematError)
-def simplify(program: Program) -> Program:
-    """All three rewrites, in the order that works."""
-    return eliminate_constants(merge_tuples(collapse_aliases(program)))
+        if any(shared):
+            tensors |= {
+                result: tensors[op.args[alias]]
+                for result, alias in zip(op.results, op.aliases, strict=True)
+            }
+        else:
+            steps.append(ProgramStep(StepKind.RUN, len(ops)))
+            args = tuple(number for old in op.args if (number := tensors[old]) is not None)
+            result = len(names)
+            tensors.update(dict.fromkeys(op.results, result))
+            merged = {"args": args, "results": (result,), "sizes": (sum(op.sizes),)}
+            ops.append(dataclasses.replace(op, **merged, aliases=(-1,)))
+            names.append("+".join(program.tensors[old] for old in op.results))
+        # A tensor is held as often as what became of it was.
+        again = op.results if any(shared) else op.results[1:]
+        held = [number for old in again if (number := tensors[old]) is not None]
+        steps += [ProgramStep(StepKind.GET, number) for number in held]
+    return dataclasses.replace(program, ops=tuple(ops), steps=tuple(steps), tensors=tuple(names))
 
 
 @_annotations.checked(RematError)
