@@ -21,7 +21,7 @@ import torch
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
 from gradkeep.errors import BudgetError
-from gradkeep.remat.planned._recording_mode import RecordingMode
+from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.tracing._tensors import beside_compiler
 

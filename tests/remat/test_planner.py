@@ -13,7 +13,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.errors import BudgetError
 from gradkeep.remat.planned._autograd_graph import GraphBelow
-from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment
+from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._planned_step import unpack
 from gradkeep.remat.planned._planner import (
@@ -22,16 +22,14 @@ from gradkeep.remat.planned._planner import (
     StepPlanner,
     floor_of,
 )
-from gradkeep.remat.planned._problem import problem_of
-from gradkeep.remat.planned._recording_mode import RecordingMode
 from gradkeep.remat.planned._search import (
     ForwardCut,
     crossings,
     evenly,
     groups_of,
-    roles_of,
     search_plan,
 )
+from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.planned._trace import (
     MadeValue,
@@ -326,21 +324,6 @@ def test_a_late_value_made_early_on_the_way_is_made_again_and_stays_near_its_las
     assert stayed
     seconds = [by[state].seconds for state in (Treatment.DROP, Treatment.LATE, Treatment.AGAIN)]
     assert seconds == sorted(seconds)
-
-
-def test_units_of_one_role_are_made_alike_at_different_places(large):
-    roles = roles_of(large)
-    trace, candidates = large.trace, large.candidates
-    assert sorted(i for role in roles for unit in role for i in unit) == [*range(len(candidates))]
-
-    def made_by(index):
-        return trace.operations[trace.values[candidates[index].value].maker].name
-
-    for role in roles:
-        assert len({tuple(made_by(i) for i in unit) for unit in role}) == 1
-        assert len({tuple(candidates[i].size for i in unit) for unit in role}) == 1
-        firsts = [candidates[unit[0]].first_pack for unit in role]
-        assert firsts == sorted(firsts)
 
 
 def test_cuts_are_where_few_values_cross(large):

@@ -10,9 +10,15 @@ import pytest
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat.simulator import _picture, _sweep
-from gradkeep.remat.simulator._figures import find_logs
 from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
-from gradkeep.remat.simulator._sweep import SweepCase, read_table, run_case, sweep, sweep_cases
+from gradkeep.remat.simulator._sweep import (
+    SweepCase,
+    find_logs,
+    read_table,
+    run_case,
+    sweep,
+    sweep_cases,
+)
 
 LOG = Path(__file__).parent / "data" / "cnn-alias.log"
 
@@ -243,7 +249,7 @@ def test_manifests_name_logs_and_their_titles(tmp_path):
     logs.mkdir()
     (logs / "a-1.log").write_bytes(LOG.read_bytes())
     (logs / "b-1.log").write_bytes(LOG.read_bytes())
-    assert [log.title for log in find_logs([logs]).logs] == ["a", "b"]
+    assert [log.title for log in find_logs([logs])[0]] == ["a", "b"]
     entries = [
         {"name": "A (1)", "title": "A", "desc": "x", "log": "logs/a-1.log", "has_start": True},
         {"name": "C", "title": "C", "desc": "x", "log": "logs/c.log", "has_start": True},
@@ -251,9 +257,9 @@ def test_manifests_name_logs_and_their_titles(tmp_path):
     for content in ({"models": entries}, {"a": entries[:1], "c": entries[1:]}):
         (logs / "manifest.json").write_text(json.dumps(content))
         for place in (logs, logs / "manifest.json"):
-            found = find_logs([place])
-            assert [(log.title, log.path.name) for log in found.logs] == [("A", "a-1.log")]
-            assert "'C' is passed over" in found.notes[0]
+            found, notes = find_logs([place])
+            assert [(log.title, log.path.name) for log in found] == [("A", "a-1.log")]
+            assert "'C' is passed over" in notes[0]
 
 
 @pytest.mark.parametrize(

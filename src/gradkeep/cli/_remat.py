@@ -13,7 +13,6 @@ from gradkeep.cli._output import JsonOption, print_json
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]
-_LARGEST_LIMIT = 1e9
 BudgetOption = Annotated[
     str | None,
     typer.Option("--budget", help="Bytes such as 2GiB, or a fraction of the peak such as 0.5."),
@@ -33,7 +32,7 @@ LimitOption = Annotated[
     typer.Option(
         "--limit",
         min=1,
-        max=_LARGEST_LIMIT,
+        max=1e9,
         callback=finite,
         help="More than so many times the base cost is thrashing.",
     ),
@@ -95,23 +94,18 @@ def simulate(
     if timeline is not None and events is not None:
         events.write(timeline)
     if json:
-        fields: dict[str, Any] = dataclasses.asdict(outcome)
-        fields["budget"] = int(allowed)
+        fields: dict[str, Any] = dataclasses.asdict(outcome) | {"budget": int(allowed)}
         print_json({**fields, "ratio": allowed / peak, "unlimited_peak": peak, "log": str(log)})
     else:
-        print(
-            f"{log.name}: {len(program.ops)} operators, peak {format_bytes(peak)} without a budget"
-        )
         words = {
             "ok": f"takes {outcome.overhead:.4f}x the time",
             "oom": "runs out of memory",
             "thrash": f"thrashes: more than {limit:g}x the time",
         }
         print(
+            f"{log.name}: {len(program.ops)} operators, peak {format_bytes(peak)} without a budget\n"
             f"in {format_bytes(allowed)} ({allowed / peak:.0%}) with {outcome.heuristic} it "
-            f"{words[outcome.status]}"
-        )
-        print(
+            f"{words[outcome.status]}\n"
             f"peak {format_bytes(outcome.peak)}, {outcome.evictions} evictions, "
             f"{outcome.rematerializations} operators run again"
         )
@@ -161,20 +155,20 @@ def optimal(
         name: remat.simulate(program, heuristic=name, budget=allowed)
         for name in ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
     }
-    cost = None if best.schedule is None else best.schedule.compute
+    schedule, base = best.schedule, graph.compute
     if json:
         print_json(
             {
                 "log": str(log),
                 "nodes": len(graph),
                 "budget": allowed,
-                "base_compute": graph.compute,
+                "base_compute": base,
                 "status": best.status,
-                "compute": cost,
-                "overhead": None if cost is None else cost / graph.compute,
+                "compute": None if schedule is None else schedule.compute,
+                "overhead": None if schedule is None else schedule.compute / base,
                 "bound": best.bound,
                 "gap": best.gap,
-                "peak": None if best.schedule is None else best.schedule.peak,
+                "peak": None if schedule is None else schedule.peak,
                 "keep_all": {"compute": keep.compute, "peak": keep.peak},
                 "chen": {"compute": chen.compute, "peak": chen.peak},
                 "heuristics": {
@@ -184,26 +178,21 @@ def optimal(
             }
         )
     else:
-        print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
-        if cost is None:
-            price, note = f"at least {best.bound / graph.compute:.3f}x", str(best.status)
-        else:
-            price = f"{cost / graph.compute:.3f}x"
+        price, note = f"at least {best.bound / base:.3f}x", str(best.status)
+        if schedule is not None:
+            price = f"{schedule.compute / base:.3f}x"
             note = "proven" if best.gap == 0 else f"at most {best.gap:.1%} above the best"
         lines = [
             ("keep all", "1.000x", f"in {format_bytes(keep.peak)}"),
             ("optimum", price, note),
-            (
-                "chen sqrt(n)",
-                f"{chen.compute / graph.compute:.3f}x",
-                f"in {format_bytes(chen.peak)}",
-            ),
+            ("chen sqrt(n)", f"{chen.compute / base:.3f}x", f"in {format_bytes(chen.peak)}"),
         ]
         for name, found in heuristics.items():
             fits = found.status == "ok"
             lines.append((name, f"{found.overhead:.3f}x" if fits else found.status, ""))
+        print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
         print(text_table(("schedule", "time", ""), lines, right={1}))
-    if cost is None:
+    if schedule is None:
         raise typer.Exit(3)
 
 

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
 from gradkeep.remat.simulator._heuristics import heuristic, heuristics, register
-from gradkeep.remat.simulator._log import read_log
 from gradkeep.remat.simulator._neighbourhoods import Heuristic
 from gradkeep.remat.simulator._optimal import Optimum, optimal
-from gradkeep.remat.simulator._program import Program, chain
+from gradkeep.remat.simulator._program import Program, chain, read_log
 from gradkeep.remat.simulator._schedule import Graph, chen, keep_all, revolve, simplify
 from gradkeep.remat.simulator._simulate import SimulationResult, simulate, unlimited_peak
 
 if TYPE_CHECKING:
-    from gradkeep.remat.planned._memory_budget import MemoryBudget, memory_budget
-    from gradkeep.remat.planned._report import BudgetPoint, BudgetReport, Explanation
+    from gradkeep.remat.planned._memory_budget import (
+        BudgetPoint,
+        BudgetReport,
+        Explanation,
+        MemoryBudget,
+        memory_budget,
+    )
     from gradkeep.remat.planned._session import stash
     from gradkeep.remat.tracing._log_recorder import Recorder, record
 
@@ -55,7 +59,7 @@ __getattr__ = lazy_names(
     {
         **dict.fromkeys(("MemoryBudget", "memory_budget"), "gradkeep.remat.planned._memory_budget"),
         **dict.fromkeys(
-            ("BudgetPoint", "BudgetReport", "Explanation"), "gradkeep.remat.planned._report"
+            ("BudgetPoint", "BudgetReport", "Explanation"), "gradkeep.remat.planned._memory_budget"
         ),
         "stash": "gradkeep.remat.planned._session",
         **dict.fromkeys(("Recorder", "record"), "gradkeep.remat.tracing._log_recorder"),

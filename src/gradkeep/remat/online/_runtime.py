@@ -9,6 +9,7 @@ bytes that pass no operator, such as `.numpy()`, bring the bytes back first (`_g
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import threading
 import warnings
@@ -31,7 +32,6 @@ from gradkeep.remat.online._live_core import (
     predicted_bytes,
     tensors_in,
 )
-from gradkeep.remat.online._pace import Pace
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 from gradkeep.remat.tracing._rerun import (
     FirstResultRerun,
@@ -68,20 +68,46 @@ _SMALL = 8
 """Bytes of a single number, which host code likes to read and which is not worth evicting."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OperatorRun:
-    """An operator that ran."""
+_LOGGER = logging.getLogger("gradkeep.remat")
+_FIRST = 16
+"""Operators that are passed over: what they are is looked up for the first time."""
+_MEASURED = 32
+_TOO_SLOW = 3.0
+"""Times the plain time, before anything is evicted; at .8 of the peak it is three to ten times as much."""
 
-    name: str
-    cost: int
-    """Nanoseconds."""
-    grad_mode: bool
-    state: Tensor | None
-    """Of the random generator, before it ran."""
-    changed: list[Storage]
-    """What it wrote in place."""
-    exact: bool
-    """Every byte of its results means something."""
+
+class Pace:
+    """What the first operators take by themselves, and with all that is done around them."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._whole: list[int] = []
+        self._alone: list[int] = []
+
+    def known(self, whole: int, alone: int) -> bool:
+        """Note one operator, in nanoseconds of its thread; whether enough have been seen."""
+        if alone <= 0:
+            return False  # a view: nothing ran
+        self._seen += 1
+        if self._seen > _FIRST:
+            self._whole.append(whole)
+            self._alone.append(alone)
+        return len(self._whole) >= _MEASURED
+
+    def warning(self) -> str | None:
+        """Say it, once and early, if a plan is what this step needs."""
+        # Sums, not medians: many small operators do no harm beside a few large ones.
+        whole, alone = sum(self._whole) / _MEASURED, sum(self._alone) / _MEASURED
+        if whole < _TOO_SLOW * alone:
+            return None
+        said = (
+            f"operators of this step take about {alone / 1e3:.0f} us each, and deciding about each "
+            f"takes {(whole - alone) / 1e3:.0f} us more: expect {whole / alone:.0f} times the plain "
+            "time while nothing is evicted, and several times that in a tight budget; mode='planned' "
+            "of gradkeep.memory_budget decides once, before, and adds microseconds per saved tensor"
+        )
+        _LOGGER.warning(said)
+        return said
 
 
 class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
@@ -144,9 +170,8 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         # Parameters take their bytes from the beginning, not from when an operator reads them.
         known = [storage for ref in self.live.constants() if (storage := ref()) is not None]
         self.live = self._new()
-        for storage in known:
-            self.live.expect(storage)
-        del known
+        while known:
+            self.live.node_on(known.pop(0))
         self._parameters.clear()
         self._operators = self._pinned = 0
         self._on = True
@@ -357,13 +382,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[key] = sum(result.untyped_storage().nbytes() for _, result in fresh)
         if fresh or changed:
             recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
-            name = func._schema.name
-            exact = not leaves_unwritten(name) and compared(func, len(results)) == len(results)
-            ran = _OperatorRun(name, cost, grad_mode, state, changed, exact)
+            ran = OnlineOperator(func._schema.name, cost, (), (), grad_mode=grad_mode, random=state)
+            ran.exact = not leaves_unwritten(ran.name) and compared(func, len(results)) == len(
+                results
+            )
             if recipe.apart is not None and recipe.apart.run is not None:
-                self._enter_apart(ran, recipe.apart, fresh, nodes)
+                self._enter_apart(ran, recipe.apart, fresh, nodes, changed)
             else:
-                self._enter(ran, recipe, fresh, nodes)
+                self._enter(ran, recipe, fresh, nodes, changed)
         return out
 
     def _fresh(self, results: list[Tensor]) -> list[tuple[int, Tensor]]:
@@ -379,30 +405,27 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(
         self,
-        ran: _OperatorRun,
+        ran: OnlineOperator,
         recipe: OperatorRerun,
         fresh: list[tuple[int, Tensor]],
         nodes: list[Node],
+        changed: list[Storage],
     ) -> list[Node]:
         """Tell the core of an operator and its new storages; what cannot be made again stays."""
         storages = [result.untyped_storage() for _, result in fresh]
         by_storage = [node.storage for node in nodes]
-        operator = OnlineOperator(
-            ran.name,
-            cost=ran.cost,
-            sizes=(*(storage.nbytes() for storage in storages), *(0 for _ in ran.changed)),
-            aliases=(*(-1 for _ in storages), *(by_storage.index(one) for one in ran.changed)),
+        operator = dataclasses.replace(
+            ran,
+            sizes=(*(storage.nbytes() for storage in storages), *(0 for _ in changed)),
+            aliases=(*(-1 for _ in storages), *(by_storage.index(one) for one in changed)),
+            results=tuple((at, Geometry.of(result)) for at, result in fresh),
         )
-        operator.results = tuple((at, Geometry.of(result)) for at, result in fresh)
-        operator.grad_mode, operator.random = ran.grad_mode, ran.state
-        operator.exact = ran.exact
         if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
             operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
         made = self.live.ran(operator, nodes, storages)
         workspace = has_workspace(ran.name)
         evicted = [workspace or _may_be_evicted(result) for _, result in fresh]
-        evicted += [True for _ in ran.changed]
-        for node, may_go in zip(made, evicted, strict=True):
+        for node, may_go in zip(made, [*evicted, *(True for _ in changed)], strict=True):
             if operator.run is None or not may_go:
                 self._pinned += not node.storage.pinned
                 self.live.keep(node)
@@ -410,27 +433,23 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_apart(
         self,
-        ran: _OperatorRun,
+        ran: OnlineOperator,
         apart: FirstResultRerun,
         fresh: list[tuple[int, Tensor]],
         nodes: list[Node],
+        changed: list[Storage],
     ) -> None:
         """Batch normalization: its statistics stay, and with them its result is made again."""
         rest = [(at, result) for at, result in fresh if at > 0]
         # After what is new come the running statistics, which it changed.
-        statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes)
-        first = [(at, result) for at, result in fresh if at == 0]
+        statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes, changed)
         shown = tuple(
             OnlineArgument(node, Geometry.of(result))
             for node, (_, result) in zip(statistics[: len(rest)], rest, strict=True)
         )
         again = OperatorRerun(apart.run, (*apart.args, *shown), ())
-        self._enter(
-            dataclasses.replace(ran, cost=0, state=None, changed=[]),
-            again,
-            first,
-            [*nodes, *statistics],
-        )
+        free = dataclasses.replace(ran, cost=0, random=None)
+        self._enter(free, again, [one for one in fresh if one[0] == 0], [*nodes, *statistics], [])
 
     def _recipe(
         self,

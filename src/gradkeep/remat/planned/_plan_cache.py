@@ -9,9 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from gradkeep.errors import RematError
 from gradkeep.remat.planned._modules import ModuleFlag
@@ -23,14 +28,15 @@ from gradkeep.remat.planned._trace import (
     difference_of,
     with_larger_tail,
 )
+from gradkeep.remat.tracing._tensors import has_storage
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Iterable
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
-    from gradkeep.remat.planned._batch_shapes import Shapes
+    from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._programs import CompiledPlan
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
@@ -250,3 +256,45 @@ def read_plans(path: str | os.PathLike[str]) -> list[SavedPlan]:
         if isinstance(error, RematError):
             raise
         raise RematError("these are not saved plans", path=path, found=repr(error)[:100]) from error
+
+
+class OptimizerStates:
+    """The states of all optimizers that stepped since this was made."""
+
+    def __init__(self) -> None:
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers, with the number of parameters that had a state when they were last looked at."""
+        self._bytes = 0
+        _listening.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states, as of when one last got an entry for another parameter."""
+        return self._bytes
+
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """The storages of all states, by id."""
+        found = {}
+        for optimizer in list(self._sizes):
+            for tensor in tree_leaves(list(optimizer.state.values())):
+                if isinstance(tensor, torch.Tensor) and has_storage(tensor):
+                    storage = tensor.untyped_storage()
+                    found[id(storage)] = storage
+        return found
+
+    def _look(self, optimizer: Optimizer) -> None:
+        if self._sizes.get(optimizer) != len(optimizer.state):
+            self._sizes[optimizer] = len(optimizer.state)
+            self._bytes = sum(storage.nbytes() for storage in self.storages().values())
+
+
+_listening: weakref.WeakSet[OptimizerStates] = weakref.WeakSet()
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    for states in list(_listening):
+        states._look(optimizer)
+
+
+# Once and for good: hooks that come and go disturb optimizers that step in other threads meanwhile.
+register_optimizer_step_post_hook(_stepped)

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, BudgetWarning
-from gradkeep.remat.planned._evaluate import PlanEvaluator
-from gradkeep.remat.planned._optimizer_states import OptimizerStates
-from gradkeep.remat.planned._plan_cache import StepPlan, StepRecordings, StepSignature, digest_of
-from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._evaluate import PlanEvaluator, problem_of
+from gradkeep.remat.planned._plan_cache import (
+    OptimizerStates,
+    StepPlan,
+    StepRecordings,
+    StepSignature,
+    digest_of,
+)
 from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._search import FoundPlan, search_plan
 from gradkeep.remat.planned._trace import same_step, with_constant
@@ -22,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.online._runtime import OnlineReport, OnlineRuntime
-    from gradkeep.remat.planned._batch_shapes import Shapes
+    from gradkeep.remat.planned._evaluate import PlanningProblem
+    from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
-    from gradkeep.remat.planned._problem import PlanningProblem
     from gradkeep.remat.planned._programs import Check
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace

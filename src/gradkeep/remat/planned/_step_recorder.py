@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
-from gradkeep.remat.planned._cut_constants import CutConstants
-from gradkeep.remat.planned._fingerprint import mask_numbers
 from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
     NOTHING,
+    CutConstants,
     MadeValue,
     SavedSlot,
     StepTrace,
@@ -32,6 +31,7 @@ from gradkeep.remat.planned._trace import (
     TraceEvent,
     TraceLengths,
 )
+from gradkeep.remat.tracing._content import mask_numbers
 from gradkeep.remat.tracing._rerun import (
     FirstResultRerun,
     OperatorRerun,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.remat.planned._optimizer_states import OptimizerStates
+    from gradkeep.remat.planned._plan_cache import OptimizerStates
 
 _task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node

@@ -17,7 +17,7 @@ from gradkeep.errors import RematError
 from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
 
 @dataclass(frozen=True, slots=True)

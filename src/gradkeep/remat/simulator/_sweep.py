@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
-from gradkeep.remat.simulator._log import read_log
 from gradkeep.remat.simulator._optimal import SMALL_ENOUGH, optimum_point
+from gradkeep.remat.simulator._picture import PictureStyle
+from gradkeep.remat.simulator._program import read_log
 from gradkeep.remat.simulator._schedule import Graph
 from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
 
@@ -239,3 +241,215 @@ def write_table(path: Path, rows: Iterable[SweepRow]) -> None:
         writer.writerow([part.name for part in dataclasses.fields(SweepRow)])
         writer.writerows(dataclasses.astuple(row) for row in rows)
     temporary.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class TitledLog:
+    """A log with what a picture calls it."""
+
+    path: Path
+    title: str
+
+
+def find_logs(
+    places: Sequence[str | os.PathLike[str]],
+) -> tuple[list[TitledLog], list[str]]:
+    """The logs that files, folders and manifests name, each once, and notes of what was passed over.
+
+    A folder stands for its `manifest.json`, or without one for all its `.log` files. A manifest lists
+    its models under `models`, or per model as `simrd_config` of an experiment does; paths in it are
+    taken from where it lies or from the folder above. What it names and is not there is passed over
+    with a note, as the original does.
+    """
+    found: dict[Path, TitledLog] = {}
+    notes: list[str] = []
+    for place in map(Path, places):
+        if place.is_dir():
+            manifest = place / "manifest.json"
+            logs = (
+                _listed(manifest, notes)
+                if manifest.is_file()
+                else map(_titled, sorted(place.glob("*.log")))
+            )
+        elif place.suffix == ".json":
+            logs = _listed(place, notes)
+        elif place.is_file():
+            logs = iter([_titled(place)])
+        else:
+            raise RematError(
+                "there is no such log", path=place, expected="logs, a folder of them, a manifest"
+            )
+        before = len(found)
+        for log in logs:
+            found.setdefault(log.path, log)
+        if len(found) == before and not any(notes):
+            raise RematError("no logs in here", path=place, expected="files named .log")
+    if not found:
+        raise RematError("none of the logs is there", found="; ".join(notes))
+    return list(found.values()), notes
+
+
+def _titled(path: Path) -> TitledLog:
+    return TitledLog(path, path.name.split("-")[0])
+
+
+def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
+    try:
+        content = json.loads(manifest.read_text())
+    except (OSError, ValueError) as error:
+        raise RematError(
+            "the manifest cannot be read", path=manifest, found=str(error).splitlines()[0]
+        ) from error
+    for at, entry in enumerate(_entries(manifest, content), 1):
+        if not isinstance(entry, dict) or not isinstance(entry.get("log"), str):
+            raise RematError(
+                f"model {at} of the manifest names no log",
+                path=manifest,
+                found=repr(entry)[:80],
+                expected='{"name": ..., "log": "logs/a.log"}',
+            )
+        name = str(entry.get("title") or entry.get("name") or Path(entry["log"]).stem)
+        if entry.get("has_start") is False:
+            raise RematError(
+                f"has_start of {name!r} is false: a log is read from its annotation START on",
+                path=manifest,
+                fix='add {"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"} as its first line',
+            )
+        log = _placed(manifest, entry["log"])
+        if log is None:
+            notes.append(f"{manifest}: {name!r} is passed over, {entry['log']} is not there")
+            continue
+        yield TitledLog(log, name)
+
+
+def _entries(manifest: Path, content: Any) -> list[Any]:
+    models = content.get("models") if isinstance(content, dict) else None
+    if isinstance(models, list):
+        return models
+    if isinstance(content, dict) and all(isinstance(part, list) for part in content.values()):
+        return [entry for part in content.values() for entry in part]
+    raise RematError(
+        "this is no manifest of logs",
+        path=manifest,
+        found=type(content).__name__,
+        expected='{"models": [{"name": ..., "log": ...}]}, or a list of such per model',
+    )
+
+
+def _placed(manifest: Path, log: str) -> Path | None:
+    places = (manifest.parent / log, manifest.parent.parent / log, manifest.parent / Path(log).name)
+    return next((place for place in places if place.is_file()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a figure."""
+
+    heuristic: str
+    policy: Policy = "eager"
+    releases: bool = True
+    shown: str = ""
+    """Its name in the picture, where that is another."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFigure:
+    """One figure: a panel per log, and in each these curves."""
+
+    name: str
+    look: PictureStyle
+    curves: tuple[Curve, ...]
+
+    def cases(
+        self,
+        logs: Sequence[str | os.PathLike[str]],
+        *,
+        ratios: Sequence[float] = RATIOS,
+        limit: float = 2.0,
+    ) -> list[SweepCase]:
+        """What has to be simulated for it."""
+        return [
+            case
+            for curve in self.curves
+            for case in sweep_cases(
+                logs,
+                heuristics=(curve.heuristic,),
+                ratios=ratios,
+                policies=(curve.policy,),
+                limit=limit,
+                releases=curve.releases,
+            )
+        ]
+
+    def rows(self, done: Sequence[SweepRow]) -> list[SweepRow]:
+        """Its part of a finished sweep, under the names that it shows."""
+        return [
+            dataclasses.replace(row, heuristic=curve.shown or curve.heuristic)
+            for curve in self.curves
+            for row in done
+            if (row.heuristic, row.policy, row.releases)
+            == (curve.heuristic, curve.policy, curve.releases)
+        ]
+
+
+_SAME = {
+    "ab-exact-size-stale": "dtr",
+    "ab-eq-size-stale": "dtr-eq",
+    "ab-local-size-stale": "dtr-local",
+    "ab-none-size": "largest",
+    "ab-none": "random",
+}
+"""Heuristics of the ablation that another figure has too: simulated once."""
+_ABLATION = {
+    "exact": "the exact neighbourhood",
+    "eq": "equivalence classes",
+    "local": "its own cost",
+    "none": "no cost",
+}
+
+
+def _ablated(part: str) -> list[str]:
+    return [f"ab-{part}{rest}" for rest in ("-size-stale", "-size", "-stale", "")]
+
+
+_accesses = PaperFigure(
+    "accesses",
+    PictureStyle(
+        "How much looking around choosing takes",
+        "accesses",
+        "storages looked at, as the original counts",
+        logarithmic=True,
+    ),
+    tuple(map(Curve, ("dtr", "dtr-eq", "dtr-local"))),
+)
+# For ever, at once, never: banishing has no neighbourhoods that are kept, hence another heuristic.
+_banishing = PaperFigure(
+    "banishing",
+    PictureStyle("What happens to storages that nobody refers to", by_policy=True),
+    (Curve("dtr-union", "banish"), Curve("dtr"), Curve("dtr", releases=False)),
+)
+PAPER_FIGURES = (
+    PaperFigure(
+        "pareto",
+        PictureStyle("What a smaller memory budget costs"),
+        tuple(map(Curve, MAIN_HEURISTICS)),
+    ),
+    _banishing,
+    *(
+        PaperFigure(
+            f"ablation-{part}",
+            PictureStyle(f"What size and staleness are worth with {words}"),
+            tuple(Curve(_SAME.get(name, name), shown=name) for name in _ablated(part)),
+        )
+        for part, words in _ABLATION.items()
+    ),
+    _accesses,
+)
+"""Budgets against time, what to do with dead storages, the ablation in four parts, accesses."""
+ABLATE = PaperFigure(
+    "ablate",
+    PictureStyle("What each part of the heuristic is worth"),
+    tuple(Curve(name) for part in _ABLATION for name in _ablated(part)),
+)
+ACCESSES = dataclasses.replace(_accesses, curves=(*_accesses.curves, Curve("dtr-union")))
+BANISH = dataclasses.replace(_banishing, name="banish")

@@ -31,27 +31,7 @@ _SOURCES: dict[str, RowSource] = {
     "checkpoint": "checkpoint",
 }
 
-_COLUMNS = (
-    *("model", "zoo", "type", "kind", "batch_size", "seed", "heuristic", "policy", "limit"),
-    *("sample", "skip_small", "placement"),
-    *(
-        "ratio",
-        "budget",
-        "status",
-        "overhead",
-        "least_overhead",
-        "most_overhead",
-        "time",
-        "least_time",
-        "base_time",
-        "remat_time",
-    ),
-    *("search_time", "copy_time", "cpu_time", "plain_cpu_time", "planning_seconds", "floor"),
-    *("predicted_peak", "predicted_overhead"),
-    *("peak", "unlimited_peak", "constant_bytes", "operators", "evictions", "rematerializations"),
-    *("heuristic_evaluations", "accesses", "simulation_seconds", "retries", "sizes", "message"),
-    "key",
-)
+_COLUMNS = ["model", "zoo", "type", "kind", "batch_size", "seed", "heuristic", "policy", "limit", "sample", "skip_small", "placement", "ratio", "budget", "status", "overhead", "least_overhead", "most_overhead", "time", "least_time", "base_time", "remat_time", "search_time", "copy_time", "cpu_time", "plain_cpu_time", "planning_seconds", "floor", "predicted_peak", "predicted_overhead", "peak", "unlimited_peak", "constant_bytes", "operators", "evictions", "rematerializations", "heuristic_evaluations", "accesses", "simulation_seconds", "retries", "sizes", "message", "key"]
 
 # Endings that say nothing about a budget.
 _NOTHING = (*FAILED, "too large")
@@ -117,20 +97,19 @@ def _per_model(
 
 def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
     """A trial as a line of a sweep: one panel per size, ratios to its own peak."""
-    differing = [
+    parts = [row["model"]] + [
         f"{key.replace('_size', '')} {value:g}"
         for key, value in row["sizes"].items()
         if key == "batch_size" or any(other["sizes"].get(key) != value for other in rows)
     ]
-    seeds = {other["seed"] for other in rows}
-    panel = ", ".join(
-        [row["model"], *differing, *([f"seed {row['seed']}"] if len(seeds) > 1 else [])]
-    )
-    kind = row["type"]
+    if len({other["seed"] for other in rows}) > 1:
+        parts.append(f"seed {row['seed']}")
+    source = _SOURCES[row["type"]]
+    counts = ("evictions", "rematerializations", "heuristic_evaluations", "accesses")
     return SweepRow(
         # The picture takes a name up to its first hyphen for a log's title.
-        log=panel.replace("-", "_").replace("/", "_"),
-        heuristic=row.get("heuristic") or row.get("placement") or _SOURCES[kind],
+        log=", ".join(parts).replace("-", "_").replace("/", "_"),
+        heuristic=row.get("heuristic") or row.get("placement") or source,
         ratio=_at(row) or 0.0,
         policy=row.get("policy", ""),
         limit=row.get("limit", math.inf),
@@ -138,11 +117,8 @@ def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
         overhead=row.get("overhead", math.nan),
         budget=row.get("budget") or row["peak"],
         peak=row.get("peak") or 0,
-        evictions=row.get("evictions", 0),
-        rematerializations=row.get("rematerializations", 0),
-        heuristic_evaluations=row.get("heuristic_evaluations", 0),
-        accesses=row.get("accesses", 0),
-        source=_SOURCES[kind],
+        source=source,
+        **{name: row.get(name, 0) for name in counts},
     )
 
 

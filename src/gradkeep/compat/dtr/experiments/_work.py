@@ -69,11 +69,9 @@ def _result(fields: dict[str, Any]) -> dict[str, Any]:
         log = Path(fields["log"])
         if fields.get("ratio") is not None:
             room = int(fields["ratio"] * unlimited_peak(read_log(log)))
-        return (
-            optimal_trial(log, room, **asked)
-            if do == "optimal"
-            else simulate_trial(log, room, asked)
-        )
+        if do == "optimal":
+            return optimal_trial(log, room, **asked)
+        return simulate_trial(log, room, asked)
     # Loads torch, which simulating does without.
     from gradkeep.compat.dtr.experiments import _live as live
 
@@ -99,21 +97,18 @@ def simulate_trial(log: Path, budget: float, asked: dict[str, Any]) -> dict[str,
     # Of random choices the mean of their seeds is told, where all of them ran to their end.
     outcome = next((one for one in outcomes if one.status != "ok"), outcomes[0])
     overheads = [one.overhead for one in outcomes]
-    result = {
-        "status": outcome.status,
+    counts = (
+        *("status", "overhead", "peak", "evictions", "rematerializations"),
+        *("heuristic_evaluations", "accesses"),
+    )
+    result = {name: getattr(outcome, name) for name in counts} | {
         "time": outcome.compute / 1e9,
         "base_time": outcome.base_compute / 1e9,
         "remat_time": outcome.remat_compute / 1e9,
-        "overhead": outcome.overhead,
         "budget": None if math.isinf(budget) else int(budget),
-        "peak": outcome.peak,
         "unlimited_peak": unlimited_peak(program),
         "constant_bytes": program.constant_bytes,
         "operators": len(program.ops),
-        "evictions": outcome.evictions,
-        "rematerializations": outcome.rematerializations,
-        "heuristic_evaluations": outcome.heuristic_evaluations,
-        "accesses": outcome.accesses,
         "simulation_seconds": spent,
     }
     if trials > 1 and outcome.status == "ok":
@@ -135,14 +130,13 @@ def optimal_trial(log: Path, budget: float, *, time_limit: float) -> dict[str, A
     room = peak if math.isinf(budget) else int(budget)
     start = time.perf_counter()
     found = optimum_point(program, room, time_limit=time_limit)
-    spent = time.perf_counter() - start
     result: dict[str, Any] = {
         "status": found.status,
         "budget": None if math.isinf(budget) else int(budget),
         "unlimited_peak": peak,
         "constant_bytes": program.constant_bytes,
         "operators": found.operators,
-        "simulation_seconds": spent,
+        "simulation_seconds": time.perf_counter() - start,
         "message": found.message,
     }
     if found.overhead is not None:
