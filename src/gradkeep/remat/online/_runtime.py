@@ -64,13 +64,8 @@ _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsa
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _AMPLE = 8
 """Times the largest argument: few operators give more than that."""
-_SMALL = 8
-"""Bytes of a single number, which host code likes to read and which is not worth evicting."""
-
 
 _LOGGER = logging.getLogger("gradkeep.remat")
-_FIRST = 16
-"""Operators that are passed over: what they are is looked up for the first time."""
 _MEASURED = 32
 _TOO_SLOW = 3.0
 """Times the plain time, before anything is evicted; at .8 of the peak it is three to ten times as much."""
@@ -89,7 +84,8 @@ class Pace:
         if alone <= 0:
             return False  # a view: nothing ran
         self._seen += 1
-        if self._seen > _FIRST:
+        # At first it is looked up what operators are.
+        if self._seen > 16:
             self._whole.append(whole)
             self._alone.append(alone)
         return len(self._whole) >= _MEASURED
@@ -516,7 +512,7 @@ def _may_be_evicted(tensor: Tensor) -> bool:
     return (
         (dtype.is_floating_point or dtype.is_complex)
         and type(tensor) in _PLAIN
-        and tensor.nbytes > _SMALL
+        and tensor.nbytes > 8  # host code likes to read a single number
     )
 
 

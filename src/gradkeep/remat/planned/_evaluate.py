@@ -220,8 +220,6 @@ class _Makeable:
         return max([pack, *(self._saved.get(start, 0) for start in starts)])
 
 
-_REMEMBERED = 20
-"""Rebuilds per request; more are seldom met again."""
 _NEAR = 8
 """The last request is near if it comes within this part of all requests."""
 
@@ -396,7 +394,7 @@ class PlanEvaluator:
                 return entry
         entry = self._build(value, at, codes)
         entries.append(entry)
-        if len(entries) > _REMEMBERED:
+        if len(entries) > 20:  # more are seldom met again
             del entries[0]
         return entry
 

@@ -197,7 +197,7 @@ def _named_arguments(module: torch.nn.Module) -> dict[str, Any]:
     They are read from the frame that calls the hooks; empty if torch has none that looks like it.
     """
     frame = sys._getframe(2)
-    for _ in range(_FRAMES):
+    for _ in range(6):  # the compiler's wrapper may lie between
         found = frame.f_locals
         if found.get("self") is module and isinstance(found.get("kwargs"), dict):
             named: dict[str, Any] = found["kwargs"]
@@ -206,10 +206,6 @@ def _named_arguments(module: torch.nn.Module) -> dict[str, Any]:
             break
         frame = frame.f_back
     return {}
-
-
-_FRAMES = 6
-"""How far away that frame may be: the compiler's wrapper lies between."""
 
 
 class BatchShapes:

@@ -33,7 +33,6 @@ RowSource = Literal["simulated", "optimum", "online", "planned", "checkpoint"]
 """How a row came about; the last three are measured on a live model."""
 OPTIMUM = "optimum"
 """In the place of a heuristic: the integer program decides."""
-_OPTIMUM_SECONDS = 20.0
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
@@ -171,7 +170,7 @@ def run_case(case: SweepCase) -> SweepRow:
     program, peak = _program(case.log)
     budget = int(peak * case.ratio)
     if case.heuristic == OPTIMUM:
-        best = optimum_point(program, budget, time_limit=_OPTIMUM_SECONDS)
+        best = optimum_point(program, budget, time_limit=20.0)
         overhead = math.nan if best.overhead is None else best.overhead
         return SweepRow(
             **dataclasses.asdict(case),

@@ -46,8 +46,7 @@ def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> in
 
 
 _COUNT = 32
-_MARKED = 4096
-_FEW = 3
+"""How many places of a tensor are looked at."""
 
 
 class TensorSample(NamedTuple):
@@ -140,7 +139,7 @@ def mask_numbers(tensor: Tensor) -> frozenset[float]:
         return frozenset()
     with torch._C._DisableTorchDispatch():
         flat = tensor.detach().reshape(-1)
-        some = torch.unique(flat[:: max(1, flat.numel() // _MARKED)])
-        if len(some) > _FEW:
+        some = torch.unique(flat[:: max(1, flat.numel() // 4096)])
+        if len(some) > 3:
             return frozenset()
         return frozenset(some.tolist())
