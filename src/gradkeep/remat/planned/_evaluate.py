@@ -155,10 +155,6 @@ class _Makeable:
         self._trace, self._saved, self._random_state = trace, saved, random_state
         self._again: dict[int, bool] = {}
 
-    def there(self, value: int) -> bool:
-        """It is at hand, or can be made."""
-        return value in self._saved or value in self._trace.sources or self.again(value)
-
     def again(self, value: int) -> bool:
         """Its operator can be run again."""
         known = self._again.get(value)

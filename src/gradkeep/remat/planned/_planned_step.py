@@ -253,7 +253,7 @@ class PlannedStep:
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slot = slots[number]
         if not slot.fits(tensor) or (
-            slot.expected is not None and not self._walk.matches(tensor, slot.expected)
+            slot.expected is not None and self._walk.below(tensor) != slot.expected
         ):
             self.leave(f"saved tensor {number} is not the recorded one")
             return KeptTensor(self, number, tensor.detach(), tensor._version)

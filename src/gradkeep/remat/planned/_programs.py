@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from gradkeep.remat.planned._autograd_graph import ExpectedGraph
+    from gradkeep.remat.planned._autograd_graph import GraphBelow
     from gradkeep.remat.planned._evaluate import PlanEvaluation, PlanningProblem, Rebuild
     from gradkeep.remat.planned._modules import Source
     from gradkeep.remat.planned._search import States
@@ -96,7 +96,7 @@ class SlotPlan:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    expected: ExpectedGraph | None
+    expected: GraphBelow | None
     """What must lie below it in the autograd graph, if it is dropped."""
     drop: bool
     hold: bool
