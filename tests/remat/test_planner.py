@@ -12,6 +12,8 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import BudgetError
+from gradkeep.remat._rerun import TensorRef
+from gradkeep.remat._tensors import Geometry, beside_compiler
 from gradkeep.remat.planned._autograd_graph import GraphBelow
 from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
 from gradkeep.remat.planned._modules import ModuleFlag
@@ -41,8 +43,6 @@ from gradkeep.remat.planned._trace import (
     TraceEvent,
     agreed_trace,
 )
-from gradkeep.remat.tracing._rerun import TensorRef
-from gradkeep.remat.tracing._tensors import Geometry, beside_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory budget:gradkeep.errors.BudgetWarning")
 

@@ -233,15 +233,12 @@ def test_figures_command_draws_all_figures_of_a_folder(tmp_path):
 def test_random_is_drawn_as_mean_and_range_where_all_seeds_ran():
     cases = sweep_cases([LOG], heuristics=("random",), ratios=(0.9, 0.6))
     rows = [run_case(case) for case in cases]
-    at = _picture._ran(rows)
-    assert at == [0.9]
-    point = _picture._spread(0.9, rows, "overhead")
+    (axis,) = _picture._figure(rows, PictureStyle("Title")).axes
     each = [row.overhead for row in rows if row.ratio == 0.9]
-    assert (point.mean, point.least, point.most) == (
-        pytest.approx(sum(each) / 10),
-        min(each),
-        max(each),
-    )
+    assert list(axis.lines[0].get_xdata()) == [0.9]
+    assert axis.lines[0].get_ydata() == pytest.approx(sum(each) / 10)
+    low, high = axis.collections[0].get_paths()[0].get_extents().intervaly
+    assert (low, high) == pytest.approx((min(each), max(each)))
 
 
 def test_manifests_name_logs_and_their_titles(tmp_path):

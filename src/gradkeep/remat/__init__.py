@@ -1,7 +1,7 @@
 """Training in fewer bytes: evict tensors, recompute them when they are needed.
 
-`simulator` runs recorded steps in smaller budgets, `planned` and `online` train in them, `tracing` is
-what these see of torch.
+`simulator` runs recorded steps in smaller budgets, `planned` and `online` train in them; the modules
+beside them are what these see of torch.
 """
 
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from gradkeep.remat.simulator._schedule import Graph, chen, keep_all, revolve, s
 from gradkeep.remat.simulator._simulate import SimulationResult, simulate, unlimited_peak
 
 if TYPE_CHECKING:
+    from gradkeep.remat._log_recorder import Recorder, record
     from gradkeep.remat.planned._memory_budget import (
         BudgetPoint,
         BudgetReport,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         memory_budget,
     )
     from gradkeep.remat.planned._session import stash
-    from gradkeep.remat.tracing._log_recorder import Recorder, record
 
 __all__ = [
     "BudgetPoint",
@@ -62,6 +62,6 @@ __getattr__ = lazy_names(
             ("BudgetPoint", "BudgetReport", "Explanation"), "gradkeep.remat.planned._memory_budget"
         ),
         "stash": "gradkeep.remat.planned._session",
-        **dict.fromkeys(("Recorder", "record"), "gradkeep.remat.tracing._log_recorder"),
+        **dict.fromkeys(("Recorder", "record"), "gradkeep.remat._log_recorder"),
     },
 )

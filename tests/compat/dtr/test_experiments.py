@@ -153,9 +153,7 @@ def test_unknown_keys_are_told_but_not_fatal():
     found = parse(commands, retries=4)
     assert len(found.trials) == 1
     assert "'retries' is unknown and ignored" in found.notes
-    assert any(
-        "command 1: 'batchsize'" in n and "batch_size" in n for n in found.notes
-    )
+    assert any("command 1: 'batchsize'" in n and "batch_size" in n for n in found.notes)
     assert any("no size 'colour'" in note for note in found.notes)
 
 

@@ -11,17 +11,17 @@ import torch
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat._rerun import hash_bytes
+from gradkeep.remat._tensors import StorageRef, run_operator
 from gradkeep.remat.simulator._core import EvictionCore, Storage
-from gradkeep.remat.tracing._content import hash_bytes
-from gradkeep.remat.tracing._tensors import StorageRef, run_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gradkeep.remat._tensors import Geometry
     from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
     from gradkeep.remat.simulator._neighbourhoods import Heuristic
-    from gradkeep.remat.tracing._tensors import Geometry
 
 
 class OnlineArgument(NamedTuple):

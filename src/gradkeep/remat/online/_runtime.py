@@ -23,6 +23,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetWarning
+from gradkeep.remat._rerun import (
+    FirstResultRerun,
+    OperatorRerun,
+    compared,
+    has_workspace,
+    leaves_unwritten,
+    rerun_of,
+)
+from gradkeep.remat._tensors import (
+    Geometry,
+    QuickDispatchMode,
+    has_storage,
+    run_operator,
+    signature_of,
+    storages_of,
+    written_tensors,
+)
 from gradkeep.remat.online._guards import lower_guards, raise_guards
 from gradkeep.remat.online._live_core import (
     LiveCore,
@@ -33,31 +50,14 @@ from gradkeep.remat.online._live_core import (
     tensors_in,
 )
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.tracing._rerun import (
-    FirstResultRerun,
-    OperatorRerun,
-    compared,
-    has_workspace,
-    leaves_unwritten,
-    rerun_of,
-)
-from gradkeep.remat.tracing._tensors import (
-    Geometry,
-    QuickDispatchMode,
-    has_storage,
-    run_operator,
-    signature_of,
-    storages_of,
-    written_tensors,
-)
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from gradkeep.remat._tensors import OperatorSignature
     from gradkeep.remat.simulator._core import Storage
     from gradkeep.remat.simulator._core import TensorNode as Node
     from gradkeep.remat.simulator._heuristics import PoolSample
-    from gradkeep.remat.tracing._tensors import OperatorSignature
 
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
 """Views that look at no byte and at no bound of their argument's storage."""

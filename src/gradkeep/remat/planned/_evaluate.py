@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gradkeep.remat.tracing._rerun import TensorRef, bytes_on_the_way
+from gradkeep.remat._rerun import TensorRef, bytes_on_the_way
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

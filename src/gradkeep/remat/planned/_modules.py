@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-from gradkeep.remat.tracing._tensors import not_compiled
+from gradkeep.remat._tensors import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

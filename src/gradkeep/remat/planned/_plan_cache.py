@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from gradkeep.errors import RematError
+from gradkeep.remat._tensors import has_storage
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
 from gradkeep.remat.planned._trace import (
@@ -28,7 +29,6 @@ from gradkeep.remat.planned._trace import (
     difference_of,
     with_larger_tail,
 )
-from gradkeep.remat.tracing._tensors import has_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from gradkeep.errors import RematError, StepChanged
+from gradkeep.remat._rerun import same_content
+from gradkeep.remat._tensors import WATCHED_OTHERWISE, has_storage
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
 from gradkeep.remat.planned._programs import generator, instruction, replay
 from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
-from gradkeep.remat.tracing._content import same_content
-from gradkeep.remat.tracing._tensors import WATCHED_OTHERWISE, has_storage
 
 if TYPE_CHECKING:
     import weakref

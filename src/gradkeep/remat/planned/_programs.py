@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gradkeep.remat._rerun import TensorRef, TensorSample, content_of, leaves_unwritten, sample_of
 from gradkeep.remat.planned._autograd_graph import GraphExpectations
-from gradkeep.remat.tracing._content import TensorSample, content_of, sample_of
-from gradkeep.remat.tracing._rerun import TensorRef, leaves_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
+    from gradkeep.remat._rerun import Fingerprint
+    from gradkeep.remat._tensors import Geometry
     from gradkeep.remat.planned._autograd_graph import GraphBelow
     from gradkeep.remat.planned._evaluate import PlanEvaluation, PlanningProblem, Rebuild
     from gradkeep.remat.planned._modules import Source
     from gradkeep.remat.planned._search import States
     from gradkeep.remat.planned._trace import StepTrace, TracedOperation
-    from gradkeep.remat.tracing._content import Fingerprint
-    from gradkeep.remat.tracing._tensors import Geometry
 
 Check = Literal["full", "sampled"]
 """Whether every byte of what is made again is compared, or a few numbers of it."""

@@ -12,6 +12,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradkeep import _annotations
 from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat._tensors import (
+    QuickDispatchMode,
+    beside_compiler,
+    has_storage,
+    inside_compiled,
+    not_compiled,
+    run_operator,
+)
 from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
     KeptTensor,
@@ -23,14 +31,6 @@ from gradkeep.remat.planned._planned_step import (
     unpack,
 )
 from gradkeep.remat.planned._step_recorder import StepRecorder
-from gradkeep.remat.tracing._tensors import (
-    QuickDispatchMode,
-    beside_compiler,
-    has_storage,
-    inside_compiled,
-    not_compiled,
-    run_operator,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor

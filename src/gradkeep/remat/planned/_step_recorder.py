@@ -17,6 +17,27 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradkeep.remat._rerun import (
+    FirstResultRerun,
+    OperatorRerun,
+    TensorRef,
+    compared,
+    mask_numbers,
+    rerun_of,
+    tried,
+    tried_apart,
+)
+from gradkeep.remat._tensors import (
+    SEQUENCES,
+    WATCHED_OTHERWISE,
+    Geometry,
+    OperatorSignature,
+    StorageRef,
+    collect_tensors,
+    has_storage,
+    signature_of,
+    written_storages,
+)
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
 from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
@@ -30,27 +51,6 @@ from gradkeep.remat.planned._trace import (
     TracedValue,
     TraceEvent,
     TraceLengths,
-)
-from gradkeep.remat.tracing._content import mask_numbers
-from gradkeep.remat.tracing._rerun import (
-    FirstResultRerun,
-    OperatorRerun,
-    TensorRef,
-    compared,
-    rerun_of,
-    tried,
-    tried_apart,
-)
-from gradkeep.remat.tracing._tensors import (
-    SEQUENCES,
-    WATCHED_OTHERWISE,
-    Geometry,
-    OperatorSignature,
-    StorageRef,
-    collect_tensors,
-    has_storage,
-    signature_of,
-    written_storages,
 )
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from gradkeep.remat.tracing._rerun import TensorRef
-from gradkeep.remat.tracing._tensors import Geometry
+from gradkeep.remat._rerun import TensorRef
+from gradkeep.remat._tensors import Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -29,10 +29,11 @@ from gradkeep.compat.dtr.experiments._trial import (
     FAILED,
     LIVE,
     SIMULATED,
+    TrialJob,
+    TrialTask,
     read_result,
     write_result,
 )
-from gradkeep.compat.dtr.experiments._work import TrialJob, TrialTask
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import own_heuristics
 
@@ -129,24 +130,29 @@ class _ExperimentRunner:
         self.total = len(wanted)
         self.done = reused
         self._tell()
-        measured = [trial for trial in left if trial.type == "baseline"]
-        live = [trial for trial in left if trial.type in LIVE]
         simulated = [trial for trial in left if trial.type in SIMULATED]
-        self._measure([self._job(trial, _training(trial)) for trial in measured])
-        self._measure(self._possible(live, {}))
+        # One after another, each in a process of its own: they must not disturb each other.
+        for trial in left:
+            if trial.type == "baseline":
+                self._run([self._job(trial, _training(trial))], workers=1)
+        for task in self._possible([trial for trial in left if trial.type in LIVE], {}):
+            self._run([task], workers=1)
         saved = [trial for trial in self.trials if trial.save_log]
         logs = self._record([*(t for t in simulated if t.log is None), *saved])
         self._run(self._possible(simulated, logs), workers=workers)
-        kept = self._save_logs(saved, logs)
-        rows = tuple(self._row(trial) for trial in self.trials)
+        recorded = [
+            (trial, self._log(trial.work))
+            for trial in saved
+            if logs[trial.work.key]["status"] not in FAILED
+        ]
+        kept = [log for _, log in recorded]
+        if self.log_dest is not None:
+            kept = save_logs(recorded, self.log_dest, self.simrd_config)
+        # The same question may be asked of two names: the result is shared, the names are not.
+        rows = tuple({**self.results[trial.key], **_about(trial)} for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
         return ExperimentReport(rows, len(left), reused, (*files, *pictures, *kept), notes)
-
-    def _measure(self, tasks: list[TrialTask]) -> None:
-        """One after another, each in a process of its own: they must not disturb each other."""
-        for task in tasks:
-            self._run([task], workers=1)
 
     def _run(self, tasks: list[TrialTask], *, workers: int, tell: bool = True) -> None:
         """The results of the tasks, by key; those that failed have one too."""
@@ -191,17 +197,6 @@ class _ExperimentRunner:
             found[key] = self.results.pop(key)
         return found
 
-    def _save_logs(self, trials: Sequence[Trial], logs: dict[str, Result]) -> list[Path]:
-        """Copy the logs of these to where the configuration wants them, with a manifest of them."""
-        recorded = [trial for trial in trials if logs[trial.work.key]["status"] not in FAILED]
-        if self.log_dest is None:
-            return [self._log(trial.work) for trial in recorded]
-        return save_logs(
-            [(trial, self._log(trial.work)) for trial in recorded],
-            self.log_dest,
-            self.simrd_config,
-        )
-
     def _possible(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[TrialTask]:
         """The jobs of these trials; if what one builds on has failed, then that is its result."""
         jobs = []
@@ -220,21 +215,20 @@ class _ExperimentRunner:
                 "status": result["status"],
                 "message": f"its {what} failed: {result.get('message')}",
             }
-            self._one_more()
+            self.done += 1
+            self._tell()
         return jobs
 
     def _in_budget(self, trial: Trial) -> TrialTask:
-        budget = trial.budget
+        budget, fields = trial.budget, {"do": trial.type, "asked": trial.asked}
         if trial.log is not None:
-            fields = {"log": trial.log, "do": trial.type, "asked": trial.asked}
-            room = None if math.isinf(budget) else budget
-            return self._job(trial, {**fields, "budget": room, "ratio": trial.ratio})
-        if trial.ratio is not None:
+            fields |= {"log": trial.log, "ratio": trial.ratio}
+        elif trial.type in SIMULATED:
+            fields["log"] = str(self._log(trial.work))
+        else:
+            fields["work"] = trial.work
+        if trial.log is None and trial.ratio is not None:
             budget = int(trial.ratio * self.results[trial.baseline.key]["peak"])
-        on: dict[str, Any] = _training(trial)
-        if trial.type in SIMULATED:
-            on = {"log": str(self._log(trial.work))}
-        fields = {**on, "do": trial.type, "asked": trial.asked}
         return self._job(trial, {**fields, "budget": None if math.isinf(budget) else budget})
 
     def _job(self, trial: Trial, fields: dict[str, Any]) -> TrialTask:
@@ -245,14 +239,6 @@ class _ExperimentRunner:
 
     def _log(self, work: TrialWork) -> Path:
         return self.out / "logs" / f"{work.key}.log"
-
-    def _row(self, trial: Trial) -> Result:
-        # The same question may be asked of two names: the result is shared, the names are not.
-        return {**self.results[trial.key], **_about(trial)}
-
-    def _one_more(self) -> None:
-        self.done += 1
-        self._tell()
 
     def _tell(self) -> None:
         if self.progress is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from gradkeep import _annotations
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
-from gradkeep.remat.tracing._tensors import (
+from gradkeep.remat._tensors import (
     SEQUENCES,
     FollowedStorage,
     OperatorSignature,
