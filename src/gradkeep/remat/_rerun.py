@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gradkeep.remat._tensors import Geometry, run_operator
+from gradkeep.remat._tensors import Geometry, mapped, run_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,9 +80,9 @@ class OperatorRerun:
 
     def reads(self) -> frozenset[int]:
         """The values that are needed to run it."""
-        found: set[int] = set()
-        _gather((self.args, tuple(value for _, value in self.kwargs)), found)
-        return frozenset(found)
+        found: list[TensorRef] = []
+        mapped((self.args, self.kwargs), found.append, TensorRef)
+        return frozenset(ref.value for ref in found)
 
 
 def rerun_of(
@@ -248,14 +248,6 @@ def _bits(tensor: Tensor) -> Tensor:
         plain = torch.view_as_real(plain)
     kind = _BITS[plain.itemsize]
     return plain if plain.dtype == kind or plain.dtype == torch.bool else plain.view(kind)
-
-
-def _gather(value: Any, found: set[int]) -> None:
-    if isinstance(value, TensorRef):
-        found.add(value.value)
-    elif isinstance(value, tuple):
-        for item in value:
-            _gather(item, found)
 
 
 _PRIME = 0x9E3779B1

@@ -12,7 +12,7 @@ import torch
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._rerun import hash_bytes
-from gradkeep.remat._tensors import StorageRef, run_operator
+from gradkeep.remat._tensors import StorageRef, mapped, run_operator, tensors_in
 from gradkeep.remat.simulator._core import EvictionCore, Storage
 
 if TYPE_CHECKING:
@@ -55,24 +55,6 @@ class OnlineOperator:
     """The state of the generator before it ran."""
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in an operator's arguments or results, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
-
-
-def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """The same arguments with everything of a type replaced."""
-    if isinstance(value, kind):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(mapped(item, change, kind) for item in value)
-    return value
-
-
 def predicted_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool
 ) -> int:
@@ -107,21 +89,18 @@ _PATIENCE = 50_000_000
 """Nanoseconds of recomputation that are too few to judge by."""
 
 
+@dataclass(slots=True, eq=False)
 class StorageBytes:
     """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
 
-    __slots__ = ("dead", "device", "held", "nbytes", "ref", "was")
-
-    def __init__(self, storage: torch.UntypedStorage, ref: StorageRef) -> None:
-        self.ref = ref
-        self.nbytes = storage.nbytes()
-        self.device = storage.device
-        self.dead = False
-        """Nobody but us has it."""
-        self.was: int | None = None
-        """A hash of the bytes that were evicted, until they are back and compared."""
-        self.held: torch.UntypedStorage | None = None
-        """The bytes of a dead storage that was made again, or of a pinned one that others need."""
+    ref: StorageRef
+    nbytes: int
+    dead: bool = False
+    """Nobody but us has it."""
+    was: int | None = None
+    """A hash of the bytes that were evicted, until they are back and compared."""
+    held: torch.UntypedStorage | None = None
+    """The bytes of a dead storage that was made again, or of a pinned one that others need."""
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage as it is now, filled or empty."""
@@ -199,7 +178,7 @@ class LiveCore(EvictionCore):
         """From now on `storage` stands for the value."""
         ref = StorageRef(storage, self._gone)
         ref.key = id(storage)
-        self.bytes[node.storage] = StorageBytes(storage, ref)
+        self.bytes[node.storage] = StorageBytes(ref, storage.nbytes())
         self.latest[ref.key] = node
 
     def _gone(self, ref: StorageRef) -> None:

@@ -35,9 +35,11 @@ from gradkeep.remat._tensors import (
     Geometry,
     QuickDispatchMode,
     has_storage,
+    mapped,
     run_operator,
     signature_of,
     storages_of,
+    tensors_in,
     written_tensors,
 )
 from gradkeep.remat.online._guards import lower_guards, raise_guards
@@ -45,9 +47,7 @@ from gradkeep.remat.online._live_core import (
     LiveCore,
     OnlineArgument,
     OnlineOperator,
-    mapped,
     predicted_bytes,
-    tensors_in,
 )
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 

@@ -74,7 +74,7 @@ class GraphWalk:
         while stack:
             number, node = stack.pop()
             above = node.next_functions
-            parents: list[int] = []
+            parents: list[Any] = []
             for parent, result in above:
                 at: int | None = _NONE
                 if parent is not None:

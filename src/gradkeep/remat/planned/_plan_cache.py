@@ -23,7 +23,6 @@ from gradkeep.remat._tensors import has_storage
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
 from gradkeep.remat.planned._trace import (
-    TraceLengths,
     agreed_trace,
     cheaper_trace,
     difference_of,
@@ -193,13 +192,13 @@ class SavedPlan:
     states: tuple[int, ...]
 
 
-def digest_of(trace: StepTrace, *, whole: bool = False) -> str:
+def digest_of(trace: StepTrace) -> str:
     """The same for steps that save and compute the same things in the same order.
 
     Counted is what happens until the last saved tensor is asked for: the optimizer does something
-    else in the first step than later. `whole` counts that too, as plans were saved at first.
+    else in the first step than later.
     """
-    ends = TraceLengths(*[None] * 5) if whole else trace.lengths  # type: ignore[arg-type]
+    ends = trace.lengths
     content: list[Any] = [
         [operation.name, sorted(operation.reads), [list(map(str, m)) for m in operation.makes]]
         for operation in trace.operations[: ends.operations]

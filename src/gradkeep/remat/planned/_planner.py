@@ -237,7 +237,7 @@ class StepPlanner:
                         self._warn(f"no plan, so no budget holds: {why}", _REPEAT)
                     self._turn_online()
                 continue
-            known = self._saved_for(trace)
+            known = self.saved.get(digest_of(trace)) if self.saved else None
             if group.count < self.settings.recordings and known is None:
                 continue
             self.recorded.remove(group)
@@ -253,12 +253,6 @@ class StepPlanner:
                     plan.kind, changing=plan.changing, parameters=plan.parameters
                 )
                 self._adopt(group, with_constant(plan.compiled.trace, missing), None)
-
-    def _saved_for(self, trace: StepTrace) -> SavedPlan | None:
-        """The plan on disk that was made for this step."""
-        if not self.saved:
-            return None
-        return self.saved.get(digest_of(trace)) or self.saved.get(digest_of(trace, whole=True))
 
     def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
         missing = self._states.nbytes - trace.optimizer_bytes

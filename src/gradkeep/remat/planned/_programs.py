@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gradkeep.remat._rerun import TensorRef, TensorSample, content_of, leaves_unwritten, sample_of
-from gradkeep.remat.planned._autograd_graph import GraphExpectations
+from gradkeep.remat._tensors import SEQUENCES
+from gradkeep.remat.planned._autograd_graph import GraphExpectations, leaf_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,6 +130,10 @@ class SlotPlan:
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
         )
+
+    def fits_leaf(self, tensor: Tensor) -> bool:
+        """The same, and it shows the same parameter if it shows one."""
+        return self.fits(tensor) and (self.leaf is None or self.leaf == leaf_of(tensor))
 
 
 class ExpectedMask(NamedTuple):
@@ -388,13 +393,14 @@ def instruction(
     operation = trace.operations[number]
     assert operation.run is not None
 
-    tensors, lists = [], []
+    tensors: list[TensorArgument] = []
+    lists: list[Any] = []
     for position, arg in (*enumerate(operation.args), *operation.kwargs):
-        several = type(arg) is tuple and isinstance(position, int)
-        items = [((position, at), item) for at, item in enumerate(arg)] if several else ()
-        refs: list[Any] = [
-            (place, ref) for place, ref in items or [(position, arg)] if isinstance(ref, TensorRef)
-        ]
+        several = type(arg) in SEQUENCES and isinstance(position, int)
+        items: list[Any] = [(position, arg)]
+        if several:
+            items = [((position, at), item) for at, item in enumerate(arg)]
+        refs = [(place, ref) for place, ref in items if isinstance(ref, TensorRef)]
         if refs and several:
             lists.append(position)
         for place, ref in refs:

@@ -25,6 +25,7 @@ from gradkeep.remat.planned._planned_step import (
     KeptTensor,
     PlainStep,
     PlannedStep,
+    Step,
     StepSnapshot,
     UndecidedStep,
     WatchedStep,
@@ -130,7 +131,7 @@ class BudgetSession:
             not_compiled(self._pack), not_compiled(unpack)
         )
         self._recording: StepRecorder | None = None
-        self._run: PlannedStep | PlainStep | UndecidedStep | None = None
+        self._run: Step | None = None
         self._plan: StepPlan | None = None
         self._recorded_batch: Shapes = ()
         self._meter: StepRecorder | None = None
@@ -296,7 +297,7 @@ class BudgetSession:
         current = self._recording or self._run
         return current is not None and current.asked
 
-    def _first(self, tensor: Tensor) -> PlannedStep | PlainStep | UndecidedStep | StepRecorder:
+    def _first(self, tensor: Tensor) -> Step | StepRecorder:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         planner = self._planner
         if self._keep_all or self._online is not None:

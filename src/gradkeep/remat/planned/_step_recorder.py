@@ -35,6 +35,7 @@ from gradkeep.remat._tensors import (
     StorageRef,
     collect_tensors,
     has_storage,
+    mapped,
     signature_of,
     written_storages,
 )
@@ -231,14 +232,14 @@ class StepRecorder:
         self._happened("op", number)
         recipe = OperatorRerun(None, (), ())
         if not backward and len(given) == len(passed):
-            encode = dict(zip(map(id, given), reads, strict=True))
-            recipe = rerun_of(
-                func,
-                _encoded(args, encode),
-                tuple((key, _encoded(value, encode)) for key, value in kwargs.items()),
-                made,
-                in_place=bool(changed),
-            )
+            values = dict(zip(map(id, given), reads, strict=True))
+
+            def shown(tensor: Tensor) -> TensorRef:
+                return TensorRef(values[id(tensor)], Geometry.of(tensor))
+
+            named = tuple((key, mapped(value, shown, Tensor)) for key, value in kwargs.items())
+            shown_args = mapped(args, shown, Tensor)
+            recipe = rerun_of(func, shown_args, named, made, in_place=bool(changed))
             if recipe.run is not None and not changed and not recipe.random:
                 recipe = tried(recipe, func, args, kwargs, made)
             if recipe.apart is not None:
@@ -570,12 +571,3 @@ def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
         if event in found:
             waiting.setdefault(task, []).append(event)
     return tuple(found[event] for event in asked)
-
-
-def _encoded(value: Any, numbers: dict[int, int]) -> Any:
-    """Arguments without their tensors, which become references."""
-    if isinstance(value, Tensor):
-        return TensorRef(numbers[id(value)], Geometry.of(value))
-    if type(value) in SEQUENCES:
-        return tuple(_encoded(item, numbers) for item in value)
-    return value

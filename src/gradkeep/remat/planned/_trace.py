@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from gradkeep.remat._rerun import TensorRef
-from gradkeep.remat._tensors import Geometry
+from gradkeep.remat._tensors import Geometry, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -435,23 +435,19 @@ class CutConstants:
         if operation.run is None or not operation.reads & self._cuts.keys():
             return operation
         found: list[int] = []
-        try:
-            args = self._of(operation.args, found)
-            kwargs = tuple((name, self._of(value, found)) for name, value in operation.kwargs)
-        except LookupError:
-            return replace(operation, run=None, args=(), kwargs=(), reads=frozenset())
-        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(found))
 
-    def _of(self, value: Any, found: list[int]) -> Any:
-        if isinstance(value, TensorRef):
-            ref = value
-            if value.value in self._cuts:
-                cut = next((c for c in self._cuts[value.value] if c.shows(value.geometry)), None)
-                if cut is None:
+        def cut(ref: TensorRef) -> TensorRef:
+            if ref.value in self._cuts:
+                parts = [part for part in self._cuts[ref.value] if part.shows(ref.geometry)]
+                if not parts:
                     raise LookupError
-                ref = TensorRef(cut.value, cut.seen(value.geometry))
+                part = parts[0]
+                ref = TensorRef(part.value, part.seen(ref.geometry))
             found.append(ref.value)
             return ref
-        if isinstance(value, tuple):
-            return tuple(self._of(item, found) for item in value)
-        return value
+
+        try:
+            args, kwargs = mapped((operation.args, operation.kwargs), cut, TensorRef)
+        except LookupError:  # a part that no tensor was cut for
+            return replace(operation, run=None, args=(), kwargs=(), reads=frozenset())
+        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(found))
