@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from gradkeep.errors import RematError
@@ -290,10 +289,7 @@ class OptimizerStates:
 _listening: weakref.WeakSet[OptimizerStates] = weakref.WeakSet()
 
 
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
+def look_at_states(optimizer: Optimizer) -> None:
+    """An optimizer has stepped, and may have got states."""
     for states in list(_listening):
         states._look(optimizer)
-
-
-# Once and for good: hooks that come and go disturb optimizers that step in other threads meanwhile.
-register_optimizer_step_post_hook(_stepped)

@@ -21,6 +21,7 @@ from gradkeep.remat._tensors import (
     run_operator,
 )
 from gradkeep.remat.planned._modules import BatchShapes
+from gradkeep.remat.planned._plan_cache import look_at_states
 from gradkeep.remat.planned._planned_step import (
     KeptTensor,
     PlainStep,
@@ -417,7 +418,8 @@ def session_here() -> BudgetSession | None:
     return found
 
 
-def _stepped(*_: Any) -> None:
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    look_at_states(optimizer)  # before the step ends: it counts them
     session = session_here()
     if session is not None:
         session.optimizer_stepped()
