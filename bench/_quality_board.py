@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradkeep.attribution._scores import Scores
-from gradkeep.evaluate import Evaluation, GroundTruth, Judgement, compare, judge_methods, lds
+from gradkeep.evaluate import Evaluation, compare, judge_methods, lds
+from gradkeep.evaluate._judging import Judgement
+from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import Store
 
 BOARD = Path(__file__).resolve().parents[1] / "docs" / "board.md"

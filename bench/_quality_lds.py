@@ -15,7 +15,7 @@ import gradkeep as gk
 from bench import _lds_truth as truths
 from bench._quality_board import Entry
 from gradkeep.attribution._scores import Scores
-from gradkeep.evaluate import GroundTruth
+from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.store import CaptureKey
 
 BASELINES = ("random", "label-match", "similarity", "loss")

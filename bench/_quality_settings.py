@@ -16,7 +16,10 @@ from bench import _quality_board as board
 from bench._quality_board import Bar, Entry, Section
 from bench._quality_labels import flipped
 from bench._quality_lds import World, combined, ground_truth, timed, unsureness
-from gradkeep.evaluate import GroundTruth, hybrid, lds, sanity_check
+from gradkeep.evaluate import hybrid, lds, sanity_check
+from gradkeep.evaluate._agreement import randomise
+from gradkeep.evaluate._judging import Judgement
+from gradkeep.evaluate._truth import GroundTruth
 
 MIDDLE = (3, 4, 5, 6, 7)
 SUBSET_KERNEL = "kernel, subset models"
@@ -200,7 +203,7 @@ def hybrid_of(prior: Entry, truth: GroundTruth, q: np.ndarray) -> Entry:
 def told(
     truth: GroundTruth,
     setting: truths.Setting,
-    judged: gk.evaluate.Judgement,
+    judged: Judgement,
     entries: Sequence[Entry],
     wanted: Sequence[Bar],
 ) -> tuple[list[str], bool]:
@@ -234,7 +237,7 @@ def by_two_seeds(truth: GroundTruth, entry: Entry) -> list[str]:
 
 def sanity(world: World, entry: Entry, truth: GroundTruth) -> list[str]:
     """Scores in another order must predict nothing; a model of random weights less than a trained one."""
-    nets = [gk.evaluate.randomise(world.setting.make(), seed=seed) for seed in range(10)]
+    nets = [randomise(world.setting.make(), seed=seed) for seed in range(10)]
     state = {
         key: torch.stack([net.state_dict()[key] for net in nets]) for key in nets[0].state_dict()
     }

@@ -18,7 +18,9 @@ from bench._quality_lds import combined, timed
 from bench._quality_settings import half_data
 from gradkeep.attribution._scores import Scores
 from gradkeep.attribution._text_similarity import text_similarity
-from gradkeep.evaluate import GroundTruth, compare, hybrid
+from gradkeep.evaluate import compare, hybrid
+from gradkeep.evaluate._judging import Judgement
+from gradkeep.evaluate._truth import GroundTruth
 
 EARLY = (1, 2, 3)
 MIXED = "mean of ekfac, early epochs and bigrams"
@@ -130,7 +132,7 @@ def language_model(name: str, setting: _lm_truth.Setting, *, bars: bool) -> Sect
     return Section(name, title, (*lines, *told), missed)
 
 
-def _bars(judged: gk.evaluate.Judgement, name: str) -> tuple[list[str], bool]:
+def _bars(judged: Judgement, name: str) -> tuple[list[str], bool]:
     """The method that the choosing half names against EK-FAC, BM25 and representations."""
     figures = {one.name: one.evaluation for one in judged.methods}
     ours, ekfac = figures[name], figures["ekfac, final"]

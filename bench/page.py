@@ -26,6 +26,7 @@ import torch
 
 import gradkeep as gk
 from gradkeep import evaluate
+from gradkeep.evaluate._evaluation import SampleSizes
 
 LIMIT_MS, LIMIT_MIB = 300.0, 500.0
 FEATURES, CLASSES, REPEATS = 16, 10, 40
@@ -64,7 +65,7 @@ def build(folder, rows, queries):
     draws = 0.4 + 0.01 * rng.standard_normal(1000)
     evaluate.Evaluation(
         *("lds", "dot at step-2", 0.4, (0.38, 0.42)),
-        evaluate.SampleSizes(queries=queries, subsets=100),
+        SampleSizes(queries=queries, subsets=100),
         *("synthetic", "bench", draws, items, np.arange(queries)),
     ).save("lds-dot", store=store)
     for row in range(200):

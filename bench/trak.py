@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from bench import _lds_truth as truths
-from gradkeep.attribution.projections._project import project_dense, project_parameters
-from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat import trak as ours
+from gradkeep.curvature._project import project_dense, project_parameters
+from gradkeep.curvature._sketches import Projection
 
 K = 2048
 BATCH = 100

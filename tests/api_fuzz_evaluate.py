@@ -10,6 +10,10 @@ import torch
 import gradkeep as gk
 from gradkeep import datamodels as dm
 from gradkeep import evaluate
+from gradkeep.evaluate._agreement import randomise
+from gradkeep.evaluate._groups import groups
+from gradkeep.evaluate._map import map_rows, map_targets
+from gradkeep.evaluate._truth import GroundTruth
 
 
 def linear():
@@ -20,7 +24,7 @@ def evaluate_calls(w, call):
     """Functions with good arguments, made by `call(name, function, good)`; `w` is the world."""
     rng = np.random.default_rng(0)
     masks = rng.random((24, 6)) < 0.5
-    truth = evaluate.GroundTruth("toy", masks, rng.standard_normal((24, 2, 6)))
+    truth = GroundTruth("toy", masks, rng.standard_normal((24, 2, 6)))
     training = dm.Training(linear, epochs=1)
     recipe = evaluate.Recipe(w.batch, w.batch, training)
     store = gk.open(w.folder / "judged", durability="process")
@@ -121,9 +125,9 @@ def evaluate_calls(w, call):
             evaluate.sanity_check,
             {"scores": w.scores, "truth": truth, "randomised": None, "level": 0.9, "seed": 0},
         ),
-        "evaluate.randomise": (evaluate.randomise, {"model": w.model, "seed": 0}),
-        "evaluate.groups": (
-            evaluate.groups,
+        "randomise": (randomise, {"model": w.model, "seed": 0}),
+        "groups": (
+            groups,
             {
                 "scores": w.scores,
                 "query": 1,
@@ -135,8 +139,8 @@ def evaluate_calls(w, call):
                 "seeds": 1,
             },
         ),
-        "evaluate.map_rows": (
-            evaluate.map_rows,
+        "map_rows": (
+            map_rows,
             {
                 "store": w.store,
                 "split": "train",
@@ -148,8 +152,8 @@ def evaluate_calls(w, call):
                 "seed": 0,
             },
         ),
-        "evaluate.map_targets": (
-            evaluate.map_targets,
+        "map_targets": (
+            map_targets,
             {
                 "found": dm.fit(masks, rng.standard_normal((24, 4)), penalty="ridge", lam=1.0),
                 "clusters": 2,

@@ -7,15 +7,12 @@ import api_fuzz as fuzz
 import api_fuzz_calls
 import pytest
 
-ROOMS = ("query", "attribution", "datamodels", "data", "evaluate", "farm")
+ROOMS = ("query", "datamodels", "data", "evaluate", "farm")
 NAMED = ("Keep", "completions", "capture", "attribute_once", "attribute_tokens", "text_similarity")
 """Of gradkeep itself: what people call first."""
 ELSEWHERE = {
     # Without arguments, or about what only other functions make.
-    *("methods", "models", "zoo", "recent_rate", "progress_of", "work"),
-    *("worker_number", "packed", "share_out"),
-    *("select_layers", "choose_compute", "project_layers", "streamed_gram"),
-    *("add_products", "add_damped_scores"),
+    *("models", "work"),
     # Their own tests refuse what they cannot take.
     *("suspects", "suggest_labels"),
 }

@@ -19,13 +19,8 @@ NAMES = {
         recording register_layer_rule register_method remat show store suspects text_similarity
     """,
     "gradkeep.evaluate": """
-        CheckedRemoval ChosenRows Curve Difference Evaluation GroundTruth JudgedMethod
-        Judgement MoreModels Recipe RemovalCurve RowGroup RowGroups SampleSizes
-        SanityCheck agreement check_removal class_retrieval compare datamodel_scores evaluations
-        find_leaks ground_truth groups hybrid judge_methods label_detection lds
-        leakage leave_one_out load_truth out_of_fold randomise rank_sum removal_curve
-        sanity_check select_rows stability suggest_labels verify_rows
-        OpposingClusters RowMap map_rows map_targets """,
+        Evaluation Recipe agreement check_removal class_retrieval compare datamodel_scores evaluations find_leaks ground_truth hybrid judge_methods label_detection lds leakage leave_one_out load_truth out_of_fold rank_sum removal_curve sanity_check select_rows stability suggest_labels verify_rows
+    """,
     "gradkeep.datamodels": """
         Clusters Comparison Components Correlation Counterfactual DataSupport DataValues
         Datamodels Groups LearningCurve Masks Memorisation Neighbours Output PlantedData

@@ -13,17 +13,14 @@ if TYPE_CHECKING:
     from gradkeep import datamodels, errors, evaluate, query, remat, store
     from gradkeep._preview import Preview
     from gradkeep.attribution._attribute import attribute
-    from gradkeep.attribution._combine import combine
     from gradkeep.attribution._method import Method, Scorer
     from gradkeep.attribution._once import attribute_once
     from gradkeep.attribution._registry import methods, register_method
-    from gradkeep.attribution._scores import Scores
+    from gradkeep.attribution._scores import Scores, combine
     from gradkeep.attribution._shown_scores import show
     from gradkeep.attribution._suspects import suspects
     from gradkeep.attribution._text_similarity import text_similarity
     from gradkeep.attribution._tokens import attribute_tokens
-    from gradkeep.attribution.projections._project import project
-    from gradkeep.attribution.projections._projection import Projection
     from gradkeep.capturing._adam import read_adam
     from gradkeep.capturing._capture import capture
     from gradkeep.capturing._plan import plan
@@ -37,8 +34,10 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._language import LanguageModelling
     from gradkeep.capturing.tasks._supervised import Classification, Regression
     from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.curvature._project import project
+    from gradkeep.curvature._sketches import Projection
     from gradkeep.errors import GradkeepError
-    from gradkeep.evaluate import groups
+    from gradkeep.evaluate._groups import groups
     from gradkeep.query import gradients
     from gradkeep.remat import memory_budget
     from gradkeep.store import Store, open
@@ -58,59 +57,45 @@ _SUBPACKAGES = (
     "store",
 )
 _MODULES = {
-    "gradkeep._preview": ("Preview",),
-    "gradkeep.attribution._attribute": ("attribute",),
-    "gradkeep.attribution._combine": ("combine",),
-    "gradkeep.attribution._method": (
-        "Method",
-        "Scorer",
-    ),
-    "gradkeep.attribution._once": ("attribute_once",),
-    "gradkeep.attribution._registry": (
-        "methods",
-        "register_method",
-    ),
-    "gradkeep.attribution._scores": ("Scores",),
-    "gradkeep.attribution._shown_scores": ("show",),
-    "gradkeep.attribution._suspects": ("suspects",),
-    "gradkeep.attribution._text_similarity": ("text_similarity",),
-    "gradkeep.attribution._tokens": ("attribute_tokens",),
-    "gradkeep.attribution.projections._project": ("project",),
-    "gradkeep.attribution.projections._projection": ("Projection",),
-    "gradkeep.capturing._adam": ("read_adam",),
-    "gradkeep.capturing._capture": ("capture",),
-    "gradkeep.capturing._plan": ("plan",),
-    "gradkeep.capturing._recording": ("recording",),
-    "gradkeep.capturing._report": (
-        "CaptureWarning",
-        "Captured",
-        "layers",
-    ),
-    "gradkeep.capturing._weights": ("Weights",),
-    "gradkeep.capturing.coordinates._keep": ("Keep",),
-    "gradkeep.capturing.rules._gradients": ("LayerGradients",),
-    "gradkeep.capturing.rules._rules": (
-        "LayerRule",
-        "register_layer_rule",
-    ),
-    "gradkeep.capturing.tasks._completions": ("completions",),
-    "gradkeep.capturing.tasks._language": ("LanguageModelling",),
-    "gradkeep.capturing.tasks._supervised": (
-        "Classification",
-        "Regression",
-    ),
-    "gradkeep.capturing.tasks._task": (
-        "Measured",
-        "Task",
-    ),
-    "gradkeep.errors": ("GradkeepError",),
-    "gradkeep.evaluate": ("groups",),
-    "gradkeep.query": ("gradients",),
-    "gradkeep.remat": ("memory_budget",),
-    "gradkeep.store": (
-        "Store",
-        "open",
-    ),
+    "CaptureWarning": "gradkeep.capturing._report",
+    "Captured": "gradkeep.capturing._report",
+    "Classification": "gradkeep.capturing.tasks._supervised",
+    "GradkeepError": "gradkeep.errors",
+    "Keep": "gradkeep.capturing.coordinates._keep",
+    "LanguageModelling": "gradkeep.capturing.tasks._language",
+    "LayerGradients": "gradkeep.capturing.rules._gradients",
+    "LayerRule": "gradkeep.capturing.rules._rules",
+    "Measured": "gradkeep.capturing.tasks._task",
+    "Method": "gradkeep.attribution._method",
+    "Preview": "gradkeep._preview",
+    "Projection": "gradkeep.curvature._sketches",
+    "Regression": "gradkeep.capturing.tasks._supervised",
+    "Scorer": "gradkeep.attribution._method",
+    "Scores": "gradkeep.attribution._scores",
+    "Store": "gradkeep.store",
+    "Task": "gradkeep.capturing.tasks._task",
+    "Weights": "gradkeep.capturing._weights",
+    "attribute": "gradkeep.attribution._attribute",
+    "attribute_once": "gradkeep.attribution._once",
+    "attribute_tokens": "gradkeep.attribution._tokens",
+    "capture": "gradkeep.capturing._capture",
+    "combine": "gradkeep.attribution._scores",
+    "completions": "gradkeep.capturing.tasks._completions",
+    "gradients": "gradkeep.query",
+    "groups": "gradkeep.evaluate._groups",
+    "layers": "gradkeep.capturing._report",
+    "memory_budget": "gradkeep.remat",
+    "methods": "gradkeep.attribution._registry",
+    "open": "gradkeep.store",
+    "plan": "gradkeep.capturing._plan",
+    "project": "gradkeep.curvature._project",
+    "read_adam": "gradkeep.capturing._adam",
+    "recording": "gradkeep.capturing._recording",
+    "register_layer_rule": "gradkeep.capturing.rules._rules",
+    "register_method": "gradkeep.attribution._registry",
+    "show": "gradkeep.attribution._shown_scores",
+    "suspects": "gradkeep.attribution._suspects",
+    "text_similarity": "gradkeep.attribution._text_similarity",
 }
 
 __all__ = [
@@ -164,8 +149,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
-        {name: f"gradkeep.{name}" for name in _SUBPACKAGES}
-        | {name: module for module, names in _MODULES.items() for name in names},
+        {name: f"gradkeep.{name}" for name in _SUBPACKAGES} | _MODULES,
     )
 
 

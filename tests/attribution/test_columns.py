@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution.scorers._knn_shapley import shapley
+from gradkeep.attribution.scorers._baselines import shapley
 from gradkeep.errors import AttributionError
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._budgets import format_bytes
-from gradkeep.attribution._kept_rows import KeptRows
-from gradkeep.attribution._solve import dual, primal, relative_damping
+from gradkeep.attribution._row_features import KeptRows
+from gradkeep.curvature._feature_solvers import dual, primal, relative_damping
 from gradkeep.errors import AttributionError, BudgetError
 
 ROWS, ASKED = 14, 6

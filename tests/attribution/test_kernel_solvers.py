@@ -11,17 +11,16 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._kept_rows import KeptRows
-from gradkeep.attribution.kernels import _cholesky as tiled
-from gradkeep.attribution.kernels import _products as products
-from gradkeep.attribution.kernels._block_cg import (
+from gradkeep.attribution._row_features import KeptRows
+from gradkeep.curvature import _cholesky as tiled
+from gradkeep.curvature import _conjugate as products
+from gradkeep.curvature._cholesky import CholeskyFactor, Solution, summed_up
+from gradkeep.curvature._conjugate import (
+    WAYS,
     LeadingDirections,
     block_conjugate_gradients,
     leading_directions,
 )
-from gradkeep.attribution.kernels._choice import WAYS
-from gradkeep.attribution.kernels._cholesky import CholeskyFactor
-from gradkeep.attribution.kernels._weighted import Solution, summed_up
 from gradkeep.errors import AttributionError, BudgetError
 
 

@@ -14,11 +14,10 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._ranks import rank_correlation
-from gradkeep.attribution.kronecker import _fit
-from gradkeep.attribution.kronecker._fisher import Damping
-from gradkeep.attribution.kronecker._fit import fisher
+from gradkeep.curvature import _fisher as _fit
+from gradkeep.curvature import _patch_moments
+from gradkeep.curvature._fisher import Damping, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
-from gradkeep.factors.kronecker import _patch_moments
 
 
 class Words(nn.Module):

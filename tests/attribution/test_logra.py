@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution.projections._two_sided import TwoSided, two_sided
+from gradkeep.curvature._two_sided import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
 
 

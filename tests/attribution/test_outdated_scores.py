@@ -10,6 +10,7 @@ from torch import nn
 import gradkeep as gk
 from gradkeep import evaluate
 from gradkeep.errors import AttributionError, Damaged, EvaluationError
+from gradkeep.evaluate._truth import GroundTruth
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_combined_scores_know_the_captures_of_both(world):
 def test_evaluations_of_a_capture_that_was_made_again_are_left_out(world):
     store, data, capture = world
     rng = np.random.default_rng(0)
-    truth = evaluate.GroundTruth("planted", rng.random((12, 9)) < 0.5, rng.random((12, 2, 4)))
+    truth = GroundTruth("planted", rng.random((12, 9)) < 0.5, rng.random((12, 2, 4)))
     found = evaluate.lds(gk.attribute(store), truth)
     found.save("lds", store=store)
     dataclasses.replace(found, captures={}).save("unknown", store=store)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.attribution.kronecker._fisher import Damping
-from gradkeep.attribution.kronecker._fit import FisherFit, fisher
 from gradkeep.attribution.scorers import _kfac
-from gradkeep.factors.kronecker import _moments
-from gradkeep.factors.kronecker._row_space import RowSpace
+from gradkeep.curvature import _moments
+from gradkeep.curvature._basis import RowSpace
+from gradkeep.curvature._fisher import Damping, FisherFit, fisher
 
 
 class Tokens(nn.Module):
@@ -113,7 +112,7 @@ def test_a_side_too_long_for_moments_has_eigenvectors_nevertheless(monkeypatch):
     store = captured(30, 5, rows=6)
     ask = {"method": "ekfac", "per_layer": True}
     exact = gk.attribute(store, **ask)
-    monkeypatch.setattr("gradkeep.factors.kronecker._patch_moments.WIDE", 16)
+    monkeypatch.setattr("gradkeep.curvature._patch_moments.WIDE", 16)
     for one, other in zip(gk.attribute(store, **ask).per_layer, exact.per_layer, strict=True):
         close(one, other)
     without_row_space(monkeypatch)
@@ -176,8 +175,7 @@ def test_moments_of_held_rows_are_those_of_all():
     form, rows = train.forms["each"], train.rows(range(4)).factors["each"]
     (piece,) = form.weight_blocks()
     held, plain = (
-        _moments.matrix_moments(piece, form, room=1 << 20, row_space=row_space)
-        for row_space in (1 << 20, 0)
+        _moments.matrix_moments(piece, form, row_space=row_space) for row_space in (1 << 20, 0)
     )
     for one in (held, plain):
         one.add(rows.take(0, 2), None)

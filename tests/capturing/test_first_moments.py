@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep.capturing import _first_moments, _replay
-from gradkeep.query._kept_moments import KeptMoments
+from gradkeep.curvature._kept_moments import KeptMoments
 
 KEY = gk.store.CaptureKey("final", "train")
 ROWS = _first_moments.FIRST_ROWS

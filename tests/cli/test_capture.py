@@ -73,7 +73,7 @@ def test_capture_then_attribute_then_why(config, call):
     assert "test at late: 6 rows" in told
     assert "nothing to do" in call("capture", config)
     store = config.parent / "kept"
-    told = call("attribute", store, "--checkpoint", "late", "--out", store.parent / "scores.npz")
+    told = call("attribute", store, "--checkpoints", "late", "--out", store.parent / "scores.npz")
     assert "positive helps" in told
     assert "factored" in told
     saved = np.load(store.parent / "scores.npz")
@@ -81,9 +81,9 @@ def test_capture_then_attribute_then_why(config, call):
     assert np.array_equal(saved["scores"], direct.numpy())
     traced = json.loads(call("attribute", store, "--method", "tracin", "--json"))
     assert traced["shape"] == [6, 40]
-    answer = json.loads(call("why", store, 3, "--checkpoint", "late", "--json"))
+    answer = json.loads(call("why", store, 3, "--checkpoints", "late", "--json"))
     assert [row["id"] for row in answer["helped"]] == direct.top(5, query=3).ids.tolist()
-    assert "helped most by" in call("why", store, 3, "--checkpoint", "late")
+    assert "helped most by" in call("why", store, 3, "--checkpoints", "late")
 
 
 def test_options_saved_scores_and_suspects(config, call):

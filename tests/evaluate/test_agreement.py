@@ -10,6 +10,7 @@ import gradkeep as gk
 from gradkeep import evaluate
 from gradkeep._ranks import rank_correlation
 from gradkeep.errors import EvaluationError
+from gradkeep.evaluate._agreement import randomise
 from tests.evaluate.test_lds import planted
 
 
@@ -80,13 +81,13 @@ def test_a_random_twin_shares_nothing_but_its_shape():
     model = Odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    twin = evaluate.randomise(model, seed=1)
+    twin = randomise(model, seed=1)
     assert torch.equal(torch.random.get_rng_state(), state)
     for name, value in twin.state_dict().items():
         assert not torch.equal(value, before[name])
         assert torch.equal(model.state_dict()[name], before[name])
     assert torch.equal(twin.own.sort().values, model.own)
-    again = evaluate.randomise(model, seed=1)
+    again = randomise(model, seed=1)
     assert all(
         torch.equal(a, b) for a, b in zip(twin.parameters(), again.parameters(), strict=True)
     )

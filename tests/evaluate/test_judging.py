@@ -5,6 +5,7 @@ import pytest
 import gradkeep as gk
 from gradkeep import evaluate
 from gradkeep.errors import EvaluationError
+from gradkeep.evaluate._truth import GroundTruth
 
 
 def test_every_method_stands_on_the_board_with_its_price(world):
@@ -44,7 +45,7 @@ def test_scores_from_elsewhere_join_the_board(world):
 
 def test_methods_are_judged_where_subsets_are_too_few_for_a_hybrid(world):
     whole = evaluate.load_truth(world)
-    few = evaluate.GroundTruth("few", whole.masks[:10], whole.outputs[:10])
+    few = GroundTruth("few", whole.masks[:10], whole.outputs[:10])
     found = evaluate.judge_methods(world, few, methods=["kernel"])
     assert [one.name for one in found.methods] == ["kernel"]
     assert [one.name for one in found.refused] == ["hybrid of kernel"]

@@ -12,6 +12,8 @@ from gradkeep import evaluate
 from gradkeep._ranks import rank_correlation
 from gradkeep.attribution._tuning import subset_digests
 from gradkeep.errors import EvaluationError
+from gradkeep.evaluate._evaluation import SampleSizes
+from gradkeep.evaluate._truth import GroundTruth
 
 
 def planted(subsets=40, rows=30, queries=6, seeds=2, noise=0.5, seed=0):
@@ -21,7 +23,7 @@ def planted(subsets=40, rows=30, queries=6, seeds=2, noise=0.5, seed=0):
     weights = rng.standard_normal((queries, rows)).astype(np.float32)
     said = (masks @ weights.T)[:, None] + noise * rng.standard_normal((subsets, seeds, queries))
     scores = gk.Scores(weights, np.arange(queries), np.arange(rows), method="right")
-    return scores, evaluate.GroundTruth("planted", masks, said)
+    return scores, GroundTruth("planted", masks, said)
 
 
 @settings(max_examples=30, deadline=None)
@@ -37,7 +39,7 @@ def test_the_score_is_the_mean_of_rank_correlations(seed, subsets, queries, seed
     assert found.value == pytest.approx(np.mean(each), abs=1e-9)
     assert found.items == pytest.approx(each, abs=1e-9)
     assert found.interval[0] <= found.value <= found.interval[1]
-    assert found.sizes == evaluate.SampleSizes(queries=queries, subsets=len(masks), seeds=seeds)
+    assert found.sizes == SampleSizes(queries=queries, subsets=len(masks), seeds=seeds)
     assert "reporting half" in found.truth
     assert str(found.sizes) in str(found)
 
@@ -49,14 +51,14 @@ def test_intervals_hold_the_score_of_everything_about_as_often_as_they_say():
     wrong = weights + 1.5 * rng.standard_normal(weights.shape).astype(np.float32)
     masks = rng.random((4000, 20)) < 0.5
     said = masks @ weights.T + 2.0 * rng.standard_normal((4000, 400))
-    every = evaluate.GroundTruth("all", masks, said[:, None])
+    every = GroundTruth("all", masks, said[:, None])
     whole = gk.Scores(wrong, np.arange(400), np.arange(20))
     truth = evaluate.lds(whole, every, part="all", resamples=100).value
     held = []
     for _trial in range(60):
         rows = rng.choice(4000, 60, replace=False)
         asked = rng.choice(400, 30, replace=False)
-        some = evaluate.GroundTruth("some", masks[rows], said[rows][:, None, asked])
+        some = GroundTruth("some", masks[rows], said[rows][:, None, asked])
         found = evaluate.lds(
             gk.Scores(wrong[asked], np.arange(30), np.arange(20)), some, resamples=300
         )
@@ -69,7 +71,7 @@ def test_the_ceiling_is_what_a_perfect_prediction_scores():
     found = evaluate.lds(scores, truth)
     assert found.ceiling == pytest.approx(found.value, abs=0.02)
     assert found.share == pytest.approx(1, abs=0.05)
-    assert evaluate.GroundTruth("one", truth.masks, truth.outputs[:, :1]).ceiling() is None
+    assert GroundTruth("one", truth.masks, truth.outputs[:, :1]).ceiling() is None
 
 
 def test_two_methods_are_compared_resample_by_resample():
@@ -114,10 +116,10 @@ def test_nothing_is_judged_by_what_it_was_chosen_by():
 
 def test_a_hybrid_of_few_subsets_takes_fewer_folds_or_says_what_is_missing():
     scores, truth = planted()
-    few = evaluate.GroundTruth("few", truth.masks[:12], truth.outputs[:12])
+    few = GroundTruth("few", truth.masks[:12], truth.outputs[:12])
     by_folds = evaluate.hybrid(scores, few)
     np.testing.assert_array_equal(by_folds.values, evaluate.hybrid(scores, few, folds=2).values)
-    fewest = evaluate.GroundTruth("fewest", truth.masks[:10], truth.outputs[:10])
+    fewest = GroundTruth("fewest", truth.masks[:10], truth.outputs[:10])
     with pytest.raises(EvaluationError, match="too few subsets"):
         evaluate.hybrid(scores, fewest)
 
@@ -153,7 +155,7 @@ def test_more_models_halve_the_interval_as_was_said():
     [
         (lambda s, t: (s, dataclasses.replace(t, masks=t.masks[:, :-1])), "other rows"),
         (lambda s, t: (s, dataclasses.replace(t, outputs=0 * t.outputs)), "nothing to predict"),
-        (lambda s, t: (s, evaluate.GroundTruth("few", t.masks[:8], t.outputs[:8])), "too few"),
+        (lambda s, t: (s, GroundTruth("few", t.masks[:8], t.outputs[:8])), "too few"),
         (lambda s, t: (dataclasses.replace(s, query_ids=s.query_ids + 1), t), None),
         (
             lambda s, t: (

@@ -10,8 +10,8 @@ from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bit
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter, form_to_fields
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._projection import BlockProjection, LayerProjection
 from gradkeep.factors._registry import form_from_fields
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 WEIGHT = (Parameter("w", (3, 7)),)
 widths = st.sampled_from([1, 4, 8, 16, 32])

@@ -6,17 +6,17 @@ from typing import ClassVar
 import pytest
 import torch
 
-from gradkeep import factors
-from gradkeep.attribution.kronecker._coordinates import coordinate_squares, coordinates
-from gradkeep.attribution.projections._project import project_parameters, project_rows
-from gradkeep.attribution.projections._projection import Projection
-from gradkeep.attribution.projections._two_sided import TwoSided, two_sided_rows
+from gradkeep.curvature._basis import VectorBasis
+from gradkeep.curvature._coordinates import coordinate_squares, coordinates
+from gradkeep.curvature._moments import matrix_moments
+from gradkeep.curvature._project import project_parameters, project_rows
+from gradkeep.curvature._sketches import Projection
+from gradkeep.curvature._two_sided import TwoSided, two_sided_rows
 from gradkeep.errors import QueryError
+from gradkeep.factors import _registry
 from gradkeep.factors._form import Form, Parameter, form_to_fields
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.factors._weights import WeightMatrix, WeightVector
-from gradkeep.factors.kronecker._basis import VectorBasis
-from gradkeep.factors.kronecker._moments import matrix_moments
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,5 +161,5 @@ def test_one_line_lets_schemas_name_it(monkeypatch):
     fields = form_to_fields(FORM)
     with pytest.raises(QueryError, match="a form that this version does not know"):
         form_from_fields(fields)
-    monkeypatch.setitem(factors._KINDS, "signs", Signs)
+    monkeypatch.setitem(_registry._KINDS, "signs", Signs)
     assert form_from_fields(fields) == FORM

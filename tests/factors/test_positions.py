@@ -7,8 +7,8 @@ from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._form import Parameter
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._projection import BlockProjection, LayerProjection
 from gradkeep.factors._tied import Tied, TiedRows
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 LENGTHS = (3, 0, 5, 1)
 OFFSETS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)])

@@ -9,6 +9,7 @@ from web_pages import TEST, TOKEN, TRAIN, digits, network, previews, recipe
 
 import gradkeep as gk
 from gradkeep import evaluate
+from gradkeep.evaluate._truth import GroundTruth
 from gradkeep.remat import record
 
 
@@ -39,7 +40,7 @@ def master(tmp_path_factory):
     )
     scores = gk.attribute(store, method="kernel", save="kept")
     rng = np.random.default_rng(0)
-    truth = evaluate.GroundTruth("toy", rng.random((24, TRAIN)) < 0.5, rng.random((24, 2, TEST)))
+    truth = GroundTruth("toy", rng.random((24, TRAIN)) < 0.5, rng.random((24, 2, TEST)))
     evaluate.lds(scores, truth, resamples=100).save("lds-kernel", store=store)
     (folder / "remat").mkdir()
     deep = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))

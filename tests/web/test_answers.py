@@ -14,6 +14,7 @@ from web_pages import NAMES, TEST, TRAIN, WRONG, settled
 
 import gradkeep as gk
 from gradkeep.data import GPT
+from gradkeep.evaluate._map import map_rows
 from gradkeep.store import standing
 
 
@@ -206,7 +207,7 @@ def test_without_a_recipe_the_command_is_named(shared):
 
 def test_the_map_is_that_of_the_library(shared, master):
     found = settled(shared, "/api/clusters?clusters=4").json()
-    expected = gk.evaluate.map_rows(master, checkpoints="epoch-12", clusters=4)
+    expected = map_rows(master, checkpoints="epoch-12", clusters=4)
     assert found["ids"] == expected.ids.tolist()
     assert found["x"] == pytest.approx(expected.places[:, 0].tolist(), abs=1e-4)
     assert found["cluster"] == expected.clusters.tolist()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import AttributionQuestion, CheckpointView
-    from gradkeep.attribution.kernels._weighted import Solution
+    from gradkeep.curvature._cholesky import Solution
     from gradkeep.query._planner import QueryPlan
 
 OverCheckpoints = Literal["one", "sum", "mean"]

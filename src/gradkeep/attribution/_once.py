@@ -15,8 +15,6 @@ from gradkeep._progress import progress as shown
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
-from gradkeep.attribution.kronecker._fisher import Damping, LayerFisher
-from gradkeep.attribution.kronecker._fit import fisher_basis
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._capture import capture, task_batches
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
@@ -25,6 +23,7 @@ from gradkeep.capturing._readiness import ready
 from gradkeep.capturing._steadiness import buffers_kept, is_steady
 from gradkeep.capturing.coordinates._moments import measure_moments
 from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._arithmetic import RESTORED
 from gradkeep.factors._dense import Dense, DenseRows

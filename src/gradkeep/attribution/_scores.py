@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
-from gradkeep.attribution._documents import summed_by_document
+from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory
 from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
 
 if TYPE_CHECKING:
+    S = TypeVar("S", bound="Scores")
     from collections.abc import Mapping
 
     from gradkeep.query._planner import QueryPlan
@@ -22,6 +25,96 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Floats = np.ndarray[Any, np.dtype[np.float32]]
+    from collections.abc import Sequence
+
+
+_QUERIES = 64
+"""Rows of scores that are summed at a time: they may be mapped from disk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Which document each of some rows is of."""
+
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+    """`[D]`, in the order in which they are first named"""
+    names: Any
+    """`[D]` texts; None where documents are numbers"""
+    order: np.ndarray[Any, np.dtype[np.int64]]
+    """`[rows]`: rows of one document beside each other"""
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    """`[D]`: where each document begins among those"""
+
+    def summed(self, values: np.ndarray[Any, Any], axis: int) -> np.ndarray[Any, Any]:
+        """Sums over each document's rows along an axis, in float64."""
+        together = np.take(values, self.order, axis).astype(np.float64)
+        return np.add.reduceat(together, self.starts, axis)
+
+
+def documents_of(name: str, given: Any, rows: int) -> Documents:
+    """The documents that rows are said to be of; anything but one for each row is refused."""
+    found = _arguments.array(
+        name,
+        given,
+        error=AttributionError,
+        kinds="iuUS",
+        expected="a number or a text for each row",
+    )
+    if found.shape != (rows,):
+        raise AttributionError(
+            f"{name} must name one document for each row",
+            found=f"shape {list(found.shape)}",
+            expected=f"[{rows}]",
+            fix="give them in the order of the rows, scores.train_ids or scores.query_ids",
+        )
+    kinds, first, which = np.unique(found, return_index=True, return_inverse=True)
+    by_appearance = np.argsort(first, kind="stable")
+    places = np.empty(len(kinds), np.int64)
+    places[by_appearance] = np.arange(len(kinds))
+    members = places[which.reshape(-1)]
+    order = np.argsort(members, kind="stable")
+    counts = np.bincount(members, minlength=len(kinds))
+    named = kinds[by_appearance]
+    texts = named.dtype.kind in "US"
+    return Documents(
+        ids=np.arange(len(named)) if texts else named.astype(np.int64),
+        names=named if texts else None,
+        order=order,
+        starts=np.cumsum(counts) - counts,
+    )
+
+
+def summed_by_document(scores: Scores, train: Any, queries: Any, kind: type[S]) -> S:
+    """The scores with the rows, the queries or both added up."""
+    if train is None and queries is None:
+        raise AttributionError(
+            "no documents were given", fix="scores.by_document(documents) with one for each row"
+        )
+    count, rows = scores.shape
+    columns = None if train is None else documents_of("documents", train, rows)
+    lines = None if queries is None else documents_of("query_documents", queries, count)
+    given = {part.name: getattr(scores, part.name) for part in dataclasses.fields(scores)}
+    given["values"] = _summed(scores.values, lines, columns)
+    if scores.per_layer is not None:
+        given["per_layer"] = np.stack([_summed(one, lines, columns) for one in scores.per_layer])
+    if columns is not None:
+        given |= {"train_ids": columns.ids, "train_labels": columns.names}
+    if lines is not None:
+        given |= {"query_ids": lines.ids, "query_labels": lines.names, "confidence": None}
+    given["scale"] = f"{scores.scale}, summed over the rows of a document".removeprefix(", ")
+    return kind(**given)
+
+
+def _summed(
+    values: np.ndarray[Any, Any], lines: Documents | None, columns: Documents | None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    high = len(values)
+    wide = values.shape[1] if columns is None else len(columns.ids)
+    out = np.empty((high, wide), np.float64 if lines is not None else np.float32)
+    for start in range(0, high, _QUERIES):
+        some = values[start : start + _QUERIES]
+        out[start : start + _QUERIES] = some if columns is None else columns.summed(some, 1)
+    return (out if lines is None else lines.summed(out, 0)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,3 +368,61 @@ def plot_scores(scores: Scores, *, query: int, k: int) -> Any:
     axes.set_xlabel(f"{scores.method}: positive helped, negative harmed")
     axes.set_title(f"{scores.queries} {query}")
     return figure
+
+
+@checked(AttributionError)
+def combine(scores: Sequence[Scores], *, how: Literal["mean", "borda"] = "mean") -> Scores:
+    """One set of scores `[Q, N]` from several of the same queries and rows.
+
+    `mean`: each query's scores are centred and divided by their standard deviation, so that every
+    method counts the same, then averaged. `borda`: each query's rows are ranked, and their mean
+    rank is scaled to run from -1 to 1. Costs C x Q x N (log N for ranks).
+
+    >>> from gradkeep.attribution._scores import Scores
+    >>> one = Scores(np.array([[1.0, 2.0, 9.0]], np.float32), np.array([0]), np.arange(3))
+    >>> combine([one, one], how="borda").values.tolist()
+    [[-1.0, 0.0, 1.0]]
+    """
+    if how not in ("mean", "borda"):
+        raise AttributionError(f"no way to combine called {how!r}", expected="'mean' or 'borda'")
+    if len(scores) == 0:
+        raise AttributionError("no scores to combine")
+    first = scores[0]
+    for other in scores[1:]:
+        for part in ("query_ids", "train_ids"):
+            if not np.array_equal(getattr(first, part), getattr(other, part)):
+                raise AttributionError(
+                    f"scores of different {part.replace('_', ' ')} cannot be combined",
+                    found=f"{len(getattr(first, part))} and {len(getattr(other, part))}",
+                    fix="ask all methods about the same queries and training rows",
+                )
+    values = zeros_on_disk_or_in_memory(first.shape)
+    turn = _standard if how == "mean" else _places
+    for row in range(len(values)):
+        values[row] = np.mean([turn(one.values[row]) for one in scores], 0)
+    names = ", ".join(one.method for one in scores)
+    return dataclasses.replace(
+        first,
+        values=values,
+        method=f"{how} of {names}",
+        checkpoints=tuple(dict.fromkeys(c for one in scores for c in one.checkpoints)),
+        scale="mean of standardised scores" if how == "mean" else "mean rank, from -1 to 1",
+        exact=all(one.exact for one in scores),
+        approximate=next((one.approximate for one in scores if one.approximate), None),
+        options="{}",
+        chosen=None,
+        chosen_on=tuple(dict.fromkeys(one for part in scores for one in part.chosen_on)),
+        confidence=None,
+        per_layer=None,
+        captures={folder: one for part in scores for folder, one in part.captures.items()},
+        plan=None,
+    )
+
+
+def _standard(row: Floats) -> Any:
+    spread = float(row.std(dtype=np.float64))
+    return (row - row.mean(dtype=np.float64)) / (spread or 1.0)
+
+
+def _places(row: Floats) -> Any:
+    return 2 * ranks(row[:, None])[:, 0] / max(1, len(row) - 1) - 1

@@ -14,9 +14,9 @@ from gradkeep.attribution._attribute import kept_as
 from gradkeep.attribution._method import options_for
 from gradkeep.attribution._question import checkpoints_asked, make_question
 from gradkeep.attribution._registry import default_method, method_named
-from gradkeep.attribution.kronecker._row_parts import dense_rows
 from gradkeep.attribution.scorers._kfac import fisher_solver
 from gradkeep.capturing._token_replay import replay_tokens
+from gradkeep.curvature._row_parts import dense_rows
 from gradkeep.errors import AttributionError
 from gradkeep.query import along_tokens
 from gradkeep.query._sums import Directions

@@ -25,6 +25,7 @@ from gradkeep.capturing.coordinates._choice import (
 from gradkeep.capturing.coordinates._keep import OVERHEAD
 from gradkeep.capturing.coordinates._maker import CODES, SCALE
 from gradkeep.factors._bits import PACKED, Bits
+from gradkeep.factors._cost import FLOPS, WRITE
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from gradkeep.capturing._row_making import RowMaker
     from gradkeep.capturing._shapes import ShapedCapture
     from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.factors._cost import MachineSpeeds
     from gradkeep.factors._form import AnyForm
 
 _HEADER = 160
@@ -87,17 +87,16 @@ class CaptureCost:
 class Clock:
     """Seconds of what a model does here."""
 
-    speeds: MachineSpeeds
     pace: float
     """How many times longer its passes take than the speeds say."""
 
     def a_pass(self, shaped: ShapedCapture) -> float:
         """One sample forward and back."""
-        return self.pace * predicted_seconds(shaped.work, self.speeds)
+        return self.pace * predicted_seconds(shaped.work)
 
     def products(self, flops: float) -> float:
         """Large matrix products beside the passes."""
-        return max(1.0, self.pace) * flops / self.speeds.flops
+        return max(1.0, self.pace) * flops / FLOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ def exact_cost(shaped: ShapedCapture, clock: Clock, *, seen: SeenRows | None = N
     a_row = counted if seen is None else seen.row_bytes
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values()) / rows
     segment = segment_bytes(None)
-    written = _COPIES * a_row / 4 * clock.speeds.write
+    written = _COPIES * a_row / 4 * WRITE
     norms = sum(_norm_flops(k.form, k.positions) for k in prepared.kept)
     tried = min(rows_at_once(prepared, rows), 32)
     return CaptureCost(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._tracer import DenseSoon
+from gradkeep.curvature._kept_moments import KeptMoments, SideMoments
+from gradkeep.curvature._moments import matrix_moments
 from gradkeep.factors._outer import OuterRows
-from gradkeep.factors.kronecker._moments import matrix_moments
-from gradkeep.query._kept_moments import KeptMoments, SideMoments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,13 +13,13 @@ from gradkeep.capturing._mode import device_of
 from gradkeep.capturing._shapes import PassCount
 from gradkeep.capturing._tracer import Tracer
 from gradkeep.capturing.rules._units import units_of, watched
+from gradkeep.factors._cost import FLOPS, WRITE
 
 if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._shapes import PassWork
     from gradkeep.capturing.tasks._task import Task
-    from gradkeep.factors._cost import MachineSpeeds
     from gradkeep.query._gradients import GradientOf
 
 _MEASURED = 1.5
@@ -30,9 +30,9 @@ _WARM, _LEAST_TOKENS = 8, 16
 _QUICK, _TIMES = 0.2, 5
 
 
-def predicted_seconds(work: PassWork, speeds: MachineSpeeds) -> float:
-    """Seconds of a pass on a machine with these speeds."""
-    return work.flops / speeds.flops + _TOUCHED * work.written * speeds.write
+def predicted_seconds(work: PassWork) -> float:
+    """Seconds of a pass on one core of a server."""
+    return work.flops / FLOPS + _TOUCHED * work.written * WRITE
 
 
 def measured_pace(
@@ -40,7 +40,6 @@ def measured_pace(
     task: Task,
     batch: Any,
     of: GradientOf | None,
-    speeds: MachineSpeeds,
     work: PassWork,
 ) -> float:
     """How many times longer a pass takes than predicted.
@@ -49,7 +48,7 @@ def measured_pace(
     sample that is long and cannot be cut.
     """
     one = to_device(rows_of(batch, 0, 1), device_of(model))
-    share = _MEASURED / max(predicted_seconds(work, speeds), 1e-9)
+    share = _MEASURED / max(predicted_seconds(work), 1e-9)
     if share < 1:
         tokens = _tokens(one)
         if tokens is None:
@@ -66,7 +65,7 @@ def measured_pace(
             break
         seconds = _timed(model, task, one, of)
         least, taken = min(least, seconds), taken + seconds
-    return least / predicted_seconds(count.a_row(1), speeds)
+    return least / predicted_seconds(count.a_row(1))
 
 
 def _timed(model: nn.Module, task: Task, batch: Any, of: GradientOf | None) -> float:

@@ -43,7 +43,7 @@ from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.capturing._unpacking import unpacking_for
 from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
-from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.factors._cost import ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
 from gradkeep.query._planner import choose_compute
 
@@ -206,8 +206,8 @@ def plan(
     It always answers: what does not fit is said in `advice`, with the `keep=` that would. Without
     budgets, the memory of this machine and the free bytes of this folder's disk are compared. A small
     model runs a few samples and is measured; of a large one shapes tell the bytes, and one short
-    sample the speed. Model and batch may be on the meta device: then the operations of a pass and the
-    speeds of this machine, measured once, give the seconds.
+    sample the speed. Model and batch may be on the meta device: then seconds are those
+    of one core of a server, from the operations of a pass.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -293,7 +293,7 @@ def _sized(
     if settings.compressed is not None:
         settings = settings.exact
     part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
-    speeds, hollow = MachineSpeeds(), _is_hollow(model, batch)
+    hollow = _is_hollow(model, batch)
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)
@@ -308,17 +308,17 @@ def _sized(
                 fix="build model and batch with numbers, on the CPU",
             ) from error
     if shaped is not None and hollow:
-        return _Sized(shaped, Clock(speeds, 1.0))
+        return _Sized(shaped, Clock(1.0))
     with ready(model), in_mode(model, mode):
-        if shaped is not None and not _is_quick(shaped, speeds):
-            pace = measured_pace(model, task, part, settings.of, speeds, shaped.work)
-            return _Sized(shaped, Clock(speeds, pace))
+        if shaped is not None and not _is_quick(shaped):
+            pace = measured_pace(model, task, part, settings.of, shaped.work)
+            return _Sized(shaped, Clock(pace))
         device = device_of(model)
         own = to_device(part if shaped is not None else rows_of(part, 0, _FEW), device)
         prepared = prepare_capture(model, task, own, settings)
         shaped = shapes_of(prepared, own) if shaped is None else shaped
         shaped = dataclasses.replace(shaped, prepared=prepared)
-        pace = measured_pace(model, task, own, settings.of, speeds, shaped.work)
+        pace = measured_pace(model, task, own, settings.of, shaped.work)
         seen = seen_rows(GradientMaker(prepared, {}, None, device), own)
         # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
         many = min(batch_size(batch), int(_PROVED / 4 / max(seen.seconds, 1e-6)), _MOST)
@@ -328,12 +328,12 @@ def _sized(
                 (seen_rows(GradientMaker(prepared, {}, None, device), own) for _ in range(3)),
                 key=lambda one: one.seconds,
             )
-        return _Sized(shaped, Clock(speeds, pace), seen)
+        return _Sized(shaped, Clock(pace), seen)
 
 
-def _is_quick(shaped: ShapedCapture, speeds: MachineSpeeds) -> bool:
+def _is_quick(shaped: ShapedCapture) -> bool:
     held = sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
-    seconds = shaped.rows * predicted_seconds(shaped.work, speeds)
+    seconds = shaped.rows * predicted_seconds(shaped.work)
     return seconds <= _PROVED and held + shaped.rows * shaped.work.saved <= DEFAULT_BUDGET // 4
 
 
@@ -363,7 +363,7 @@ def _planned(
             f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
         )
         split = memory_shares(None, **sizes)
-    planned = [_layer(keeping, asked, split, sized.clock.speeds) for keeping in cost.kept]
+    planned = [_layer(keeping, asked, split) for keeping in cost.kept]
     memory = _capture_memory(cost, asked, limits, sized)
     there = _machine_bytes() if limits.memory is None else limits.memory
     if memory > there:
@@ -397,11 +397,10 @@ def _planned(
     )
 
 
-def _layer(
-    keeping: LayerKeeping, asked: _Asked, split: MemoryShares, speeds: MachineSpeeds
-) -> PlannedLayer:
-    load = ProductSize(asked.rows, asked.queries, keeping.positions, keeping.positions)
-    choice = choose_compute(keeping.form, load, speeds, force=asked.compute, scratch=split.scratch)
+def _layer(keeping: LayerKeeping, asked: _Asked, split: MemoryShares) -> PlannedLayer:
+    positions = keeping.positions
+    load = ProductSize(asked.rows, asked.queries, positions, positions, split.scratch)
+    choice = choose_compute(keeping.form, load, force=asked.compute)
     return PlannedLayer(
         layer=kept_layer(keeping),
         disk_bytes=keeping.row_bytes * (asked.rows + asked.queries),

@@ -29,7 +29,8 @@ from gradkeep.cli._shown_evaluations import evaluation_fields, tell_progress
 from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from gradkeep.evaluate import ChosenRows, Evaluation
+    from gradkeep.evaluate import Evaluation
+    from gradkeep.evaluate._groups import ChosenRows
     from gradkeep.store import Store
 
 OutOption = Annotated[

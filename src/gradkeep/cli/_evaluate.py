@@ -34,7 +34,8 @@ from gradkeep.errors import EvaluationError, GradkeepError
 
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
-    from gradkeep.evaluate import Evaluation, Judgement
+    from gradkeep.evaluate import Evaluation
+    from gradkeep.evaluate._judging import Judgement
     from gradkeep.store import Store
 
 TruthOption = Annotated[

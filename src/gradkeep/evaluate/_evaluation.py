@@ -1,23 +1,122 @@
-"""What every evaluation comes to: a figure, its interval, what it was found with, and its ceiling."""
+"""Evaluations: a figure with its interval, how two of them differ, and how they are saved."""
 
 from __future__ import annotations
 
+import json
+import math
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
+from gradkeep import _arguments
 from gradkeep._annotations import checked
+from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import EvaluationError, MissingExtra
-from gradkeep.evaluate._bootstrap import check_bounds, draw_weights
+from gradkeep.errors import EvaluationError, MissingExtra, NotSealed, SchemaMismatch
+from gradkeep.store import Array, EvaluationKey, Schema, Store
+from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
+    import os
     from collections.abc import Mapping
 
     from gradkeep.store import Store
 
-    AnyArray = np.ndarray[Any, np.dtype[Any]]
+
+_AT_ONCE = 1 << 24
+"""Numbers that a part of the resamples may take."""
+
+
+def check_bounds(level: float, resamples: int) -> None:
+    """Refuse a level or a number of resamples that no interval can be made with."""
+    _arguments.number("level", level, error=EvaluationError, above=0, most=0.9999)
+    _arguments.count("resamples", resamples, error=EvaluationError, least=100, most=1_000_000)
+
+
+def digest_of(*parts: Any) -> str:
+    """One short name for arrays and words: what tells two universes of resamples apart."""
+    found = xxhash.xxh3_128()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            found.update(f"{part.dtype.str}{part.shape}".encode())
+            found.update(np.ascontiguousarray(part).data)
+        else:
+            found.update(repr(part).encode())
+    return found.hexdigest()
+
+
+def draw_weights(count: int, resamples: int, universe: str, what: str) -> AnyArray:
+    """How often each of `count` things is drawn in each resample `[B, count]`, by the universe alone."""
+    seed = xxhash.xxh3_64_intdigest(f"{universe}/{what}".encode())
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(count, np.full(count, 1 / count), size=resamples).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResampledCorrelation:
+    """Correlations of ranks over subsets, one for each query, and their mean in resamples."""
+
+    items: AnyArray
+    """`[T]`; NaN where the outcome is constant"""
+    value: float
+    draws: AnyArray
+    """`[B]`: subsets and queries drawn anew"""
+    by_subsets: float
+    """The standard deviation that more subsets would lessen."""
+    by_queries: float
+    """The standard deviation that stays with any number of subsets: queries differ."""
+
+
+def rank_correlations(
+    predicted: AnyArray, actual: AnyArray, *, resamples: int, universe: str
+) -> ResampledCorrelation:
+    """Spearman's correlation over subsets of predictions and outcomes `[m, T]`, averaged over queries.
+
+    Ranks are made once; a resample weighs subsets and queries by how often it drew them. A constant
+    prediction of an outcome that varies counts as 0. Costs resamples x m x T.
+    """
+    # By range: a mean of equal numbers may differ from them in the last bit.
+    varies = np.ptp(actual, axis=0) > 0
+    if not varies.any():
+        raise EvaluationError(
+            "the models say the same whatever they were trained on: there is nothing to predict",
+            found=f"{len(varies)} queries with constant outputs",
+        )
+    says = np.ptp(predicted, axis=0) > 0
+    items = np.where(varies, 0.0, np.nan)
+    told = np.flatnonzero(varies & says)
+    p, y = ranks(predicted[:, told]), ranks(actual[:, told])
+    for values in (p, y):
+        values -= values.mean(axis=0)
+        values /= values.std(axis=0)
+    items[told] = (p * y).mean(axis=0)
+    defined = np.flatnonzero(varies)
+    value = float(items[defined].mean())
+    by_subset = draw_weights(len(p), resamples, universe, "subsets") / len(p)
+    by_query = draw_weights(len(defined), resamples, universe, "queries") / len(defined)
+    place = np.searchsorted(defined, told)
+    draws = np.empty(resamples)
+    step = max(1, _AT_ONCE // max(1, 8 * len(told)))
+    parts = (p, y, p * y, p * p, y * y)
+    for start in range(0, resamples, step):
+        weights = by_subset[start : start + step]
+        ep, ey, epy, epp, eyy = (weights @ part for part in parts)
+        spread = np.sqrt(np.maximum(epp - ep * ep, 0) * np.maximum(eyy - ey * ey, 0))
+        ratio = np.divide(epy - ep * ey, spread, out=np.zeros_like(spread), where=spread > 0)
+        each = np.zeros((len(ratio), len(defined)))
+        each[:, place] = np.clip(ratio, -1, 1)
+        draws[start : start + step] = (each * by_query[start : start + step]).sum(axis=1)
+    # A correlation of few models is too near to 0, that of a resample doubly so.
+    draws += value - draws.mean()
+    # Correlations of few subsets differ by chance, too: what is left of their variance is the queries'.
+    noise = ((1 - items[told] ** 2) ** 2).sum() / (len(p) - 1) / len(defined)
+    stays = max(0.0, float(items[defined].var()) - noise) / len(defined)
+    lessens = max(0.0, float(draws.var()) - stays)
+    return ResampledCorrelation(items, value, draws, math.sqrt(lessens), math.sqrt(stays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +232,7 @@ class Evaluation:
     @checked(EvaluationError)
     def save(self, name: str, *, store: Store) -> None:
         """Keep the evaluation in a store; another one under that name is refused."""
-        from gradkeep.evaluate._saved import save_evaluation
+        from gradkeep.evaluate._evaluation import save_evaluation
 
         save_evaluation(store, name, self)
 
@@ -141,7 +240,7 @@ class Evaluation:
     @checked(EvaluationError)
     def load(cls, store: Store, name: str) -> Evaluation:
         """The evaluation saved under that name."""
-        from gradkeep.evaluate._saved import load_evaluation
+        from gradkeep.evaluate._evaluation import load_evaluation
 
         return load_evaluation(store, name)
 
@@ -273,3 +372,115 @@ def interval_of(draws: AnyArray, value: float, level: float) -> tuple[float, flo
     low, high = np.percentile(draws, (50 * (1 - level), 50 * (1 + level)))
     moved = value - float(draws.mean())
     return float(low) + moved, float(high) + moved
+
+
+_TEXTS = ("metric", "subject", "truth", "universe", "provenance")
+_NUMBERS = ("value", "level", "ceiling", "spread_by_subsets", "spread_by_queries")
+_SIZES = ("queries", "subsets", "seeds", "rows")
+_BETWEEN = "\n"
+
+
+class OutdatedEvaluationError(EvaluationError):
+    """An evaluation of rows that the store does not hold any more."""
+
+
+def save_evaluation(store: Store, name: str, found: Evaluation) -> None:
+    """Write an evaluation under a name; the same again is free, another one is refused."""
+    told: dict[str, Any] = {part: getattr(found, part) for part in (*_TEXTS, *_NUMBERS)}
+    told |= {part: getattr(found.sizes, part) for part in _SIZES}
+    told |= {"low": found.interval[0], "high": found.interval[1]}
+    if found.captures:
+        told["captures"] = json.dumps(dict(found.captures), sort_keys=True)
+    values: dict[str, AnyArray] = {
+        "draws": np.asarray(found.draws, np.float64),
+        "items": np.asarray(found.items, np.float64),
+        "item_ids": np.asarray(found.item_ids, np.int64),
+    }
+    if found.curve is not None:
+        told |= {"along": found.curve.along, "lines": _BETWEEN.join(found.curve.names)}
+        values |= {
+            "curve_at": np.asarray(found.curve.at, np.float64),
+            "curve": np.stack([found.curve.values, found.curve.low, found.curve.high]),
+        }
+    arrays = tuple(
+        Array(part, str(value.dtype), value.shape, kind="data", nan="keep")
+        if value.dtype.kind == "f"
+        else Array(part, str(value.dtype), value.shape, kind="data")
+        for part, value in values.items()
+    )
+    try:
+        with store.write(EvaluationKey(name), Schema(arrays, num_rows=1, fingerprints=told)) as out:
+            if out.needs(1):
+                out.append(np.zeros(1, np.int64), {part: v[None] for part, v in values.items()})
+            else:
+                out.skip(np.zeros(1, np.int64))
+    except SchemaMismatch as error:
+        raise EvaluationError(
+            f"another evaluation is saved as {name!r}",
+            path=error.path,
+            found=error.found,
+            fix="use another name, or delete it: gradkeep delete STORE evaluations/NAME --yes",
+        ) from None
+
+
+def load_evaluation(store: Store, name: str) -> Evaluation:
+    """Read an evaluation back."""
+    known = [key.name for key in store.evaluations()]
+    if name not in known:
+        raise EvaluationError(
+            f"no evaluation {name!r}",
+            path=store.location,
+            found=", ".join(known) or "no saved evaluations",
+            fix="`gradkeep evaluate lds STORE` saves evaluations, and so does Evaluation.save",
+        )
+    try:
+        block = store.read(EvaluationKey(name))
+    except NotSealed as error:
+        raise EvaluationError(
+            f"the evaluation {name!r} was not written to the end", path=error.path, fix="save again"
+        ) from error
+    told: Mapping[str, Any] = block.schema.fingerprints
+    changed = store.changed_captures(told)
+    if changed:
+        raise OutdatedEvaluationError(
+            f"the evaluation {name!r} is of other rows than the store holds now",
+            path=store.location,
+            found=f"{', '.join(changed[:3])} captured again since",
+            fix=f"delete it and evaluate again: gradkeep delete {store.location} "
+            f"evaluations/{name} --yes, then gradkeep evaluate all {store.location}",
+        )
+    values = {part: np.asarray(block.column(part))[0] for part in block.names}
+    curve = None
+    if "curve" in values:
+        middle, low, high = values["curve"]
+        names = tuple(str(told["lines"]).split(_BETWEEN))
+        curve = Curve(str(told["along"]), values["curve_at"], names, middle, low, high)
+    texts: Any = {part: str(told[part]) for part in _TEXTS}
+    numbers: Any = {part: told[part] for part in _NUMBERS}
+    return Evaluation(
+        **texts,
+        **numbers,
+        interval=(float(told["low"]), float(told["high"])),
+        sizes=SampleSizes(**{part: int(told[part]) for part in _SIZES}),
+        draws=values["draws"],
+        items=values["items"],
+        item_ids=values["item_ids"],
+        curve=curve,
+        captures=store.capture_identities(told),
+    )
+
+
+@checked(EvaluationError)
+def evaluations(store: Store | str | os.PathLike[str]) -> dict[str, Evaluation]:
+    """Read all evaluations saved in a store, by name.
+
+    An evaluation of captures that were made again since is left out with a warning.
+    """
+    opened = open_store(store, create=False)
+    found: dict[str, Evaluation] = {}
+    for key in opened.evaluations():
+        try:
+            found[key.name] = load_evaluation(opened, key.name)
+        except OutdatedEvaluationError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return found

@@ -8,10 +8,16 @@ import numpy as np
 
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import check_bounds, digest_of, rank_correlations
-from gradkeep.evaluate._evaluation import Evaluation, SampleSizes, interval_of
+from gradkeep.evaluate._evaluation import (
+    Evaluation,
+    SampleSizes,
+    check_bounds,
+    digest_of,
+    interval_of,
+    rank_correlations,
+)
 from gradkeep.evaluate._recipe import labels_digest
-from gradkeep.evaluate._row_order import captured_examples, check_order
+from gradkeep.evaluate._truth import captured_examples, check_order
 
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
@@ -37,7 +43,7 @@ def lds(
     chosen by subsets of this part are refused. Cost: resamples x subsets x queries.
 
     >>> from gradkeep.attribution._scores import Scores
-    >>> from gradkeep.evaluate import GroundTruth
+    >>> from gradkeep.evaluate._truth import GroundTruth
     >>> rng = np.random.default_rng(0)
     >>> masks, weights = rng.random((40, 30)) < 0.5, rng.standard_normal((5, 30)).astype("f4")
     >>> said = (masks @ weights.T)[:, None] + 0.1 * rng.standard_normal((40, 2, 5))

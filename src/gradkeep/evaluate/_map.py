@@ -10,8 +10,8 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep._surroundings import install_hint
-from gradkeep.attribution.projections._project import project
-from gradkeep.attribution.projections._projection import Projection
+from gradkeep.curvature._project import project
+from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import EvaluationError, MissingExtra
 from gradkeep.query import gradients
 from gradkeep.store import open as open_store

@@ -13,7 +13,7 @@ from gradkeep._annotations import check_fields
 from gradkeep.attribution._tuning import FALLING, HALVES
 from gradkeep.datamodels import Output, Study, Training, losses, margins
 from gradkeep.errors import EvaluationError, GradkeepError
-from gradkeep.evaluate._row_order import sample_rows
+from gradkeep.evaluate._truth import sample_rows
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:

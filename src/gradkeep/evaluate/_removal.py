@@ -10,8 +10,16 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import check_bounds, digest_of, draw_weights, rank_correlations
-from gradkeep.evaluate._evaluation import Curve, Evaluation, SampleSizes, interval_of
+from gradkeep.evaluate._evaluation import (
+    Curve,
+    Evaluation,
+    SampleSizes,
+    check_bounds,
+    digest_of,
+    draw_weights,
+    interval_of,
+    rank_correlations,
+)
 from gradkeep.evaluate._lds import places_among, provenance_of, subject_of
 from gradkeep.evaluate._truth import ceiling_of
 

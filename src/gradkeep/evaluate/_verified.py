@@ -10,8 +10,14 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._annotations import checked
 from gradkeep.errors import EvaluationError
-from gradkeep.evaluate._bootstrap import check_bounds, digest_of, rank_correlations
-from gradkeep.evaluate._evaluation import Evaluation, SampleSizes, interval_of
+from gradkeep.evaluate._evaluation import (
+    Evaluation,
+    SampleSizes,
+    check_bounds,
+    digest_of,
+    interval_of,
+    rank_correlations,
+)
 from gradkeep.evaluate._lds import places_among, subject_of
 from gradkeep.evaluate._removal import QueriesAndSeeds, retrained, store_of
 

@@ -12,6 +12,13 @@ from torch.nn import functional
 from gradkeep._arguments import one_of
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import CACHED, pairwise, squared_lengths, tiles
+from gradkeep.factors._cost import (
+    WRITE,
+    Cost,
+    ProductSize,
+    elementwise,
+    matrix_product,
+)
 from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage, nbytes, widened
 from gradkeep.factors._weights import WeightBlock, WeightVector
 
@@ -20,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
 
 BitWidth = Literal[1, 4, 8, 16, 32]
@@ -272,20 +278,20 @@ class Bits(Form[BitRows]):
             return True
         return (self.bits, self.group) == (other.bits, other.group)
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """One matrix product, and codes unpacked."""
         del compute
-        counter.product(load.n_query, load.n_train, self.size)
-        counter.write(load.n_train * self.size)
+        unpacked = elementwise(load.n_train * self.size, WRITE)
+        return matrix_product(load.n_query, load.n_train, self.size) + unpacked
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+    def half_cost(self, load: ProductSize) -> Cost:
         """One matrix product, and codes unpacked."""
-        self.count_products(counter, load, "dense")
+        return self.products_cost(load, "dense")
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+    def restore_cost(self, rows: float, positions: float) -> Cost:
         """All values written."""
         del positions
-        counter.write(rows * self.size)
+        return elementwise(rows * self.size, WRITE)
 
     def _looked_up(self, rows: BitRows, directions: Tensor) -> Tensor:
         """Products `[K, B]`: what each byte stands for is looked up in a table `[256, K]` of its group.

@@ -11,10 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, RESTORED, squared_lengths, tiles
-from gradkeep.factors._cost import VALUE
+from gradkeep.factors._cost import (
+    FLOPS,
+    FOLD,
+    RUN,
+    TOUCH,
+    TURN,
+    VALUE,
+    WRITE,
+    Cost,
+    ProductSize,
+    batched_products,
+    calls,
+    elementwise,
+    matrix_product,
+    temporaries,
+)
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
 from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
-from gradkeep.factors._outer import Outer, OuterRows, count_linear
+from gradkeep.factors._outer import Outer, OuterRows, linear_cost
 from gradkeep.factors._pixel_gram import (
     gram_tile,
     norm_passes,
@@ -28,7 +43,6 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -479,38 +493,25 @@ class Convolution(Form[ConvolutionRows]):
         """`[B, D]` or, of a transposed convolution, `[B, C]`; None without a bias."""
         return None if self.bias is None else self._sums(rows)
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """Patches as of a linear layer, or the products of all pixels."""
-        if compute == "gram":
-            self._count_gram(counter, load)
-        else:
-            self._count_factored(counter, load)
+        return self._gram_cost(load) if compute == "gram" else self._factored_cost(load)
 
-    def _count_factored(self, counter: CostCounter, load: ProductSize) -> None:
+    def _factored_cost(self, load: ProductSize) -> Cost:
         """Patches of both sides laid out, then one linear layer for each group."""
         inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
         each = (self.channels * self.taps + self.filters) * self.positions
-        ours, theirs = (
-            max(1.0, min(count, load.scratch // 6 // (each * VALUE)))
-            for count in (load.n_query, load.n_train)
-        )
-        visits = math.ceil(load.n_query / ours)
-        for count in (load.n_query, load.n_train * visits):
-            counter.copy(count * self.channels * self.taps * self.positions, run=self.kernel[-1])
-            counter.turn(count * self.filters * self.positions)
-        meetings = visits * math.ceil(load.n_train / theirs) * self.groups
+        fit = max(1, load.scratch // 6 // (each * VALUE))
+        laid_out = load.n_query + load.n_train * math.ceil(load.n_query / fit)
+        patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.kernel[-1])
+        cost = Cost(laid_out * (patches + self.filters * self.positions * TURN))
+        cost += temporaries(2 * each * (min(fit, load.n_query) + min(fit, load.n_train)))
         one = replace(
-            load,
-            n_query=int(ours),
-            n_train=int(theirs),
-            t_query=self.positions,
-            t_train=self.positions,
-            scratch=load.scratch // 3,
+            load, t_query=self.positions, t_train=self.positions, scratch=load.scratch // 3
         )
-        counter.hold(2 * each * (ours + theirs))
-        counter.repeat(meetings, lambda part: count_linear(part, inner, outer, one))
+        return cost + linear_cost(inner, outer, one) * self.groups
 
-    def _count_gram(self, counter: CostCounter, load: ProductSize) -> None:
+    def _gram_cost(self, load: ProductSize) -> Cost:
         """Pixels laid out, the products of all pairs, their sums along the kernel."""
         groups, length = self.groups, self.positions
         high, wide = gram_tile(
@@ -519,57 +520,39 @@ class Convolution(Form[ConvolutionRows]):
         rounds = math.ceil(load.n_train / wide)
         count = rounds * math.ceil(load.n_query / high) * groups
         each = self.channels * math.prod(self.size) + self.filters * length
-        counter.turn((load.n_train + load.n_query * rounds) * each)
-        counter.product(high * length, wide * length, self.filters / groups, times=count)
         meetings = load.n_train * load.n_query * groups
-        for at, (which, shifts) in enumerate(phases(self)):
+        touch = TOUCH + RUN / (wide * self.out[-1])
+        cost = Cost((load.n_train + load.n_query * rounds) * each * TURN)
+        cost += matrix_product(high * length, wide * length, self.filters / groups) * count
+        for which, shifts in phases(self):
             size = [len(range(*part.indices(n))) for part, n in zip(which, self.size, strict=True)]
             area = math.prod(size)
-            counter.product(high * area, wide * area, self.channels / groups, times=count)
+            cost += matrix_product(high * area, wide * area, self.channels / groups) * count
             for axis, taps in enumerate(shifts):
-                whole = any(shift >= 0 and shift + self.out[axis] <= size[axis] for shift in taps)
                 size[axis] = self.out[axis]
-                if len(taps) > 1 or not whole:
-                    passes = len(taps) + (0 if whole else 1)
-                    counter.touch(meetings * math.prod(size) ** 2, passes, run=wide * self.out[-1])
-                    counter.call(count * passes * 6)
-            if at:
-                counter.touch(meetings * length**2, run=wide * self.out[-1])
-        counter.touch(meetings * length**2, run=wide * self.out[-1])
-        counter.fold(meetings * length**2)
-        self._count_bias(counter, load.n_train + load.n_query)
-        counter.call(count * 12)
-        counter.hold(
-            4 * max(phase_pixels(self), length) ** 2 * high * wide + 2 * each * (high + wide)
-        )
+                cost += elementwise(meetings * math.prod(size) ** 2 * len(taps), touch)
+                cost += calls(count * len(taps) * 6)
+        cost += elementwise(meetings * length**2, touch + FOLD) + calls(count * 12)
+        pixels = max(phase_pixels(self), length) ** 2
+        return cost + temporaries(4 * pixels * high * wide + 2 * each * (high + wide))
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+    def half_cost(self, load: ProductSize) -> Cost:
         """Each query's weight as the kernel of a convolution, then one pass and a sum."""
         results = load.n_query * load.n_train * self.filters * self.positions
-        inner = self.channels // self.groups * self.taps
-        counter.write(load.n_train * self.channels * math.prod(self.size))
-        counter.convolve(2.0 * results * inner, results, self.channels / self.groups)
-        counter.touch(results)
-        counter.fold(results)
-        each = self.filters * self.positions * VALUE
-        room = load.scratch // 4 // (self.filters * inner * VALUE)
-        kinds = max(1, min(load.n_query, room, min(load.scratch // 4, CACHED) // each))
-        rows = max(1, min(load.scratch // 4, 4 * CACHED) // (kinds * each))
-        counter.call(math.ceil(load.n_query / kinds) * math.ceil(load.n_train / rows) * 20)
-        self._count_bias(counter, load.n_train)
-        counter.hold(2 * kinds * min(rows, load.n_train) * each / VALUE)
+        channels = self.channels // self.groups
+        flops = 2.0 * results * channels * self.taps
+        # Few channels fill few lanes of the processor.
+        rate = 0.85 * FLOPS * channels / (channels + 3)
+        tile = max(min(load.scratch // 4, CACHED) // VALUE, self.filters * self.positions)
+        cost = Cost(flops / rate + results * (WRITE + TOUCH + FOLD), flops)
+        cost += elementwise(load.n_train * self.channels * math.prod(self.size), WRITE)
+        return cost + temporaries(2 * min(tile, results)) + calls(20 * math.ceil(results / tile))
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+    def restore_cost(self, rows: float, positions: float) -> Cost:
         """Patches of so many rows, times the narrow array."""
         del positions
         inner, outer = self.channels // self.groups * self.taps, self.filters // self.groups
-        counter.copy(rows * self.channels * self.taps * self.positions, run=self.out[-1])
-        counter.write(rows * self.channels * math.prod(self.size))
-        counter.batch(rows * self.groups, outer, inner, self.positions)
-        self._count_bias(counter, rows)
-        counter.call(12)
-
-    def _count_bias(self, counter: CostCounter, rows: float) -> None:
-        if self.bias is not None:
-            wide = self.channels * math.prod(self.size)
-            counter.fold(rows * (wide if self.bias == "wide" else self.filters * self.positions))
+        patches = self.channels * self.taps * self.positions * (TOUCH + RUN / self.out[-1])
+        cost = Cost(rows * (patches + self.channels * math.prod(self.size) * WRITE))
+        cost += batched_products(rows * self.groups, outer, inner, self.positions)
+        return cost + calls(12)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradkeep.factors._arithmetic import pairwise, squared_lengths
+from gradkeep.factors._cost import Cost, ProductSize, matrix_product
 from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage, nbytes, widened
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
 
 WHOLE = 512
@@ -174,15 +174,16 @@ class Dense(Form[DenseRows]):
         """Whether both are kept whole."""
         return isinstance(other, Dense)
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """One matrix product."""
         del compute
-        counter.product(load.n_query, load.n_train, self.gradient_size)
+        return matrix_product(load.n_query, load.n_train, self.gradient_size)
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+    def half_cost(self, load: ProductSize) -> Cost:
         """One matrix product."""
-        self.count_products(counter, load, "dense")
+        return self.products_cost(load, "dense")
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+    def restore_cost(self, rows: float, positions: float) -> Cost:
         """Nothing."""
-        del counter, rows, positions
+        del rows, positions
+        return Cost()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
+    from gradkeep.factors._cost import Cost, ProductSize
     from gradkeep.factors._outer import Outer, OuterRows
     from gradkeep.factors._ragged import Spans
     from gradkeep.factors._weights import WeightBlock
@@ -443,14 +443,14 @@ class Form(Protocol[R]):
         del rows
         return self
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
-        """Count the operations of `products`."""
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
+        """Cost of `products`."""
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
-        """Count the operations of `half`, with the queries as directions."""
+    def half_cost(self, load: ProductSize) -> Cost:
+        """Cost of `half`, with the queries as directions."""
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
-        """Count the operations of `restore` for so many rows of so many positions."""
+    def restore_cost(self, rows: float, positions: float) -> Cost:
+        """Cost of `restore` for so many rows of so many positions."""
 
 
 def form_to_fields(form: Form[Any]) -> dict[str, Any]:

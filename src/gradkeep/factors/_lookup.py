@@ -10,6 +10,18 @@ import torch
 from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, inner, squared_lengths
+from gradkeep.factors._cost import (
+    FOLD,
+    RUN,
+    TOUCH,
+    TURN,
+    WRITE,
+    Cost,
+    ProductSize,
+    calls,
+    elementwise,
+    matrix_product,
+)
 from gradkeep.factors._form import (
     Compute,
     Form,
@@ -26,7 +38,6 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
 
 _BLOCK = 1 << 15
@@ -233,28 +244,26 @@ class Lookup(Form[LookupRows]):
         del rows, directions
         return True
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """Pairs of equal tokens, if words are as frequent as in natural text (Zipf)."""
         del compute
-        ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
+        ours, theirs = load.query_positions, load.train_positions
         equal = min(1.0, 1.6 / (1 + math.log(self.rows)) ** 2)
         pairs = ours * theirs * equal
-        counter.product(math.sqrt(pairs), math.sqrt(pairs), self.width)
-        counter.copy((ours + theirs) * 8 + pairs, run=1)
-        counter.copy((ours + theirs) * self.width, run=self.width)
-        counter.call(4 * min(self.rows, ours, theirs))
+        cost = matrix_product(math.sqrt(pairs), math.sqrt(pairs), self.width)
+        cost += elementwise((ours + theirs) * 8 + pairs, TOUCH + RUN)
+        cost += elementwise((ours + theirs) * self.width, TOUCH + RUN / self.width)
+        return cost + calls(4 * min(self.rows, ours, theirs))
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
-        """A gathered copy of the directions, one pass and a sum."""
-        values = load.n_query * load.n_train * load.t_train * self.width
-        counter.turn(2 * values)  # a gathered copy is written to memory and read again
-        counter.touch(values)
-        counter.fold(values)
+    def half_cost(self, load: ProductSize) -> Cost:
+        """A gathered copy of the directions, which is written and read again, one pass and a sum."""
+        values = load.n_query * load.train_positions * self.width
+        return elementwise(values, 2 * TURN + TOUCH + FOLD)
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+    def restore_cost(self, rows: float, positions: float) -> Cost:
         """All values written."""
         del positions
-        counter.write(rows * self.gradient_size)
+        return elementwise(rows * self.gradient_size, WRITE)
 
 
 class _SortedTokens:

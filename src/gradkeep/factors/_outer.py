@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 
 from gradkeep.factors._arithmetic import CACHED, inner, pairwise, squared_lengths, tiles
-from gradkeep.factors._cost import VALUE
+from gradkeep.factors._cost import (
+    FOLD,
+    RUN,
+    TOUCH,
+    VALUE,
+    WRITE,
+    Cost,
+    ProductSize,
+    batched_products,
+    calls,
+    elementwise,
+    matrix_product,
+    temporaries,
+)
 from gradkeep.factors._form import (
     Compute,
     Form,
@@ -27,7 +40,6 @@ from gradkeep.factors._weights import WeightBlock, WeightMatrix
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
 
 _STEPS = 8
@@ -418,72 +430,49 @@ class Outer(Form[OuterRows]):
         """The form of joined rows: as many outputs as they have."""
         return replace(self, d_out=rows.g.shape[1])
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """Both matrix products of every tile, one pass over their product, and its sums."""
         del compute
-        count_linear(counter, self.d_in, self.d_out, load)
+        return linear_cost(self.d_in, self.d_out, load)
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+    def half_cost(self, load: ProductSize) -> Cost:
         """Each query's weight times every position, then one pass and a sum."""
-        positions = load.n_train * load.t_train
-        high_side, inner = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
-        values = max(1, min(load.scratch // 4, CACHED) // VALUE // high_side)
-        room = max(1, load.scratch // 2 // (VALUE * high_side * inner))
-        high = min(positions, max(load.t_train, min(1024, values)))
-        kinds = max(1.0, min(load.n_query, room, values // max(1.0, high)))
-        count = math.ceil(positions / max(1.0, high)) * math.ceil(load.n_query / kinds)
-        counter.product(high, kinds * high_side, inner, times=count)
-        counter.touch(load.n_query * positions * high_side)
-        counter.fold(load.n_query * positions * high_side)
+        high, inner = (self.d_in, self.d_out) if self.transposed else (self.d_out, self.d_in)
+        values = load.n_query * load.train_positions * high
+        tile = max(min(load.scratch // 4, CACHED) // VALUE, load.t_train * high)
+        cost = matrix_product(load.train_positions, load.n_query * high, inner)
+        cost += elementwise(values, TOUCH + FOLD) + temporaries(2 * min(tile, values))
         if self.bias:
-            counter.write(load.n_query * high_side * inner)
-        counter.call(count * _STEPS)
-        counter.hold(2 * high * kinds * high_side)
+            cost += elementwise(load.n_query * high * inner, WRITE)
+        return cost + calls(_STEPS * math.ceil(values / max(1.0, tile)))
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
-        """The gradients of so many rows."""
+    def restore_cost(self, rows: float, positions: float) -> Cost:
+        """One product of both factors for each row."""
         if positions == 1:
-            counter.write(rows * self.d_in * self.d_out)
+            cost = elementwise(rows * self.d_in * self.d_out, WRITE)
         else:
-            counter.batch(rows, self.d_out, self.d_in, positions)
-        if self.bias:
-            counter.write(rows * self.d_out * positions)
-        counter.call(_STEPS)
+            cost = batched_products(rows, self.d_out, self.d_in, positions)
+        bias = rows * self.d_out * positions if self.bias else 0.0
+        return cost + elementwise(bias, WRITE) + calls(_STEPS)
 
 
-def count_linear(counter: CostCounter, d_in: int, d_out: int, load: ProductSize) -> None:
+def linear_cost(d_in: int, d_out: int, load: ProductSize) -> Cost:
     """Both matrix products of every tile, one pass over their product, and its sums."""
-    ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
-    high, wide = pair_tile(load)
-    count = ours / high * (theirs / wide)
-    counter.product(high, wide, d_in, times=count)
-    counter.product(high, wide, d_out, times=count)
-    count_pair_sums(counter, load)
-    counter.hold(3 * high * wide)
+    ours, theirs = load.query_positions, load.train_positions
+    return matrix_product(ours, theirs, d_in + d_out) + pair_sums_cost(load)
 
 
-def pair_tile(load: ProductSize) -> tuple[float, float]:
-    """Positions of queries and of others whose products are formed at a time."""
-    ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
-    values = max(1, min(load.scratch // 3, CACHED) // VALUE)
-    wide = max(1.0, min(theirs, max(load.t_train, min(2048, values))))
-    high = max(1.0, min(ours, max(load.t_query, values // wide)))
-    return high, max(1.0, min(theirs, max(load.t_train, values // high)))
-
-
-def count_pair_sums(counter: CostCounter, load: ProductSize) -> None:
+def pair_sums_cost(load: ProductSize) -> Cost:
     """The elementwise product of two matrices of all positions, summed for each pair of rows."""
-    ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
-    high, wide = pair_tile(load)
-    count = math.ceil(ours / high) * math.ceil(theirs / wide)
-    counter.touch(ours * theirs)
+    pairs = load.query_positions * load.train_positions
+    tile = max(min(load.scratch // 3, CACHED) // VALUE, load.t_query * load.t_train)
+    cost = elementwise(pairs, TOUCH + WRITE) + temporaries(3 * min(tile, pairs))
     if load.t_query != 1:
-        counter.fold(ours * theirs)
+        cost += elementwise(pairs, FOLD)
     if load.t_train != 1:
         # Short sums along a row cannot use the processor's lanes.
-        counter.copy(load.n_query * theirs, run=max(1.0, load.t_train))
-    counter.touch(load.n_query * load.n_train, passes=2)
-    counter.call(count * _STEPS)
+        cost += elementwise(load.n_query * load.train_positions, TOUCH + RUN / load.t_train)
+    return cost + calls(_STEPS * math.ceil(pairs / tile))
 
 
 def summed_products(left: Tensor, right: Tensor, spans: Spans) -> Tensor:

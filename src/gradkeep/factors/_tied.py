@@ -6,8 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._cost import (
+    RUN,
+    TOUCH,
+    WRITE,
+    Cost,
+    ProductSize,
+    elementwise,
+    matrix_product,
+)
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, PositionProducts
-from gradkeep.factors._outer import Outer, OuterRows, count_pair_sums, pair_tile
+from gradkeep.factors._outer import Outer, OuterRows, pair_sums_cost
 from gradkeep.factors._ragged import sum_pairs
 
 if TYPE_CHECKING:
@@ -15,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.factors._cost import CostCounter, ProductSize
     from gradkeep.factors._form import ArraySource
     from gradkeep.factors._lookup import Lookup, LookupRows
     from gradkeep.factors._weights import WeightBlock
@@ -189,24 +197,19 @@ class Tied(Form[TiedRows]):
         """Those of the linear layer."""
         return self.outer.bias_gradients(rows.outer)
 
-    def count_products(self, counter: CostCounter, load: ProductSize, compute: Compute) -> None:
+    def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """Both uses, and twice where they meet."""
-        self.lookup.count_products(counter, load, compute)
-        self.outer.count_products(counter, load, compute)
-        for _ in range(2):
-            high, wide = pair_tile(load)
-            ours, theirs = load.n_query * load.t_query, load.n_train * load.t_train
-            count = ours / high * (theirs / wide)
-            counter.product(high, wide, self.lookup.width, times=count)
-            counter.copy(ours * theirs, run=1)
-            count_pair_sums(counter, load)
+        ours, theirs = load.query_positions, load.train_positions
+        cross = matrix_product(ours, theirs, self.lookup.width) + pair_sums_cost(load)
+        cross += elementwise(ours * theirs, TOUCH + RUN)
+        both = self.lookup.products_cost(load, compute) + self.outer.products_cost(load, compute)
+        return both + cross * 2
 
-    def count_half(self, counter: CostCounter, load: ProductSize) -> None:
+    def half_cost(self, load: ProductSize) -> Cost:
         """Both uses."""
-        self.lookup.count_half(counter, load)
-        self.outer.count_half(counter, load)
+        return self.lookup.half_cost(load) + self.outer.half_cost(load)
 
-    def count_restore(self, counter: CostCounter, rows: float, positions: float) -> None:
+    def restore_cost(self, rows: float, positions: float) -> Cost:
         """One use beside the other."""
-        self.outer.count_restore(counter, rows, positions)
-        counter.write(2 * rows * self.gradient_size)
+        added = elementwise(2 * rows * self.gradient_size, WRITE)
+        return self.outer.restore_cost(rows, positions) + added

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from gradkeep.factors._form import Form, GradientRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +94,110 @@ class WeightVector:
 
 WeightBlock = WeightMatrix | WeightVector
 """One part of a dense gradient."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockProjection:
+    """Coordinates of one block W `[G, R, C]`: chosen entries of `left^T W right`, weighed and folded.
+
+    `y_j = sum over f of weights[f, j] * (left^T W right)[chosen[f, j]]`.
+    """
+
+    left: Tensor
+    """`[G, R, r]`"""
+    right: Tensor
+    """`[G, C, c]`"""
+    weights: Tensor
+    """`[folds, k]`"""
+    chosen: Tensor | None = None
+    """`[folds, k]` int64, places among the G r c entries; None: all of them, in order."""
+
+    @property
+    def size(self) -> int:
+        """k, the number of coordinates."""
+        return self.weights.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it is made of."""
+        parts = (self.left, self.right, self.weights, self.chosen)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def applied(self, form: Form[GradientRows], rows: GradientRows, block: WeightBlock) -> Tensor:
+        """The coordinates `[B, k]` of some rows; products of both sides, then `folds * k` sums a row."""
+        found = form.between(rows, block, self.left, self.right).flatten(1)
+        if self.chosen is not None:
+            found = found[:, self.chosen.flatten().to(found.device)]
+        weights = self.weights.to(found)
+        if len(weights) == 1:
+            return found.mul_(weights[0])
+        return torch.einsum("bfk,fk->bk", found.view(len(found), *weights.shape), weights)
+
+    def pulled_back(self, coordinates: Tensor) -> Tensor:
+        """Matrices `[K, G, R, C]` whose product with W is that of coordinates `[K, k]` with W's own."""
+        groups, r, c = self.left.shape[0], self.left.shape[2], self.right.shape[2]
+        weights = self.weights.to(coordinates)
+        each = (coordinates.unsqueeze(1) * weights).flatten(1)
+        if self.chosen is None:
+            inner = each
+        else:
+            inner = each.new_zeros(len(each), groups * r * c)
+            inner.index_add_(1, self.chosen.flatten().to(each.device), each)
+        left, right = self.left.to(each), self.right.to(each)
+        return left @ inner.view(-1, groups, r, c) @ right.mT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerProjection:
+    """The coordinates of all blocks of a layer, one after the other.
+
+    >>> from gradkeep.factors._outer import Outer, OuterRows
+    >>> from gradkeep.factors._form import Parameter
+    >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
+    >>> rows = OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
+    >>> first = BlockProjection(torch.ones(1, 1, 1), torch.eye(2)[None], torch.ones(1, 2))
+    >>> LayerProjection((first,)).applied(form, rows)
+    tensor([[3., 6.]])
+    """
+
+    blocks: tuple[BlockProjection | None, ...]
+    """None: no coordinate of that block is kept."""
+
+    @property
+    def size(self) -> int:
+        """The number of coordinates."""
+        return sum(block.size for block in self.blocks if block is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks if block is not None)
+
+    def applied(
+        self,
+        form: Form[GradientRows],
+        rows: GradientRows,
+        blocks: Sequence[WeightBlock] | None = None,
+    ) -> Tensor:
+        """The coordinates `[B, size]` of some rows; `blocks` are those of the form by default."""
+        parts = [
+            own.applied(form, rows, block)
+            for own, block in zip(self.blocks, blocks or form.weight_blocks(), strict=True)
+            if own is not None
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def pulled_back(self, form: Form[GradientRows], coordinates: Tensor) -> Tensor:
+        """Dense directions `[K, P]`, whose products with gradients are those of coordinates `[K, size]`.
+
+        `<directions, gradient> = <coordinates, applied(gradient)>`: the transposed map.
+        """
+        out = coordinates.new_zeros(len(coordinates), form.gradient_size)
+        at = 0
+        for own, block in zip(self.blocks, form.weight_blocks(), strict=True):
+            if own is None:
+                continue
+            found = own.pulled_back(coordinates[:, at : at + own.size])
+            block.put(found.flatten(1) if isinstance(block, WeightVector) else found, out)
+            at += own.size
+        return out

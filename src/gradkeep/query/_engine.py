@@ -15,7 +15,7 @@ import torch
 from gradkeep._annotations import check_fields, checked
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
-from gradkeep.factors._cost import MachineSpeeds, ProductSize
+from gradkeep.factors._cost import ProductSize
 from gradkeep.factors._dense import Dense
 from gradkeep.query._planner import QueryPlan, QueryStep, choose_compute
 
@@ -153,7 +153,6 @@ class ProductEngine:
     def _sides(
         self, pair: GradientPair, probe: _RowSizes, compute: ComputeWish
     ) -> tuple[list[LayerProduct], list[QueryStep]]:
-        speeds = MachineSpeeds()
         sides, steps = [], []
         groups: dict[tuple[str, str], int] = {}
         """Where the layers stand that read these two prefixes."""
@@ -169,8 +168,9 @@ class ProductEngine:
                 n_query=min(len(self.positions), self.shares.query_rows),
                 t_train=probe.train_positions[name],
                 t_query=probe.query_positions[name],
+                scratch=self.shares.scratch,
             )
-            choice = choose_compute(form, load, speeds, force=forced, scratch=self.shares.scratch)
+            choice = choose_compute(form, load, force=forced)
             tiles = (self.num_train / load.n_train) * (len(self.positions) / load.n_query)
             steps.append(QueryStep(name, form.kind, choice.compute, choice.cost.seconds * tiles))
             shared = form.shared_prefix(other)

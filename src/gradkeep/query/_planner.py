@@ -7,16 +7,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gradkeep._annotations import checked
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import RESTORED
-from gradkeep.factors._cost import VALUE, CostCounter
+from gradkeep.factors._cost import VALUE, calls, matrix_product, temporaries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.factors._cost import Cost, MachineSpeeds, ProductSize
+    from gradkeep.factors._cost import Cost, ProductSize
     from gradkeep.factors._form import AnyForm, Compute
 
 _NAMES: dict[str, tuple[Compute, ...]] = {
@@ -77,32 +76,22 @@ class ComputeChoice:
     alternatives: Mapping[Compute, Cost]
 
 
-@checked(QueryError)
-def choose_compute(
-    form: AnyForm,
-    load: ProductSize,
-    speeds: MachineSpeeds,
-    *,
-    force: str | None = None,
-    scratch: int | None = None,
-) -> ComputeChoice:
-    """The way with the least predicted time among those whose temporaries fit into `scratch`.
+def choose_compute(form: AnyForm, load: ProductSize, *, force: str | None = None) -> ComputeChoice:
+    """The way with the least estimated time among those whose temporaries fit into `load.scratch`.
 
     `force` names a way for every form; where a form does not have it, its nearest is taken. If no
     way fits, the one with the smallest temporaries is.
 
-    >>> from gradkeep.factors._cost import MachineSpeeds, ProductSize
     >>> from gradkeep.factors._outer import Outer
     >>> from gradkeep.factors._form import Parameter
+    >>> from gradkeep.factors._cost import ProductSize
     >>> form = Outer((Parameter("w", (256, 64)),), "x", "g", d_in=64, d_out=256)
-    >>> choose_compute(form, ProductSize(1500, 297), MachineSpeeds()).compute
+    >>> choose_compute(form, ProductSize(1500, 297)).compute
     'factored'
-    >>> choose_compute(form, ProductSize(1500, 297), MachineSpeeds(), force="naive").compute
+    >>> choose_compute(form, ProductSize(1500, 297), force="naive").compute
     'restored'
     """
-    if scratch is not None:
-        load = replace(load, scratch=scratch)
-    costs = {compute: cost(form, load, compute, speeds) for compute in form.computes}
+    costs = {compute: estimate_cost(form, load, compute) for compute in form.computes}
     if force is not None:
         chosen = forced(form, force)
     else:
@@ -127,47 +116,23 @@ def forced(form: AnyForm, name: str) -> Compute:
     return next(compute for compute in _NAMES[name] if compute in form.computes)
 
 
-def cost(form: AnyForm, load: ProductSize, compute: Compute, speeds: MachineSpeeds) -> Cost:
-    """What the products of all queries with all rows cost in one of the ways.
-
-    >>> from gradkeep.factors._cost import MachineSpeeds, ProductSize
-    >>> from gradkeep.factors._outer import Outer
-    >>> from gradkeep.factors._form import Parameter
-    >>> form = Outer((Parameter("w", (256, 64)),), "x", "g", d_in=64, d_out=256)
-    >>> load, speeds = ProductSize(1500, 300), MachineSpeeds()
-    >>> 50 < cost(form, load, "restored", speeds).flops / cost(form, load, "factored", speeds).flops < 52
-    True
-    """
-    counter = CostCounter(speeds)
-    if compute == "half":
-        visits = _restore_queries(counter, form, load)
-        counter.repeat(visits, lambda part: form.count_half(part, _share(load, visits)))
-    elif compute == "restored":
-        visits = _restore_queries(counter, form, load)
-        counter.repeat(visits, lambda part: _count_restored(part, form, _share(load, visits)))
-    else:
-        form.count_products(counter, load, compute)
-    return counter.cost()
-
-
-def _restore_queries(counter: CostCounter, form: AnyForm, load: ProductSize) -> int:
-    """Restores all queries; how many times the others must be gone through for them."""
-    fit = max(1, load.scratch // 2 // (form.gradient_size * VALUE))
-    form.count_restore(counter, load.n_query, load.t_query)
-    counter.hold(min(load.n_query, fit) * form.gradient_size)
-    return max(1, math.ceil(load.n_query / fit))
-
-
-def _share(load: ProductSize, visits: int) -> ProductSize:
-    return replace(load, n_query=math.ceil(load.n_query / visits), scratch=load.scratch // 2)
-
-
-def _count_restored(counter: CostCounter, form: AnyForm, load: ProductSize) -> None:
-    """The others restored in tiles, and multiplied with the queries."""
+def estimate_cost(form: AnyForm, load: ProductSize, compute: Compute) -> Cost:
+    """Estimate what the products of all queries with all rows cost in one of the ways."""
+    if compute not in ("half", "restored"):
+        return form.products_cost(load, compute)
     size = form.gradient_size
-    rows = max(1, min(load.n_train, min(load.scratch, RESTORED) // (size * VALUE)))
-    count = load.n_train / rows
-    counter.repeat(math.ceil(count), lambda part: form.count_restore(part, rows, load.t_train))
-    counter.product(load.n_query, rows, size, times=count)
-    counter.call(8 * count)
-    counter.hold(rows * size)
+    # So many restored queries fit; for the others the training rows are gone through again.
+    fit = max(1, load.scratch // 2 // (size * VALUE))
+    visits = max(1, math.ceil(load.n_query / fit))
+    cost = form.restore_cost(load.n_query, load.t_query)
+    held = min(load.n_query, fit) * size * VALUE
+    share = replace(load, n_query=math.ceil(load.n_query / visits), scratch=load.scratch // 2)
+    if compute == "half":
+        one = form.half_cost(share)
+    else:
+        rows = max(1, min(load.n_train, min(share.scratch, RESTORED) // (size * VALUE)))
+        tiles = math.ceil(load.n_train / rows)
+        one = form.restore_cost(rows, load.t_train) + matrix_product(share.n_query, rows, size)
+        one = (one + calls(8)) * tiles + temporaries(rows * size)
+    cost += one * visits
+    return replace(cost, scratch=held + one.scratch)

@@ -10,7 +10,7 @@ import numpy as np
 from gradkeep.errors import StoreError
 
 if TYPE_CHECKING:
-    from gradkeep.evaluate import OpposingClusters, RowMap
+    from gradkeep.evaluate._map import OpposingClusters, RowMap
     from gradkeep.web._served import ServedStore
 
 _GRADIENTS = "gradients"
@@ -60,7 +60,7 @@ def draw_map(
     places = served.checkpoints(run, name, split)
 
     def make(_: Any) -> RowMap:
-        from gradkeep.evaluate import map_rows, map_targets
+        from gradkeep.evaluate._map import map_rows, map_targets
 
         if of == _GRADIENTS:
             return map_rows(

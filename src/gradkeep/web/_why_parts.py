@@ -78,7 +78,7 @@ def group_rows(served: ServedStore, asked: Asked, query: int, *, source: str) ->
     train = served.table(asked.run, asked.train, asked.name)
 
     def make(_: Any) -> GroupsView:
-        from gradkeep.evaluate import groups
+        from gradkeep.evaluate._groups import groups
 
         found = groups(scores, query)
         return GroupsView(

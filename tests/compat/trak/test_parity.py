@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.attribution.projections._project import signs_or_normals
-from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.gradient_computers import (
     FunctionalGradientComputer,
@@ -21,6 +19,8 @@ from gradkeep.compat.trak.score_computers import (
     BasicScoreComputer,
     BasicSingleBlockScoreComputer,
 )
+from gradkeep.curvature._project import signs_or_normals
+from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import AttributionError
 
 N, M, D, C = 50, 7, 6, 3

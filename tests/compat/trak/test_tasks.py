@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.attribution.projections._project import project_parameters
-from gradkeep.attribution.projections._projection import Projection
 from gradkeep.compat.trak import TRAKer
 from gradkeep.compat.trak.modelout_functions import (
     TASK_TO_MODELOUT,
@@ -19,6 +17,8 @@ from gradkeep.compat.trak.modelout_functions import (
     LanguageModelingModelOutput,
     TextClassificationModelOutput,
 )
+from gradkeep.curvature._project import project_parameters
+from gradkeep.curvature._sketches import Projection
 from gradkeep.errors import AttributionError
 
 B, T, V = 9, 6, 11

@@ -1,13 +1,18 @@
 """Every method, one file each; the default first."""
 
 from gradkeep.attribution.scorers._adam import ADAM
-from gradkeep.attribution.scorers._baselines import LABEL_MATCH, LOSS, RANDOM, SIMILARITY
+from gradkeep.attribution.scorers._baselines import (
+    KNN_SHAPLEY,
+    LABEL_MATCH,
+    LOSS,
+    RANDOM,
+    SIMILARITY,
+)
 from gradkeep.attribution.scorers._datainf import DATA_INF
 from gradkeep.attribution.scorers._gradient_products import COS, DOT, SELF, TRACIN
 from gradkeep.attribution.scorers._influence import ARNOLDI, INFLUENCE
 from gradkeep.attribution.scorers._kernel import KERNEL
 from gradkeep.attribution.scorers._kfac import EKFAC, KFAC
-from gradkeep.attribution.scorers._knn_shapley import KNN_SHAPLEY
 from gradkeep.attribution.scorers._logra import LOGRA
 from gradkeep.attribution.scorers._trak import TRAK
 

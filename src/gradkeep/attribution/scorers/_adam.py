@@ -9,7 +9,7 @@ import torch
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker._influence import SolvedQueries, layer_by_layer
+from gradkeep.attribution.scorers._kfac import SolvedQueries, layer_by_layer
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

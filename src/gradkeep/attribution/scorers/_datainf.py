@@ -10,10 +10,10 @@ import torch
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution.kronecker._fisher import DECADES, Damping
-from gradkeep.attribution.kronecker._influence import layer_by_layer
-from gradkeep.attribution.kronecker._row_parts import only_layer, weighted
-from gradkeep.attribution.kronecker._single_position import has_single_position
+from gradkeep.attribution.scorers._kfac import layer_by_layer
+from gradkeep.curvature._eigen_influence import has_single_position
+from gradkeep.curvature._fisher import DECADES, Damping
+from gradkeep.curvature._row_parts import only_layer, weighted
 from gradkeep.errors import AttributionError
 from gradkeep.factors._outer import Outer
 from gradkeep.query._engine import DEFAULT_BUDGET

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution._kept_rows import KeptRows
 from gradkeep.attribution._method import Method, Scorer
-from gradkeep.attribution._solve import by_features
-from gradkeep.attribution.kronecker._fisher import DECADES, Damping
-from gradkeep.attribution.kronecker._influence import layer_by_layer
-from gradkeep.attribution.kronecker._row_parts import only_layer
-from gradkeep.attribution.projections._two_sided import TwoSided, two_sided
+from gradkeep.attribution._row_features import KeptRows
+from gradkeep.attribution.scorers._kfac import layer_by_layer
+from gradkeep.curvature._feature_solvers import by_features
+from gradkeep.curvature._fisher import DECADES, Damping
+from gradkeep.curvature._row_parts import only_layer
+from gradkeep.curvature._two_sided import TwoSided, two_sided
 from gradkeep.errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:

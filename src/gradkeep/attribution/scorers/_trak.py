@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gradkeep.attribution._kernel_weights import LossSlopes, ScoreTarget, loss_slopes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution._row_features import features
-from gradkeep.attribution._solve import by_features, mean_square, relative_damping
-from gradkeep.attribution.projections._projection import Projection, ProjectionKind
+from gradkeep.attribution.scorers._kernel import LossSlopes, ScoreTarget, loss_slopes
+from gradkeep.curvature._feature_solvers import by_features, mean_square, relative_damping
+from gradkeep.curvature._sketches import Projection, ProjectionKind
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

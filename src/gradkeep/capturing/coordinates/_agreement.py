@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.coordinates._choice import ChosenCoordinates, LeadingLayer
     from gradkeep.capturing.coordinates._keep import Keep
     from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors._projection import LayerProjection
+    from gradkeep.factors._weights import LayerProjection
 
 _MOST, _LEAST = 16, 8
 _HELD = 512 << 20

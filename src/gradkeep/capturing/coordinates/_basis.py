@@ -14,7 +14,7 @@ import xxhash
 import gradkeep.store as gs
 from gradkeep.errors import CaptureError, NotSealed
 from gradkeep.factors._bits import bits_told
-from gradkeep.factors._projection import BlockProjection, LayerProjection
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,11 +11,11 @@ import torch
 import xxhash
 
 from gradkeep.capturing.rules._rules import DENSE_RULES
+from gradkeep.curvature._basis import leading
+from gradkeep.curvature._moments import MatrixMoments
+from gradkeep.curvature._patch_moments import WIDE
 from gradkeep.errors import CaptureError
-from gradkeep.factors._projection import BlockProjection, LayerProjection
-from gradkeep.factors.kronecker._basis import leading
-from gradkeep.factors.kronecker._moments import MatrixMoments
-from gradkeep.factors.kronecker._patch_moments import WIDE
+from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gradkeep.capturing.tasks._task import Measured
     from gradkeep.factors._bits import BitWidth
     from gradkeep.factors._form import AnyForm
-    from gradkeep.factors._projection import LayerProjection
+    from gradkeep.factors._weights import LayerProjection
     from gradkeep.remat import MemoryBudget
     from gradkeep.store import Encoding
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.curvature._moments import VectorMoments, matrix_moments
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._weights import WeightMatrix
-from gradkeep.factors.kronecker._moments import VectorMoments, matrix_moments
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gradkeep.capturing._tracer import Tracer
     from gradkeep.capturing.rules._units import LayerUnit
     from gradkeep.capturing.tasks._task import Measured
+    from gradkeep.curvature._moments import MatrixMoments
     from gradkeep.factors._form import AnyForm
-    from gradkeep.factors.kronecker._moments import MatrixMoments
 
     Moments = MatrixMoments | VectorMoments
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution._solve import (
+from gradkeep.compat.trak.score_computers import scaled_inverse
+from gradkeep.curvature._feature_solvers import (
     StreamedRows,
     add_damped_scores,
     add_products,
@@ -16,7 +17,6 @@ from gradkeep.attribution._solve import (
     row_blocks,
     streamed_gram,
 )
-from gradkeep.compat.trak.score_computers import scaled_inverse
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

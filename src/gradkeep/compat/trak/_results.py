@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gradkeep.attribution._solve import StreamedRows
     from gradkeep.compat.trak._features import Ridge
+    from gradkeep.curvature._feature_solvers import StreamedRows
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Mask = np.ndarray[Any, np.dtype[np.bool_]]

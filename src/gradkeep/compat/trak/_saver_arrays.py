@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution._solve import StreamedRows
     from gradkeep.compat.trak._features import Ridge
     from gradkeep.compat.trak._results import Ids, Mask
+    from gradkeep.curvature._feature_solvers import StreamedRows
 
 
 class SaverArrays:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.attribution._solve import StreamedRows
     from gradkeep.compat.trak._assigned_rows import OverlaidRows
     from gradkeep.compat.trak._results import Ids, Mask
+    from gradkeep.curvature._feature_solvers import StreamedRows
 
 _SHARED = ("JL dimension", "JL matrix type", "train set size")
 _TRAIN = re.compile(r"trak\.id_(-?\d+)\.train")

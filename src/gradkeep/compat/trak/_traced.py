@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution.projections._project import project_layers
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._footprint import rows_at_once
 from gradkeep.capturing.tasks._task import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
+from gradkeep.curvature._project import project_layers
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:

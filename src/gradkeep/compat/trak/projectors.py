@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.attribution.projections._project import (
+from gradkeep.compat.trak.utils import vectorize
+from gradkeep.curvature._project import (
     project_dense,
     project_parameters,
     signs_or_normals,
 )
-from gradkeep.attribution.projections._projection import Projection
-from gradkeep.compat.trak.utils import vectorize
+from gradkeep.curvature._sketches import Projection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,1 +1,0 @@
-"""Curvature products and iterative solvers on replayed or stored gradients."""

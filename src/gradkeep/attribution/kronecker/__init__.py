@@ -1,1 +1,0 @@
-"""Kronecker-factored influence functions (K-FAC, EK-FAC)."""

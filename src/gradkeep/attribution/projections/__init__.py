@@ -1,1 +1,0 @@
-"""Random projections of per-sample gradients."""

@@ -1,0 +1,1 @@
+"""Curvature of the loss: Kronecker moments and eigenbases, EK-FAC, projections and solvers."""

@@ -1,0 +1,216 @@
+"""Eigencoordinates of rows, made from turned factors, and sums of their squares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from gradkeep.curvature._basis import MatrixBasis
+from gradkeep.curvature._moments import scaled_suffixes
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._form import Parameter
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from gradkeep.curvature._basis import Basis
+    from gradkeep.curvature._fisher import CoordinateRows
+    from gradkeep.factors._convolution import Convolution, ConvolutionRows
+    from gradkeep.factors._form import AnyForm, GradientRows
+
+    Tile = tuple[int, int, Tensor]
+
+
+_POSITIONS = 4096
+"""Positions whose factors are turned at a time: enough for a product, and still in the cache after it."""
+
+
+def coordinates(
+    basis: Basis,
+    form: AnyForm,
+    rows: GradientRows,
+    slopes: Tensor | None,
+    into: Tensor | None = None,
+) -> Iterator[Tile]:
+    """`(start, stop, [stop - start, *values])` of all rows, a tile that stays in the cache a time.
+
+    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned. They are
+    written to `into` `[B, size]`, if that is given.
+    """
+    if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
+        yield from _COORDINATES[form.kind](basis, form, rows, slopes, into)
+        return
+    for start, stop, found in _of_restored(basis, form, rows, slopes):
+        yield start, stop, _written(found, into, start, stop)
+
+
+def _written(found: Tensor, into: Tensor | None, start: int, stop: int) -> Tensor:
+    if into is not None:
+        into[start:stop] = found.flatten(1)
+    return found
+
+
+def _place(into: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor | None:
+    """Where products can be written to at once; not there if it has gaps or another precision."""
+    if into is None or into.dtype != like.dtype or not into.is_contiguous():
+        return None
+    return into[start:stop]
+
+
+def turned_factors(
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
+) -> OuterRows:
+    """Suffixes L^T g `[S, R]` and prefixes R^T x `[S, C]`, the ones of the bias among them."""
+    g, x = scaled_suffixes(rows.g, rows.offsets, slopes), rows.x
+    g = g if basis.left is None else _times(g, basis.left[0])
+    x = form.with_ones(x) if basis.right is None else _times(x, basis.right[0])
+    return OuterRows(x, g, rows.offsets)
+
+
+def _times(values: Tensor, vectors: Tensor) -> Tensor:
+    """`[S, C]` times `[C, C]`; of `[S, C - 1]` the last column is one of ones, never laid out.
+
+    Columns are filled up to a multiple of 16, without which it takes up to twice as long.
+    """
+    size = vectors.shape[1]
+    filled = functional.pad(vectors.to(values.dtype), (0, -size % 16))
+    given = values.shape[1]
+    if given == len(vectors):
+        return (values @ filled)[:, :size]
+    return torch.addmm(filled[-1], values, filled[:given])[:, :size]
+
+
+def _of_outer(
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None, into: Tensor | None
+) -> Iterator[Tile]:
+    _, high, cols = basis.values.shape
+    plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
+    size = rows.g.element_size()
+    for first, last in rows.spans.tiles(_POSITIONS):
+        some = None if slopes is None else slopes[first:last]
+        turned = turned_factors(basis, form, rows.take(first, last), some)
+        for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
+            low, end = first + start, first + stop
+            where = _place(into, low, end, turned.g)
+            found = plain.restore(turned.take(start, stop), where)
+            if where is None:
+                _written(found, into, low, end)
+            yield low, end, found.view(-1, 1, high, cols)
+
+
+def _of_conv(
+    basis: MatrixBasis,
+    form: Convolution,
+    rows: ConvolutionRows,
+    slopes: Tensor | None,
+    into: Tensor | None,
+) -> Iterator[Tile]:
+    """To turn patches is to convolve with the eigenvectors: they are never laid out."""
+    if basis.right is None:
+        for start, stop, found in _of_restored(basis, form, rows, slopes):
+            yield start, stop, _written(found, into, start, stop)
+        return
+    groups, high, cols = basis.values.shape
+    dtype, flat = rows.wide.dtype, [0] * len(form.kernel)
+    inner = form.channels // form.groups
+    sides = basis.right.mT.to(dtype)
+    filters = sides[:, :, : inner * form.taps].reshape(groups * cols, inner, *form.kernel)
+    ones = sides[:, :, -1].reshape(-1) if form.bias == "narrow" else None
+    values = groups * cols * form.positions + form.padded_values
+    for start, stop in tiles(len(rows), values, rows.wide.element_size(), 2 * CACHED):
+        count = stop - start
+        pixels = form.padded(rows.wide[start:stop])
+        x = torch.ops.aten.convolution(
+            pixels, filters, ones, form.stride, flat, form.dilation, False, flat, groups
+        )
+        g = rows.narrow[start:stop].reshape(count, groups, high, form.positions)
+        if slopes is not None:
+            g = g * slopes[start:stop].view(-1, 1, 1, 1).to(g.dtype)
+        if basis.left is not None:
+            g = basis.left.mT.to(g.dtype) @ g
+        where = _place(into, start, stop, g)
+        out = None if where is None else where.view(count, groups, high, cols)
+        found = torch.matmul(g, x.view(count, groups, cols, form.positions).mT, out=out)
+        yield start, stop, found if where is not None else _written(found, into, start, stop)
+
+
+def _of_restored(
+    basis: Basis, form: AnyForm, rows: GradientRows, slopes: Tensor | None
+) -> Iterator[Tile]:
+    for start, stop in tiles(len(rows), 2 * form.restored_size, 4, 8 * CACHED):
+        dense = form.restore(rows.take(start, stop))
+        found = basis.coordinates(dense)
+        if slopes is not None:
+            found = found * slopes[start:stop].view(-1, *[1] * (found.dim() - 1)).to(found.dtype)
+        yield start, stop, found
+
+
+def coordinate_squares(
+    basis: Basis,
+    form: AnyForm,
+    rows: GradientRows,
+    slopes: Tensor | None,
+    *,
+    keep: CoordinateRows | None = None,
+) -> Tensor:
+    """Sums over rows of squared coordinates, in the shape of the basis' values.
+
+    With one position a row, (L^T g)^2 (R^T x)^2 summed by one product; else the coordinates of
+    every row are made. Where they are wanted again, they are written into `keep` `[B, size]`, or
+    both factors of them.
+    """
+    by_sides = form.factored and form.kind in _SQUARES and isinstance(basis, MatrixBasis)
+    if by_sides and not isinstance(keep, torch.Tensor):
+        direct = _SQUARES[form.kind](basis, form, rows, slopes, keep)
+        if direct is not None:
+            return direct
+    out = torch.zeros_like(basis.values)
+    into = keep if isinstance(keep, torch.Tensor) else None
+    for _, _, found in coordinates(basis, form, rows, slopes, into):
+        out += found.square().sum(0)
+    return out
+
+
+def _linear_squares(
+    basis: MatrixBasis,
+    form: Outer,
+    rows: OuterRows,
+    slopes: Tensor | None,
+    keep: CoordinateRows | None,
+) -> Tensor | None:
+    if rows.offsets is not None:
+        return None
+    turned = turned_factors(basis, form, rows, slopes)
+    if keep is not None and not isinstance(keep, torch.Tensor):
+        keep.g[:], keep.x[:] = turned.g, turned.x
+    return (turned.g.square().t() @ turned.x.square()).unsqueeze(0)
+
+
+def _embedding_squares(
+    basis: MatrixBasis,
+    form: Lookup,
+    rows: LookupRows,
+    slopes: Tensor | None,
+    keep: CoordinateRows | None,
+) -> Tensor:
+    del keep
+    g = scaled_suffixes(rows.g, rows.offsets, slopes)
+    if basis.right is not None:
+        g = g @ basis.right[0].to(g.dtype)
+    moved = LookupRows(rows.ids, g, rows.offsets)
+    ones = g.new_ones(1, len(moved))
+    return form.weighted_squares(moved, ones).view(basis.values.shape)
+
+
+_COORDINATES: dict[str, Callable[..., Iterator[Tile]]] = {"outer": _of_outer, "conv": _of_conv}
+_SQUARES: dict[str, Callable[..., Tensor | None]] = {
+    "outer": _linear_squares,
+    "lookup": _embedding_squares,
+}
+"""Which forms have a way of their own; None: these rows have not."""

@@ -1,0 +1,323 @@
+"""Second moments of a layer's factors: what its Kronecker factors are made of."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep.curvature._basis import RowSpace, eigen_side
+from gradkeep.curvature._patch_moments import (
+    PatchMoments,
+    ShiftMoments,
+    moment,
+    whole,
+    zeros,
+)
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._dense import WHOLE
+from gradkeep.factors._ragged import row_of, spans
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradkeep.curvature._basis import EigenSide
+    from gradkeep.factors._convolution import ConvolutionRows
+    from gradkeep.factors._form import AnyForm, GradientRows
+    from gradkeep.factors._lookup import LookupRows
+    from gradkeep.factors._outer import OuterRows
+    from gradkeep.factors._weights import WeightMatrix, WeightVector
+
+
+_HELD_BYTES = 16
+"""Of each number of a position that is held: itself, in double precision, and in a vector."""
+_POSITIONS = 4096
+"""Positions that are summed in their own precision before the sum is added to all others."""
+
+
+class MatrixMoments(abc.ABC):
+    """Sums over rows of both sides' second moments, of one weight.
+
+    From factors: of suffixes sum g g^T over all S positions / N, of prefixes sum x x^T / S, so
+    that their Kronecker product has the size of the Fisher matrix.
+    """
+
+    row_bytes: int = 0
+    """Bytes that positions of long sides may take while they are held and decomposed."""
+
+    def __init__(self, piece: WeightMatrix, form: Any, *, lean: bool = False) -> None:
+        self.piece, self.form, self.lean = piece, form, lean
+        self.dtype = torch.float32 if lean else torch.float64
+        self.left = self._empty_left()
+        self.right = self._empty_right()
+        self.rows = self.positions = 0
+
+    def _empty_left(self) -> Tensor:
+        return zeros(self.piece.groups, self.piece.rows, self.dtype)
+
+    def _empty_right(self) -> Tensor:
+        return zeros(self.piece.groups, self.piece.cols, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return 8 * (self.left.numel() + self.right.numel() + self.piece.size)
+
+    @abc.abstractmethod
+    def add(self, rows: Any, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
+        return self.left / max(1, self.rows), self.right / max(1, self.positions)
+
+    def eigen(self) -> tuple[EigenSide, EigenSide]:
+        """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
+        left, right = self.sides()
+        return eigen_side(left), eigen_side(right)
+
+
+class LinearMoments(MatrixMoments):
+    """Of a linear layer's suffixes and prefixes.
+
+    With `row_space` a side with fewer positions than numbers in each is decomposed by its positions,
+    also one that is too long for moments of its own, if that takes no more than so many bytes.
+    """
+
+    def __init__(
+        self,
+        piece: WeightMatrix,
+        form: Any,
+        *,
+        lean: bool = False,
+        row_space: int = 0,
+    ) -> None:
+        super().__init__(piece, form, lean=lean)
+        self._high, self._wide = (
+            RowSpace(size, _held(size, row_space)) for size in (piece.rows, piece.cols)
+        )
+        self.row_bytes = row_space * sum(not whole(size) for size in (piece.rows, piece.cols))
+
+    def eigen(self) -> tuple[EigenSide, EigenSide]:
+        """Both sides' eigenvalues and vectors; ArithmeticError if they are no numbers."""
+        left = self._high, self.left, max(1, self.rows)
+        right = self._wide, self.right, max(1, self.positions)
+        one, other = (
+            space.eigen(count) if space.open else eigen_side(total / count)
+            for space, total, count in (left, right)
+        )
+        return one, other
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments, `[1, d, d]` or their diagonals `[1, d]`."""
+        high, wide = self._high.rows(), self._wide.rows()
+        left, right = (
+            self.left + moment(high, self.left[0]),
+            self.right + moment(wide, self.right[0]),
+        )
+        return left / max(1, self.rows), right / max(1, self.positions)
+
+    def add(self, rows: OuterRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        if self.lean and rows.offsets is not None:
+            # Straight from a model: padding is still among the positions.
+            rows = rows.at_positions((rows.g != 0).any(1))
+        g = scaled_suffixes(rows.g, rows.offsets, slopes)
+        plus_one = self.form.bias and not self.form.ones
+        for start in range(0, len(g), _POSITIONS):
+            some = slice(start, start + _POSITIONS)
+            for high in self._high.add(g[some]):
+                self.left[0] += moment(high, self.left[0])
+            if not self._wide.open:
+                _add_with_ones(self.right[0], rows.x[some], plus_one=plus_one)
+                continue
+            for wide in self._wide.add(self.form.with_ones(rows.x[some])):
+                self.right[0] += moment(wide, self.right[0])
+        self.rows += len(rows)
+        self.positions += len(rows.x)
+
+
+def _held(size: int, room: int) -> int:
+    """Positions of a side that may be held: fewer than it has numbers; of a long one what fits."""
+    if whole(size):
+        return size if room else 0
+    return room // (_HELD_BYTES * size)
+
+
+def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:
+    """Add the moments of `x [S, d]`, and of a column of ones that is never laid out."""
+    size = x.shape[1]
+    if into.dim() == 1:
+        into[:size] += moment(x, into)
+    else:
+        into[:size, :size] += moment(x, into)
+    if plus_one and into.dim() == 1:
+        into[size] += len(x)
+    elif plus_one:
+        summed = x.sum(0)
+        into[size, :size] += summed
+        into[:size, size] += summed
+        into[size, size] += len(x)
+
+
+class EmbeddingMoments(MatrixMoments):
+    """Of an embedding: how often each token is read, and the suffixes of all tokens."""
+
+    def _empty_left(self) -> Tensor:
+        return torch.zeros(1, self.piece.rows, dtype=torch.float64)
+
+    def add(self, rows: LookupRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        g = scaled_suffixes(rows.g, rows.offsets, slopes)
+        self.left[0] += torch.bincount(rows.ids, minlength=self.piece.rows)
+        self.right[0] += moment(g, self.right[0])
+        self.rows += len(rows)
+        self.positions += len(rows.ids)
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """The diagonal of the left moments `[1, R]`, and the right ones."""
+        return self.left / max(1, self.positions), self.right / max(1, self.rows)
+
+
+class ConvolutionMoments(MatrixMoments):
+    """Of a convolution's patches and of its other array, by positions."""
+
+    patches: ShiftMoments | PatchMoments
+
+    def _empty_right(self) -> Tensor:
+        form = self.form
+        ways: list[type[ShiftMoments | PatchMoments]] = [PatchMoments]
+        if whole(self.piece.cols) and ShiftMoments.possible(form):
+            ways.append(ShiftMoments)
+        self.patches = min(ways, key=lambda way: way.operations(form))(form)
+        return torch.zeros(0, dtype=torch.float64)  # those of patches stand in for it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return super().nbytes + self.patches.nbytes
+
+    def add(self, rows: ConvolutionRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        wide, narrow = rows.wide, rows.narrow
+        if slopes is not None:
+            each = slopes.view(-1, *[1] * (wide.dim() - 1)).to(wide.dtype)
+            if self.form.transposed:
+                wide = wide * each
+            else:
+                narrow = narrow * each
+        self.patches.add(wide)
+        # By filters, not by positions: runs of positions are copied faster.
+        filters = narrow.transpose(0, 1).reshape(self.form.groups, self.piece.rows, -1)
+        for into, one in zip(self.left, filters, strict=True):
+            into += moment(one.t(), into)
+        self.rows += len(rows)
+        self.positions += len(rows) * self.form.positions
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments; of a transposed convolution the patches are of the suffix."""
+        rows, positions = max(1, self.rows), max(1, self.positions)
+        right = self.patches.moments()
+        if self.form.transposed:
+            return self.left / positions, right / rows
+        return self.left / rows, right / positions
+
+
+class GradientMoments(MatrixMoments):
+    """Of gradient matrices G, where no factors are kept: left = mean G G^T, right = mean G^T G.
+
+    The right ones are divided by their trace.
+    """
+
+    def _empty_left(self) -> Tensor:
+        if self.lean and self.form.kind == "tied":
+            # Tokens are nearly coordinates of their own, and no vocabulary is too large for them.
+            return torch.zeros(1, self.piece.rows, dtype=self.dtype)
+        return super()._empty_left()
+
+    def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        self.rows += len(rows)
+        for start, stop in tiles(len(rows), self.piece.size, 8, 8 * CACHED):
+            dense = self.form.restore(rows.take(start, stop))
+            if slopes is not None:
+                dense = dense * slopes[start:stop, None].to(dense.dtype)
+            found = self.piece.taken(dense)
+            for group in range(self.piece.groups):
+                one = found[:, group]
+                high = one.transpose(1, 2).reshape(-1, self.piece.rows)
+                self.left[group] += moment(high, self.left[group])
+                self.right[group] += moment(one.reshape(-1, self.piece.cols), self.right[group])
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Left and right moments, `[G, d, d]` or their diagonals `[G, d]`."""
+        left, right = self.left / max(1, self.rows), self.right / max(1, self.rows)
+        size = right if right.dim() == 2 else right.diagonal(dim1=1, dim2=2)
+        trace = size.sum(1).clamp(min=torch.finfo(torch.float64).tiny)
+        return left, right / trace.view(-1, *[1] * (right.dim() - 1))
+
+
+_MOMENTS: dict[str, type[MatrixMoments]] = {
+    "outer": LinearMoments,
+    "conv": ConvolutionMoments,
+    "lookup": EmbeddingMoments,
+}
+"""Which forms have the moments of K-FAC; others have those of their gradient matrices."""
+
+
+def matrix_moments(
+    piece: WeightMatrix,
+    form: AnyForm,
+    *,
+    lean: bool = False,
+    row_space: int = 0,
+) -> MatrixMoments:
+    """Empty moments of a weight, of its factors if they are kept.
+
+    `lean` ones are in float32, and of the tokens of a tied table they are a diagonal. `row_space`
+    bytes let few positions of a long side be decomposed by themselves (`LinearMoments`).
+    """
+    kind = _MOMENTS.get(form.kind, GradientMoments) if form.factored else GradientMoments
+    if kind is LinearMoments:
+        return LinearMoments(piece, form, lean=lean, row_space=row_space)
+    return kind(piece, form, lean=lean)
+
+
+class VectorMoments:
+    """The mean of v v^T, or only its diagonal where v is long."""
+
+    row_bytes: int = 0
+
+    def __init__(self, piece: WeightVector, form: AnyForm) -> None:
+        self.piece, self.form, self.rows = piece, form, 0
+        size = (piece.size,) if piece.size > WHOLE else (piece.size, piece.size)
+        self.moment = torch.zeros(size, dtype=torch.float64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the moment."""
+        return 8 * self.moment.numel()
+
+    def add(self, rows: GradientRows, slopes: Tensor | None) -> None:
+        """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
+        self.rows += len(rows)
+        values = self.form.restored_size
+        for start, stop in tiles(len(rows), values, 8, 8 * CACHED):
+            part = rows.take(start, stop)
+            found = self.piece.taken(self.form.restore(part))
+            if slopes is not None:
+                found = found * slopes[start:stop, None].to(found.dtype)
+            self.moment += moment(found, self.moment)
+
+    def mean(self) -> Tensor:
+        """`[size, size]` or `[size]`"""
+        return self.moment / max(1, self.rows)
+
+
+def scaled_suffixes(g: Tensor, offsets: Tensor | None, slopes: Tensor | None) -> Tensor:
+    """Suffixes `[S, d]` times the slopes of their rows."""
+    if slopes is None:
+        return g
+    where = slopes if offsets is None else slopes[row_of(spans(offsets, len(g)), slopes.device)]
+    return g * where[:, None].to(g.dtype)

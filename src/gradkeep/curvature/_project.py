@@ -1,0 +1,360 @@
+"""Projections of captures, of one layer's rows and of dense gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep import _arguments
+from gradkeep._annotations import checked
+from gradkeep.curvature._sketches import (
+    FLAT,
+    DenseMatrix,
+    GradientSketch,
+    ProjectionSum,
+    require_finite,
+    require_room,
+    sketch_of,
+)
+from gradkeep.errors import AttributionError
+from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._form import widened
+from gradkeep.factors._ragged import Spans, row_of
+from gradkeep.query._engine import memory_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from gradkeep.curvature._sketches import Projection, SketchWay, TensorSketch
+    from gradkeep.factors._form import AnyForm, GradientRows, OuterProducts
+    from gradkeep.query import Gradients
+    from gradkeep.query._gradients import FactorBatch
+
+_BUFFERS = 6
+"""Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
+
+
+@checked(AttributionError)
+def project(
+    gradients: Gradients,
+    projection: Projection,
+    *,
+    model: object = 0,
+    rows: Any = None,
+    memory_budget: float | str | None = None,
+) -> torch.Tensor:
+    """The projections `[N, k]` of a capture's gradients, all layers in one, float32 on the CPU.
+
+    Gradients of the loss are those of the output times the kept slopes. `model` names the
+    projection beside its seed: projections of different models are independent. `rows` picks rows
+    by their positions, and only those are read. Cost: one read of the factors, and per row and layer
+    the cheaper of a weight's values and two transforms of k numbers a position.
+
+    >>> import gradkeep as gk, tempfile
+    >>> from gradkeep.curvature._sketches import Projection
+    >>> store, net = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
+    >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+    >>> _ = gk.capture(store, net, data, task=gk.Classification(), split="train")
+    >>> project(gk.gradients(store, split="train"), Projection(dim=64)).shape
+    torch.Size([5, 64])
+    """
+    chosen = None
+    if rows is not None:
+        most = max(0, len(gradients) - 1)
+        chosen = _arguments.whole_numbers("rows", rows, error=AttributionError, most=most)
+    count = len(gradients) if chosen is None else len(chosen)
+    # Refused before anything is made.
+    tiling(gradients, projection.dim, memory_budget, held=count)
+    out = torch.empty(count, projection.dim)
+    parts = project_parts(
+        gradients, projection, model=model, chosen=chosen, memory_budget=memory_budget, held=count
+    )
+    for start, values in parts:
+        out[start : start + len(values)] = values
+    return out
+
+
+def project_parts(
+    gradients: Gradients,
+    projection: Projection,
+    *,
+    model: object = 0,
+    chosen: Any = None,
+    memory_budget: float | str | None = None,
+    held: int = 0,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The number of the first row and the projections `[n, k]` from it on, as `project` gives them.
+
+    Of all rows, or of those at the positions `chosen`; so many of them will be `held` at once.
+    """
+    dim = projection.dim
+    batch_rows, scratch = tiling(gradients, dim, memory_budget, held=held)
+    sketch = sketch_of(projection, model)
+    slopes, ids = gradients.slopes(), gradients.ids
+    if chosen is not None:
+        slopes, ids = None if slopes is None else slopes[chosen], ids[chosen]
+    for some in _parts(gradients, chosen, batch_rows):
+        factors = {name: rows.widened() for name, rows in some.factors.items()}
+        kinds = {rows.example.dtype for rows in factors.values()}
+        dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        out = torch.empty(some.stop - some.start, dim)
+        # Sums that stay in the cache while all layers are added to them.
+        for start, stop in tiles(some.stop - some.start, 4 * dim, dtype.itemsize, 2 * CACHED):
+            into = ProjectionSum(stop - start, dim, dtype=dtype, device=torch.device("cpu"))
+            for name, form in gradients.forms.items():
+                taken = factors[name].take(start, stop)
+                add_rows(sketch, into, form, taken, scratch=scratch)
+            out[start:stop] = into.values()
+        if slopes is not None:
+            out *= slopes[some.start : some.stop].unsqueeze(1)
+        yield some.start, require_finite(out, ids[some.start : some.stop])
+
+
+def _parts(gradients: Gradients, chosen: Any, batch_rows: int) -> Iterator[FactorBatch]:
+    """All rows in order, or those at some positions, so many at a time."""
+    if chosen is None:
+        yield from gradients.stream(batch_rows)
+        return
+    for start in range(0, len(chosen), batch_rows):
+        stop = min(len(chosen), start + batch_rows)
+        yield dataclasses.replace(gradients.rows(chosen[start:stop]), start=start, stop=stop)
+
+
+def tiling(
+    gradients: Gradients, dim: int, memory_budget: float | str | None, *, held: int
+) -> tuple[int, int]:
+    """Rows at a time and bytes of temporaries, for k numbers a row, of which so many rows are held."""
+    answer = held * dim * 4
+    require_room(
+        answer,
+        f"{held} x {dim}, all projections at once,",
+        fix="choose a smaller dimension",
+    )
+    probe = gradients.rows([0]) if len(gradients) else None
+    row = sum(rows.nbytes for rows in probe.factors.values()) if probe else 0
+    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+    split = memory_shares(
+        memory_budget,
+        answer=answer,
+        mapped=mapped,
+        query_row=0,
+        train_row=row + _BUFFERS * dim * 4,
+        queries=1,
+        rows=held or len(gradients),
+    )
+    return split.train_rows, min(split.scratch, CACHED)
+
+
+@checked(AttributionError)
+def project_dense(
+    gradients: torch.Tensor, projection: Projection, *, model: object = 0
+) -> torch.Tensor:
+    """The projections `[B, k]` of flat gradients `[B, P]`; `auto` folds them.
+
+    >>> import torch
+    >>> from gradkeep.curvature._sketches import Projection
+    >>> x = torch.sin(torch.arange(20_000.0)).view(2, 10_000)
+    >>> low = project_dense(x, Projection(dim=1000))
+    >>> bool((low.norm(dim=1) / x.norm(dim=1) - 1).abs().max() < 0.1)
+    True
+    """
+    if gradients.dim() != 2:
+        raise AttributionError(
+            "gradients must be one row per sample",
+            found=f"shape {tuple(gradients.shape)}",
+            expected="[B, P]",
+        )
+    values = widened(gradients)
+    into = ProjectionSum(len(values), projection.dim, dtype=values.dtype, device=values.device)
+    if values.numel():
+        sketch_of(projection, model).flat(FLAT, values.shape[1]).add(into, 0, values)
+    return require_finite(into.values())
+
+
+@checked(AttributionError)
+def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
+    """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
+    _arguments.count("size", size, error=AttributionError, least=1)
+    made = sketch_of(projection, model).flat(FLAT, size)
+    if not isinstance(made, DenseMatrix):
+        raise AttributionError(
+            f"a projection of kind {projection.kind!r} has no dense matrix",
+            expected="rademacher or normal",
+        )
+    return made.matrix()
+
+
+@checked(AttributionError)
+def project_parameters(
+    gradients: Mapping[str, torch.Tensor], projection: Projection, *, model: object = 0
+) -> torch.Tensor:
+    """The projections `[B, k]` of gradients `[B, *shape]` of parameters, by their full names.
+
+    The same numbers as `project` gives from the factors of the layers that hold them.
+    """
+    if not gradients:
+        raise AttributionError("there is no gradient to project")
+    for name, value in gradients.items():
+        _arguments.instance(f"gradients[{name!r}]", value, torch.Tensor, error=AttributionError)
+    named = {name: widened(value) for name, value in gradients.items()}
+    like = next(iter(named.values()))
+    sketch = sketch_of(projection, model)
+    into = ProjectionSum(len(like), projection.dim, dtype=like.dtype, device=like.device)
+    for name, value in named.items():
+        if len(value) != len(like):
+            raise AttributionError(
+                "gradients of different numbers of samples",
+                found=f"{len(like)} and, of {name}, {len(value)}",
+            )
+        if value.numel():
+            flat = value.reshape(len(value), -1)
+            sketch.add_values(into, 0, name, tuple(value.shape[1:]), flat)
+    return require_finite(into.values())
+
+
+_TEMPORARIES = 6
+"""Arrays of k numbers that a position has while its spectrum is made."""
+
+
+@checked(AttributionError)
+def project_layers(
+    layers: Iterable[tuple[AnyForm, GradientRows]],
+    projection: Projection,
+    *,
+    rows: int,
+    device: torch.device,
+    model: object = 0,
+) -> Tensor:
+    """The projections `[rows, k]` of the gradients of several layers of the same rows, added up."""
+    sketch = sketch_of(projection, model)
+    into = ProjectionSum(rows, projection.dim, dtype=torch.float32, device=device)
+    for form, some in layers:
+        add_rows(sketch, into, form, some.widened())
+    return into.values()
+
+
+def project_rows(
+    form: AnyForm,
+    rows: GradientRows,
+    projection: Projection,
+    *,
+    model: object = 0,
+    way: SketchWay | None = None,
+    scratch: int = CACHED,
+) -> Tensor:
+    """The projections `[B, k]` of one layer's gradients, in the dtype of the rows.
+
+    The layer's part is named by its parameters, so that sums over layers are projections of the
+    whole gradient. `way` forces how a TensorSketch is computed, else the cheapest is taken.
+
+    >>> import torch
+    >>> from gradkeep.curvature._sketches import Projection
+    >>> from gradkeep.factors._outer import Outer, OuterRows
+    >>> from gradkeep.factors._form import Parameter
+    >>> form = Outer((Parameter("w", (1, 2)),), "w.prefix", "w.suffix", d_in=2, d_out=1)
+    >>> rows = OuterRows(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
+    >>> project_rows(form, rows, Projection(dim=8)).abs().sum()
+    tensor(9.)
+    """
+    rows = rows.widened()
+    like = rows.example
+    into = ProjectionSum(len(rows), projection.dim, dtype=like.dtype, device=like.device)
+    add_rows(sketch_of(projection, model), into, form, rows, way=way, scratch=scratch)
+    return into.values()
+
+
+def add_rows(
+    sketch: GradientSketch,
+    into: ProjectionSum,
+    form: AnyForm,
+    rows: GradientRows,
+    *,
+    way: SketchWay | None = None,
+    scratch: int = CACHED,
+) -> None:
+    """Add the projections of one layer's gradients to a sum."""
+    if not len(rows):
+        return
+    if not (sketch.tensor and _add_products(sketch, into, form, rows, way, scratch)):
+        _add_restored(sketch, into, form, rows, scratch)
+
+
+def _add_products(
+    sketch: GradientSketch,
+    into: ProjectionSum,
+    form: AnyForm,
+    rows: GradientRows,
+    way: SketchWay | None,
+    scratch: int,
+) -> bool:
+    """Add outer products without restoring them; False if there are none or restoring is cheaper."""
+    products = form.outer_products(rows, scratch=scratch)
+    if products is None:
+        return False
+    weight = form.parameters[0]
+    sides = sketch.sides(weight.name, weight.shape)
+    chosen = way or sides.way(form.count_outer_products(rows), patches=form.unfolds)
+    for part in products:
+        if part.ids is not None:
+            _add_tokens(sides, into, part, scratch)
+            continue
+        assert part.left is not None
+        if chosen == "matrix":
+            return False
+        if chosen == "blocks":
+            sides.add_blocks(into, part.start, part.left, part.right)
+            continue
+        for row, at, own in _pieces(part.spans, sides.dim, part.right.element_size(), scratch):
+            sides.add_spectrum(
+                into, part.start + row, part.left[at], part.right[at], own, first=part.first
+            )
+    bias = form.bias_gradients(rows)
+    if bias is not None:
+        second = form.parameters[1]
+        sketch.add_values(into, 0, second.name, second.shape, bias)
+    return True
+
+
+def _add_tokens(
+    sides: TensorSketch, into: ProjectionSum, part: OuterProducts, scratch: int
+) -> None:
+    assert part.ids is not None
+    where = row_of(part.spans, part.right.device) + part.start
+    # Of each value a place beside it, twice while it is made.
+    for start, stop in tiles(len(where), 6 * sides.width, part.right.element_size(), scratch):
+        some = slice(start, stop)
+        sides.add_tokens(into, part.ids[some], part.right[some], where[some])
+
+
+def _pieces(parts: Spans, dim: int, item: int, scratch: int) -> Iterator[tuple[int, slice, Spans]]:
+    """(first row, positions, their spans) of so many positions that their spectra fit.
+
+    A row with more than that comes in several pieces, which add up.
+    """
+    most = max(1, scratch // (_TEMPORARIES * dim * item))
+    for start, stop in parts.tiles(most):
+        low, high = parts.bounds[start], parts.bounds[stop]
+        if high - low <= most:
+            yield start, slice(low, high), parts.cut(start, stop)
+            continue
+        for first in range(low, high, most):
+            length = min(most, high - first)
+            yield start, slice(first, first + length), Spans((0, length), length)
+
+
+def _add_restored(
+    sketch: GradientSketch, into: ProjectionSum, form: AnyForm, rows: GradientRows, scratch: int
+) -> None:
+    """Restore the gradients, some rows at a time, and add each parameter's."""
+    item = rows.example.element_size()
+    for start, stop in tiles(len(rows), form.gradient_size, item, scratch):
+        dense = form.restore(rows.take(start, stop))
+        at = 0
+        for parameter in form.restored_parameters:
+            part = dense[:, at : at + parameter.size]
+            sketch.add_values(into, start, parameter.name, parameter.shape, part)
+            at += parameter.size

@@ -1,0 +1,159 @@
+"""Rows of one layer, some at a time, and whose gradients the Fisher matrix is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._convolution import ConvolutionRows
+from gradkeep.factors._outer import OuterRows
+from gradkeep.query._engine import memory_shares as divided
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from gradkeep.factors._form import AnyForm, GradientRows
+    from gradkeep.query import Gradients
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPart:
+    """Rows `start` to `stop` of one layer."""
+
+    start: int
+    stop: int
+    factors: GradientRows
+    slopes: Tensor | None
+    """`[B]`: what the gradients are still to be multiplied with."""
+
+
+def only_layer(gradients: Gradients, layer: str) -> Gradients:
+    """The gradients of one layer; only its arrays are read."""
+    return dataclasses.replace(gradients, forms={layer: gradients.forms[layer]})
+
+
+def row_parts(
+    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int
+) -> Iterator[RowPart]:
+    """All rows of a layer in order, while `held` bytes are taken by something else."""
+    one = only_layer(gradients, layer)
+    slopes = one.slopes()
+    for some in one.stream(_rows_at_once(one, layer, memory_budget, held)):
+        part = None if slopes is None else slopes[some.start : some.stop]
+        yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
+
+
+def _rows_at_once(one: Gradients, layer: str, memory_budget: float | str | None, held: int) -> int:
+    """How many rows fit; an error that says how much is needed if none does."""
+    return divided(
+        memory_budget,
+        answer=held,
+        mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
+        query_row=0,
+        train_row=one.rows([0]).factors[layer].nbytes,
+        queries=1,
+        rows=len(one),
+    ).train_rows
+
+
+def held_rows(
+    gradients: Gradients, layer: str, memory_budget: float | str | None, *, held: int, room: int
+) -> list[RowPart] | None:
+    """All rows of a layer, as they lie in the store, to be passed over again; None: too many bytes.
+
+    To open and check the parts of a capture costs as much as a look at what one layer has there.
+    """
+    one = only_layer(gradients, layer)
+    count = _rows_at_once(one, layer, memory_budget, held)  # an error also where all would fit
+    if one.rows([0]).factors[layer].widened().nbytes * len(one) > room:
+        return None
+    found, slopes = [], one.slopes()
+    for some in one.stream(count):
+        rows = some.factors[layer].widened()
+        room -= rows.nbytes
+        if room < 0:  # rows that follow have more positions than the first
+            return None
+        part = None if slopes is None else slopes[some.start : some.stop]
+        found.append(RowPart(some.start, some.stop, rows, part))
+    return found
+
+
+def joined(form: AnyForm, parts: Iterable[RowPart]) -> Iterator[RowPart]:
+    """The same rows in larger parts, of some thousand positions: products of few are slow."""
+    if not form.factored or form.kind not in _JOINED:
+        yield from parts
+        return
+    few: list[RowPart] = []
+    for part in parts:
+        few.append(part)
+        if sum(one.factors.positions for one in few) >= _POSITIONS:
+            yield _as_one(form, few)
+            few = []
+    if few:
+        yield _as_one(form, few)
+
+
+_POSITIONS = 4096
+
+
+def _as_one(form: AnyForm, parts: list[RowPart]) -> RowPart:
+    if len(parts) == 1:
+        return parts[0]
+    slopes = [part.slopes for part in parts if part.slopes is not None]
+    return RowPart(
+        parts[0].start,
+        parts[-1].stop,
+        _JOINED[form.kind]([part.factors for part in parts]),
+        torch.cat(slopes) if slopes else None,
+    )
+
+
+def _joined_conv(parts: list[ConvolutionRows]) -> ConvolutionRows:
+    wide, narrow = ([getattr(one, side) for one in parts] for side in ("wide", "narrow"))
+    return ConvolutionRows(torch.cat(wide), torch.cat(narrow))
+
+
+_JOINED: dict[str, Callable[[list[Any]], GradientRows]] = {
+    "outer": OuterRows.stacked,
+    "conv": _joined_conv,
+}
+
+
+def weighted(
+    gradients: Gradients, layer: str, shares: Tensor, memory_budget: float | str | None
+) -> Tensor:
+    """Sums `[K, P]` of a layer's gradients, of which each row counts `shares` `[K, N]`; float64."""
+    form = gradients.forms[layer]
+    out = torch.zeros(len(shares), form.restored_size, dtype=torch.float64)
+    for part in row_parts(gradients, layer, memory_budget, held=16 * out.numel()):
+        some = shares[:, part.start : part.stop].to(part.factors.example.dtype)
+        if part.slopes is not None:
+            some = some * part.slopes.to(some.dtype)
+        out += weighted_part(form, part.factors, some)
+    return out
+
+
+def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
+    """Sums `[K, P]` of the gradients of some rows, of which each counts `shares` `[K, B]`."""
+    # Of many positions a sum costs as much as restoring all rows: they are restored once.
+    if len(shares) == 1 or not form.shares_restoring(rows):
+        return form.weighted_sum(rows, shares)
+    out = shares.new_zeros(len(shares), form.restored_size)
+    for start, stop, dense in form.restored_tiles(rows, RESTORED):
+        out.addmm_(shares[:, start:stop], dense)
+        del dense  # before the next is made
+    return out
+
+
+def dense_rows(gradients: Gradients, layer: str, positions: list[int]) -> Tensor:
+    """The restored gradients `[B, P]` of some rows of a layer."""
+    factors = only_layer(gradients, layer).rows(positions).factors[layer].widened()
+    dense = gradients.forms[layer].restore(factors)
+    slopes = gradients.slopes()
+    return dense if slopes is None else dense * slopes[positions, None].to(dense.dtype)

@@ -1,1 +1,0 @@
-"""Kronecker moments of gradients and their eigenbases."""
