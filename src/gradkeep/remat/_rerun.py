@@ -8,6 +8,7 @@ state. What is not known to be safe is not run again: its results are kept.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
@@ -109,21 +110,10 @@ def rerun_of(
     if name == "aten::empty_like":
         # It reads nothing of its argument but the shape: a dropped argument is not brought back.
         like = made[0]
-        run = _EmptyTensor(tuple(like.shape), tuple(like.stride()), like.dtype, like.device)
-        return OperatorRerun(run, (), ())
+        empty = functools.partial(torch.empty_strided, dtype=like.dtype, device=like.device)
+        return OperatorRerun(empty, (tuple(like.shape), tuple(like.stride())), ())
     # The packet behind an overload is one Python call less.
     return OperatorRerun(func._op, args, kwargs, random=random)
-
-
-@dataclass(frozen=True, slots=True)
-class _EmptyTensor:
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def __call__(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 def _normalizer(

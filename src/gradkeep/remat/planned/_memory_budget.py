@@ -210,14 +210,12 @@ def explain_plan(plan: StepPlan, settings: BudgetSettings) -> Explanation:
     )
 
 
-def _most_bytes(plan: StepPlan) -> tuple[int, int]:
-    return plan.measured_peak or 0, plan.predicted_peak
-
-
 def budget_report(planner: StepPlanner) -> BudgetReport:
     """Sum up the steps so far."""
     counts = planner.counts
-    plan = max(planner.plans, key=_most_bytes, default=planner.last)
+    plan = max(
+        planner.plans, key=lambda p: (p.measured_peak or 0, p.predicted_peak), default=planner.last
+    )
     rest = counts.busy - counts.recomputed
     scale = 1 if sys.platform == "darwin" else 1024
     return BudgetReport(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +26,10 @@ from gradkeep.remat.planned._trace import (
     difference_of,
     with_larger_tail,
 )
+from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
 
     from torch import Tensor
@@ -223,10 +224,7 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
         if not target.name or (target.exists() and not target.is_file()):
             # Replacing would take the place of a device or a pipe.
             raise RematError("plans are written to a file of their own", found=str(target))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
-        temporary.replace(target)
+        replace_file(target, json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
     except OSError as error:
         raise RematError(
             "the plans cannot be written", path=target.name[:80], found=error.strerror

@@ -9,7 +9,7 @@ same bits.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,13 +71,13 @@ def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
     return any((p := reference()) is not None and p.grad is not None for reference in parameters)
 
 
+@dataclass(slots=True, eq=False)
 class _AliveStorage:
     """A storage while it is alive."""
 
-    __slots__ = ("number", "ref", "value")
-
-    def __init__(self, number: int, value: int, ref: StorageRef) -> None:
-        self.number, self.value, self.ref = number, value, ref
+    number: int
+    value: int
+    ref: StorageRef
 
 
 class RecordedTensor:
@@ -355,8 +355,7 @@ class StepRecorder:
     def _resized(self, alive: _AliveStorage, size: int, before: int) -> None:
         """Other memory under the same storage: the old one ends, a new one begins."""
         event = len(self._events)
-        old = self._storages[alive.number]
-        self._storages[alive.number] = replace(old, death=event + 1, natural=event + 1)
+        self._end(alive.number, event + 1)
         alive.number = len(self._storages)
         self._storages.append(TracedStorage(size, event, -1, -1, constant=False))
         maker = self._values[alive.value].maker
@@ -365,9 +364,10 @@ class StepRecorder:
     def _gone(self, ref: StorageRef) -> None:
         alive = self._alive.pop(ref.key, None)
         if alive is not None:
-            at = len(self._events)
-            old = self._storages[alive.number]
-            self._storages[alive.number] = replace(old, death=at, natural=at)
+            self._end(alive.number, len(self._events))
+
+    def _end(self, storage: int, event: int) -> None:
+        self._storages[storage] = replace(self._storages[storage], death=event, natural=event)
 
     def _copy_gone(self, ref: StorageRef) -> None:
         self._alive.pop(ref.key, None)
@@ -491,9 +491,8 @@ class StepRecorder:
         end = len(self._events)
         optimizer_bytes = 0 if states is None else self._count_states(states)
         for alive in self._alive.values():
-            old = self._storages[alive.number]
-            if old.death < 0:
-                self._storages[alive.number] = replace(old, death=end, natural=end)
+            if self._storages[alive.number].death < 0:
+                self._end(alive.number, end)
         self._alive.clear()
         asked = set(self._order)
         still = frozenset(

@@ -109,6 +109,14 @@ class Program:
         return Program(self.ops, kept, self.tensors, self.ignored_releases, self.output_bytes)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file: a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, newline="")
+    temporary.replace(path)
+
+
 @_annotations.checked(RematError)
 def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
     """A chain of `length` forward operators and their backward ones, all of one size and cost.

@@ -266,7 +266,6 @@ def revolve(graph: Graph, slots: int) -> Schedule:
         )
 
     walk = _ChainWalk(graph, forward, backward, best)
-    walk.first_sweep(slots)
     walk.take_back(0, len(backward), slots)
     return checked(graph, walk.actions)
 
@@ -282,15 +281,6 @@ class _ChainWalk:
     actions: list[Action] = field(default_factory=list)
     there: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
-
-    def first_sweep(self, free: int) -> None:
-        """Run all forward steps, keeping what the way back will want first."""
-        low, high = 0, len(self.forward)
-        while free > 0 and high - low > 1:
-            low = self.best(low, high, free)[1]
-            self.held.add(low - 1)
-            free -= 1
-        self.advance(0, high)
 
     def advance(self, low: int, high: int) -> None:
         """Have the result of step high-1, from whatever is there at or after step low-1."""
@@ -321,6 +311,8 @@ class _ChainWalk:
         self.back(low)
 
     def back(self, at: int) -> None:
+        if at == len(self.forward) - 1:
+            self.advance(at, at + 1)  # the last result is where the way back begins
         node = self.backward[len(self.backward) - 1 - at]
         self.run(node)
         for parent in self.graph.parents[node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 import multiprocessing
@@ -18,7 +19,7 @@ from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import heuristic, own_heuristics
 from gradkeep.remat.simulator._optimal import SMALL_ENOUGH, optimum_point
 from gradkeep.remat.simulator._picture import PictureStyle
-from gradkeep.remat.simulator._program import read_log
+from gradkeep.remat.simulator._program import read_log, replace_file
 from gradkeep.remat.simulator._schedule import Graph
 from gradkeep.remat.simulator._simulate import simulate, unlimited_peak
 
@@ -233,13 +234,11 @@ def read_table(path: str | os.PathLike[str]) -> list[SweepRow]:
 
 def write_table(path: Path, rows: Iterable[SweepRow]) -> None:
     """Write a table: a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([part.name for part in dataclasses.fields(SweepRow)])
-        writer.writerows(dataclasses.astuple(row) for row in rows)
-    temporary.replace(path)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow([part.name for part in dataclasses.fields(SweepRow)])
+    writer.writerows(dataclasses.astuple(row) for row in rows)
+    replace_file(path, text.getvalue())
 
 
 @dataclass(frozen=True, slots=True)

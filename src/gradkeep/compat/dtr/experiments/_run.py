@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from gradkeep.compat.dtr.experiments._trial import (
 )
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import own_heuristics
+from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -347,7 +347,6 @@ def save_logs(
 ) -> list[Path]:
     """Copy each log as `MODEL-BATCH-BUDGET-KEY.log`; saving the same again changes nothing."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         written = [_copied(trial, log, folder) for trial, log in recorded]
         if manifest is not None:
             written.append(_extended(folder / manifest, recorded, written))
@@ -363,9 +362,7 @@ def _copied(trial: Trial, log: Path, folder: Path) -> Path:
     room = trial.ratio if trial.ratio is not None else trial.budget
     words = "inf" if math.isinf(room) else f"{room:g}"
     path = folder / f"{trial.model}-{batch}-{words}-{trial.work.key}.log"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.copyfile(log, temporary)
-    temporary.replace(path)
+    replace_file(path, log.read_text())
     return path
 
 
@@ -387,7 +384,5 @@ def _extended(path: Path, recorded: Sequence[tuple[Trial, Path]], written: Seque
         listed.append(
             {"name": title, "title": title, "desc": said, "log": str(log), "has_start": True}
         )
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(models, indent=1) + "\n")
-    temporary.replace(path)
+    write_result(path, models)
     return path

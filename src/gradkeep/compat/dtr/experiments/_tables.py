@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import math
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtra
 from gradkeep.remat.simulator._picture import MARKERS, PictureStyle, draw_sweep
+from gradkeep.remat.simulator._program import replace_file
 from gradkeep.remat.simulator._sweep import SweepRow
 
 if TYPE_CHECKING:
@@ -47,18 +48,15 @@ _NOTHING = (*FAILED, "too large")
 
 def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """A CSV table per model; times are seconds, sizes bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for model, rows in _per_model(results):
-        path = folder / f"{_file_name(model)}.csv"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({**row, "sizes": json.dumps(row["sizes"], sort_keys=True)})
-        temporary.replace(path)
-        paths.append(path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**row, "sizes": json.dumps(row["sizes"], sort_keys=True)})
+        paths.append(folder / f"{_file_name(model)}.csv")
+        replace_file(paths[-1], text.getvalue())
     return paths
 
 

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 
 from gradkeep.remat import heuristic, heuristics, read_log, register, simulate, unlimited_peak
 from gradkeep.remat.simulator._optimal import optimum_point
+from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -136,10 +136,7 @@ def digest(value: Any) -> str:
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result: a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(path)
+    replace_file(path, json.dumps(result, indent=1) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
