@@ -204,10 +204,7 @@ def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> floa
         raise RematError(
             "say either --ratio or --budget", fix="for example --budget 0.5, or --budget 2GiB"
         )
-    if budget is not None:
-        allowed = parse_budget(budget)
-        return int(peak * allowed) if isinstance(allowed, float) else allowed
-    assert ratio is not None
-    if not ratio > 0:
+    if ratio is not None and not ratio > 0:
         raise RematError("a ratio is a share of the peak above 0", found=ratio)
-    return int(peak * ratio)
+    allowed = ratio if budget is None else parse_budget(budget)
+    return int(peak * allowed) if isinstance(allowed, float) else allowed

@@ -226,17 +226,11 @@ def experiments(
         )
     _show_notes(report.notes)
     if json:
-        print_json(
-            {
-                "trials": len(report.results),
-                "ran": report.ran,
-                "reused": report.reused,
-                "failed": report.failed,
-                "results": report.results,
-                "files": [str(path) for path in report.files],
-                "notes": [*experiment.notes, *report.notes],
-            }
-        )
+        counts = {"trials": len(report.results), "ran": report.ran, "reused": report.reused}
+        files = [str(path) for path in report.files]
+        notes = [*experiment.notes, *report.notes]
+        told_all = {"failed": report.failed, "results": report.results, "files": files}
+        print_json({**counts, **told_all, "notes": notes})
     else:
         print(f"{report.ran} trials run, {report.reused} were there already")
         for line in sweep_sentences(report.points):
@@ -261,15 +255,16 @@ def _ending(result: dict[str, Any]) -> str | None:
 
     kind, status = result["type"], result["status"]
     said = (str(result.get("message", "")).splitlines() or [""])[-1]
-    told = f"{status}: {said}"
     if status in FAILED:
-        return f"{result['model']} {kind} {result['key']}: {told}"
-    if status == "too large":
-        return f"{result['model']} {kind}: {told}"
+        which = f" {result['key']}"
+    elif status == "too large":
+        which = ""
     # A placement that a model does not have is no news; that a budget is too small is.
-    if kind in ("dtr", "planned") and (status != "ok" or said):
-        return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
-    return None
+    elif kind in ("dtr", "planned") and (status != "ok" or said):
+        which = f" {result['ratio'] or result['budget']}"
+    else:
+        return None
+    return f"{result['model']} {kind}{which}: {status}: {said}"
 
 
 def _show_notes(notes: Iterable[str]) -> None:
@@ -343,13 +338,13 @@ def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> li
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts]
-    wrong = [
-        text for text, (_, sign, value) in zip(texts, pairs, strict=True) if not sign or not value
-    ]
-    if wrong:
-        raise RematError("a size is NAME=NUMBER", found=wrong[0], expected="--size batch_size=16")
-    return {name.strip(): value for name, _, value in pairs}
+    sizes = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value:
+            raise RematError("a size is NAME=NUMBER", found=text, expected="--size batch_size=16")
+        sizes[name.strip()] = value
+    return sizes
 
 
 def _names(text: str) -> tuple[str, ...]:
