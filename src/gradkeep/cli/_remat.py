@@ -206,5 +206,5 @@ def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> floa
         )
     if ratio is not None and not ratio > 0:
         raise RematError("a ratio is a share of the peak above 0", found=ratio)
-    allowed = ratio if budget is None else parse_budget(budget)
+    allowed = ratio if ratio is not None else parse_budget(budget or "")
     return int(peak * allowed) if isinstance(allowed, float) else allowed

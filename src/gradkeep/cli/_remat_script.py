@@ -154,7 +154,8 @@ def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[
             expected="a function without arguments that does one training step",
             fix="name another one with --function",
         )
-    return found
+    step: Callable[[], Any] = found
+    return step
 
 
 def run_step(step: Callable[[], Any], script: str | os.PathLike[str]) -> None:

@@ -162,8 +162,8 @@ def simplify(program: Program) -> Program:
             args = tuple(number for old in op.args if (number := tensors[old]) is not None)
             result = len(names)
             tensors.update(dict.fromkeys(op.results, result))
-            merged = {"args": args, "results": (result,), "sizes": (sum(op.sizes),)}
-            ops.append(dataclasses.replace(op, **merged, aliases=(-1,)))
+            size = sum(op.sizes)
+            ops.append(Op(op.name, op.cost, args, (result,), (size,), (-1,), op.backward))
             names.append("+".join(program.tensors[old] for old in op.results))
         # A tensor is held as often as what became of it was.
         again = op.results if any(shared) else op.results[1:]

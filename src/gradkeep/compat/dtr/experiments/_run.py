@@ -220,7 +220,8 @@ class _ExperimentRunner:
         return jobs
 
     def _in_budget(self, trial: Trial) -> TrialTask:
-        budget, fields = trial.budget, {"do": trial.type, "asked": trial.asked}
+        budget = trial.budget
+        fields: dict[str, Any] = {"do": trial.type, "asked": trial.asked}
         if trial.log is not None:
             fields |= {"log": trial.log, "ratio": trial.ratio}
         elif trial.type in SIMULATED:
