@@ -6,6 +6,7 @@ soon as the step has been recorded twice and proves to be the same.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import weakref
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from gradkeep.errors import RematError
@@ -262,6 +264,7 @@ class OptimizerStates:
         """Optimizers, with the number of parameters that had a state when they were last looked at."""
         self._bytes = 0
         _listening.add(self)
+        _watch_optimizers()
 
     @property
     def nbytes(self) -> int:
@@ -287,7 +290,12 @@ class OptimizerStates:
 _listening: weakref.WeakSet[OptimizerStates] = weakref.WeakSet()
 
 
-def look_at_states(optimizer: Optimizer) -> None:
-    """An optimizer has stepped, and may have got states."""
-    for states in list(_listening):
-        states._look(optimizer)
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once and for good: hooks that come and go disturb optimizers that step in other threads."""
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        for states in list(_listening):
+            states._look(optimizer)
+
+    register_optimizer_step_post_hook(stepped)

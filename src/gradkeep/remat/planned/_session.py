@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,6 @@ from gradkeep.remat._tensors import (
     run_operator,
 )
 from gradkeep.remat.planned._modules import BatchShapes
-from gradkeep.remat.planned._plan_cache import look_at_states
 from gradkeep.remat.planned._planned_step import (
     KeptTensor,
     PlainStep,
@@ -157,6 +157,7 @@ class BudgetSession:
             )
         self._begin()  # raises where no plan keeps the budget: nothing is switched on yet
         self._batch.open()
+        _watch_optimizers()
         _active.session = self
         self._hooks.__enter__()
 
@@ -418,12 +419,13 @@ def session_here() -> BudgetSession | None:
     return found
 
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    look_at_states(optimizer)  # before the step ends: it counts them
-    session = session_here()
-    if session is not None:
-        session.optimizer_stepped()
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once and for good, after the planner's hook, which counts the states that end with the step."""
 
+    def stepped(*_: Any) -> None:
+        session = session_here()
+        if session is not None:
+            session.optimizer_stepped()
 
-# Once and for good: hooks that come and go disturb optimizers that step in other threads meanwhile.
-register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_post_hook(stepped)
