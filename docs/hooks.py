@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import typer
 
-from gradkeep.cli import _app, _door
+from gradkeep.cli import _app, _errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ def commands_page() -> str:
 
 
 def _introduction() -> str:
-    table = [line for line in (_door.__doc__ or "").splitlines() if line.startswith("|")]
+    table = [line for line in (_errors.__doc__ or "").splitlines() if line.startswith("|")]
     return INTRODUCTION.format(codes="\n".join(table))
 
 

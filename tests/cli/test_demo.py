@@ -5,15 +5,15 @@ import re
 import numpy as np
 
 import gradkeep as gk
-from gradkeep.cli import _story_checks, _story_text
+from gradkeep.cli import _story, _story_text
 from gradkeep.cli._story import recipe, tell
 from gradkeep.cli._story_text import tell_text
 from gradkeep.data import load_digits
 
 
 def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_story_checks, "SHARES", (0.5,))  # planning each share takes a second
-    monkeypatch.setattr(_story_checks, "SEEDS", 1)
+    monkeypatch.setattr(_story, "SHARES", (0.5,))  # planning each share takes a second
+    monkeypatch.setattr(_story, "SEEDS", 1)
     lines = []
     tell(tmp_path / "store", seeds=2, say=lines.append)
     story = "\n".join(lines)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from gradkeep.data import dataset, load_cifar10, load_idx, load_image_folder, load_npz
 from gradkeep.data._examples import Examples
-from gradkeep.data._idx import read_idx
+from gradkeep.data._files import read_idx
 from gradkeep.errors import DataError, MissingExtra
 
 CODES = {"u1": 8, "i1": 9, "i2": 11, "i4": 12, "f4": 13, "f8": 14}

@@ -10,8 +10,7 @@ import pytest
 from web_pages import TOKEN
 
 from gradkeep.web._app import create_app
-from gradkeep.web._connections import ConnectionLimits
-from gradkeep.web._guard import Access
+from gradkeep.web._guard import Access, ConnectionLimits
 from gradkeep.web._serve import server_of
 
 HEAD = b"GET /api/session HTTP/1.1\r\nHost: 127.0.0.1\r\n"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gradkeep.web._static_files import static_files, vendored_files
+from gradkeep.web._responses import static_files, vendored_files
 
 
 def test_vendored_files_are_those_of_the_manifest_and_carry_licences():

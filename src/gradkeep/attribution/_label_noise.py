@@ -29,12 +29,6 @@ AnyArray = np.ndarray[Any, np.dtype[Any]]
 NoisePattern = Literal["any class", "certain classes"]
 """Whether flips go to all classes alike, or from some classes to certain others."""
 
-_LEAST_ROWS = 100
-_MOST_CLASSES = 50
-"""Up to so many classes it is asked where each class's flips go."""
-_FITTED = 20_000
-"""Rows that the fits look at."""
-_FLOOR = 1e-7
 _CONFIDENT, _SUREST = 0.3, 0.15
 """Shares of a class's rows, the surest first, that flips are counted in: for the upper and lower end."""
 _WEAK, _WEAKEST = 0.6, 0.5
@@ -122,9 +116,10 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
     given = checked_probabilities(probabilities)
     y = checked_labels(labels, *given.shape)
     rows, classes = given.shape
-    if rows < _LEAST_ROWS or classes < 2 or len(np.unique(y)) < 2:
+    if rows < 100 or classes < 2 or len(np.unique(y)) < 2:
         return None
-    some = np.random.default_rng(0).permutation(rows)[:_FITTED]
+    # Rows that the fits look at.
+    some = np.random.default_rng(0).permutation(rows)[:20_000]
     logs, targets = _logs(given), torch.from_numpy(y)
     agreed = float((given.argmax(1) == y).mean())
     even = _Fit(classes, "even").fitted(logs[some], targets[some])
@@ -132,7 +127,8 @@ def label_noise(probabilities: Any, labels: Any, *, held_out: bool) -> LabelNois
     fits = [even, soft]
     chosen = even
     # The classes that a weak model confuses would all be taken for flips.
-    if agreed >= _WEAK and classes <= _MOST_CLASSES and rows >= 2 * classes * (classes - 1):
+    # Up to so many classes it is asked where each class's flips go.
+    if agreed >= _WEAK and classes <= 50 and rows >= 2 * classes * (classes - 1):
         free = _Fit(classes, "free").fitted(logs[some], targets[some])
         # By Akaike's criterion: a parameter more must be worth a unit of log-likelihood.
         if free.score - even.score > classes * (classes - 1) - 1:
@@ -283,7 +279,7 @@ def _start(*shape: int, value: float = 0.0) -> torch.Tensor:
 
 
 def _logs(probabilities: AnyArray) -> torch.Tensor:
-    return torch.from_numpy(np.log(np.clip(probabilities, _FLOOR, 1)))
+    return torch.from_numpy(np.log(np.clip(probabilities, 1e-7, 1)))
 
 
 def _normalised(values: AnyArray) -> AnyArray:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Durability
 
 _DIRECTIONS = 4 << 30
-_TRIED = 4
-_DAMPING = 0.1
 _SUMMARY = {
     "dot": "inner product of the loss gradients",
     "kfac": "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each "
@@ -100,7 +98,7 @@ def attribute_once(
             expected="damping, layers, mode, memory_budget, progress",
         )
     rows, asked = (task_batches(one, model, task, mode) for one in (train, queries))
-    added = Damping(_DAMPING if damping is None else damping)
+    added = Damping(0.1 if damping is None else damping)
     with (
         ready(model),
         in_mode(model, mode),
@@ -108,7 +106,7 @@ def attribute_once(
         shown("attribute once", "rows") as report,
     ):
         device = next(model.parameters()).device
-        first = rows_of(rows.first, 0, min(_TRIED, batch_size(rows.first)))
+        first = rows_of(rows.first, 0, min(4, batch_size(rows.first)))
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
         is_steady(model, task, rows.first, mode)

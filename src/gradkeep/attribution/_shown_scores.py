@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gradkeep.attribution._scores import RankedRows, Scores
 
-_FIRST = 3
-"""Queries that are shown when none is named."""
 _LONGEST = 160
 """Characters of a text that are shown."""
 _CARD = "display:inline-block;vertical-align:top;width:9em;margin:0 .6em .6em 0;font-size:85%"
@@ -111,7 +109,8 @@ def show(
     """
     _arguments.count("k", k, error=AttributionError, least=1)
     if query is None:
-        wanted = scores.query_ids[:_FIRST]
+        # Queries that are shown when none is named.
+        wanted = scores.query_ids[:3]
     else:
         one = [query] if isinstance(query, int | np.integer) else query
         wanted = _arguments.whole_numbers("query", one, error=AttributionError)

@@ -38,8 +38,6 @@ _DOCUMENT_MEASURES = {
     "self": "squared length of the gradient of its mean loss per token",
     "noise": "probability that the label is wrong",
 }
-_LEAST_AT_POSITION = 8
-"""Documents that must reach a position for its mean; later positions take that of the last one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,7 +264,9 @@ def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
     positions = np.arange(len(losses)) - np.repeat(starts, lengths)
     counts = np.bincount(positions)
     means = np.bincount(positions, losses) / np.maximum(counts, 1)
-    last = max(0, int((counts >= _LEAST_AT_POSITION).sum()) - 1)
+    # Documents that must reach a position for its mean; later positions take that of the last
+    # one.
+    last = max(0, int((counts >= 8).sum()) - 1)
     excess = losses - means[np.minimum(positions, last)]
     summed = np.bincount(np.repeat(np.arange(len(rows)), lengths), excess, len(rows))
     return np.asarray(summed / np.maximum(lengths, 1))

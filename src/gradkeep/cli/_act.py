@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._edges import output_file
 from gradkeep.cli._evaluate import asked_scores, captures_asked
-from gradkeep.cli._given_rows import ids_in, recipe_named
-from gradkeep.cli._output import (
+from gradkeep.cli._files import output_file
+from gradkeep.cli._imports import ids_in, recipe_named
+from gradkeep.cli._options import (
     CaptureOption,
     CheckpointOption,
     JsonOption,
@@ -22,9 +22,9 @@ from gradkeep.cli._output import (
     StoreArgument,
     TrainOption,
     WorkersOption,
+    chosen_runs,
     print_json,
 )
-from gradkeep.cli._runs import chosen_runs
 from gradkeep.cli._shown_evaluations import evaluation_fields, tell_progress
 from gradkeep.errors import EvaluationError
 

@@ -1,4 +1,4 @@
-"""The application: it parses and calls one command; `cli/_door.py` has what it may end with.
+"""The application: it parses and calls one command; `cli/_errors.py` has what it may end with.
 
 `gradkeep NAME` imports only the module of NAME and calls the function of that name in it. To add a
 command, add a line to `COMMANDS`.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep import __version__
-from gradkeep.cli import _door
+from gradkeep.cli import _errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,9 +42,13 @@ class Command:
 
 COMMANDS = (
     Command("demo", "_demo", "Plant wrong labels in real digits, find them, retrain without."),
-    Command("info", "_info", "Show what a store holds: runs, captures, layers, sizes, ratios."),
+    Command(
+        "info", "_maintenance", "Show what a store holds: runs, captures, layers, sizes, ratios."
+    ),
     Command("verify", "_maintenance", "Check every byte of a store; name what is damaged."),
-    Command("sql", "_info", "Ask a store in SQL: samples, captures, scores, runs, checkpoints."),
+    Command(
+        "sql", "_maintenance", "Ask a store in SQL: samples, captures, scores, runs, checkpoints."
+    ),
     Command("plan", "_capture", "Show what a capture will take, per layer, before it runs."),
     Command("capture", "_capture", "Replay checkpoints and keep every sample's gradients."),
     Command("attribute", "_attribute", "Score training rows for queries, from what is kept."),
@@ -102,14 +106,14 @@ def run(arguments: Sequence[str]) -> None:
     words = [item for item in arguments if not item.startswith("-")]
     named = tuple(words[:2]) if words and words[0] in GROUPS else tuple(words[:1])
     as_json = "--json" in arguments
-    _door.prepare_streams()
+    _errors.prepare_streams()
     try:
         try:
             _application(named, as_json=as_json)(args=list(arguments), prog_name="gradkeep")
         finally:
-            _door.flush()
+            _errors.flush()
     except (Exception, KeyboardInterrupt) as error:
-        sys.exit(_door.exit_code(error, _known(named), as_json=as_json))
+        sys.exit(_errors.exit_code(error, _known(named), as_json=as_json))
 
 
 def _known(named: tuple[str, ...]) -> tuple[str, ...]:
@@ -129,7 +133,7 @@ def _application(named: tuple[str, ...], *, as_json: bool = False) -> typer.Type
         if words == named:
             function = command.load()
             place.command(command.name, help=function.__doc__)(
-                _through_door(function, words, as_json=as_json)
+                _with_exit_code(function, words, as_json=as_json)
             )
         else:
             place.command(command.name, help=command.summary)(_not_loaded)
@@ -169,7 +173,7 @@ def _global_options(
     """What stands before the command."""
 
 
-def _through_door(
+def _with_exit_code(
     function: Callable[..., Any], words: tuple[str, ...], *, as_json: bool
 ) -> Callable[..., Any]:
     """The command with whatever ends it as a message and a code, before typer sees it."""
@@ -178,10 +182,10 @@ def _through_door(
     def command(*args: Any, **options: Any) -> None:
         try:
             function(*args, **options)
-            _door.flush()
+            _errors.flush()
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            raise typer.Exit(_door.exit_code(error, words, as_json=as_json)) from None
+            raise typer.Exit(_errors.exit_code(error, words, as_json=as_json)) from None
 
     return command

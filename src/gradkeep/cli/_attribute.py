@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._edges import LARGEST, output_file
-from gradkeep.cli._output import (
+from gradkeep.cli._files import LARGEST, output_file
+from gradkeep.cli._options import (
+    AddressOption,
     CaptureOption,
     CheckpointOption,
+    ClusterOption,
+    CrewOption,
+    EngineOption,
     JsonOption,
     MethodOption,
+    ParameterOption,
     QueriesOption,
     RecipeOption,
     RunOption,
@@ -19,15 +24,8 @@ from gradkeep.cli._output import (
     StoreArgument,
     TrainOption,
     WorkersOption,
+    chosen_runs,
     print_json,
-)
-from gradkeep.cli._runs import chosen_runs
-from gradkeep.cli._workers import (
-    AddressOption,
-    ClusterOption,
-    CrewOption,
-    EngineOption,
-    ParameterOption,
     workers_asked,
 )
 from gradkeep.errors import AttributionError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._edges import (
+from gradkeep.cli._files import (
     LARGEST,
     LONGEST,
     finite,
@@ -17,12 +17,14 @@ from gradkeep.cli._edges import (
     output_folder,
 )
 from gradkeep.cli._imports import importing_from
-from gradkeep.cli._output import JsonOption, StoreArgument, print_json
-from gradkeep.cli._workers import (
+from gradkeep.cli._options import (
     AddressOption,
     ClusterOption,
     EngineOption,
+    JsonOption,
     ParameterOption,
+    StoreArgument,
+    print_json,
     workers_asked,
 )
 from gradkeep.errors import NotAStore, StudyError

@@ -15,9 +15,9 @@ from gradkeep.cli._datamodels import (
     NameOption,
     open_models,
 )
-from gradkeep.cli._edges import LARGEST, MOST_WORKERS, input_file, input_text
+from gradkeep.cli._files import LARGEST, MOST_WORKERS, input_file, input_text
 from gradkeep.cli._imports import imported
-from gradkeep.cli._output import JsonOption, StoreArgument, print_json
+from gradkeep.cli._options import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StudyError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._edges import LARGEST
-from gradkeep.cli._given_rows import ids_in, numbers_in, recipe_named
-from gradkeep.cli._output import (
+from gradkeep.cli._files import LARGEST
+from gradkeep.cli._imports import ids_in, numbers_in, recipe_named
+from gradkeep.cli._options import (
     CaptureOption,
     CheckpointOption,
     JsonOption,
@@ -20,9 +20,9 @@ from gradkeep.cli._output import (
     StoreArgument,
     TrainOption,
     WorkersOption,
+    chosen_runs,
     print_json,
 )
-from gradkeep.cli._runs import chosen_runs
 from gradkeep.cli._shown_evaluations import (
     evaluation_fields,
     keep_evaluations,

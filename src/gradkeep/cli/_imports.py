@@ -1,9 +1,11 @@
-"""What the user names as `module:name` or has in a script, found also in files of a folder."""
+"""Code that the user names as `module:name` or has in a script, and ids in files."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep._arguments import shown
 from gradkeep._surroundings import enclosing_store
-from gradkeep.cli._door import given_code
-from gradkeep.cli._edges import input_file
+from gradkeep.cli._errors import given_code
+from gradkeep.cli._files import input_file, input_text
+from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     from gradkeep.errors import GradkeepError
+    from gradkeep.evaluate import Recipe
+    from gradkeep.store import Store
 
 
 def imported(source: str, folder: str, *, error: type[GradkeepError]) -> Any:
@@ -95,3 +99,70 @@ def script_ended(
         expected="a function that returns",
         fix='put what ends it under `if __name__ == "__main__":`',
     )
+
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def ids_in(path: str) -> Any:
+    """The ids `[K]` in a text file, one to a line; more on a line is passed over."""
+    return numbers_in(path, each=1)[:, 0]
+
+
+def numbers_in(path: str, *, each: int) -> Any:
+    """Whole numbers from a text file, so many to a line: split by commas, tabs or spaces."""
+    import numpy as np
+
+    rows = []
+    for number, line in enumerate(input_text(path, error=EvaluationError).splitlines(), 1):
+        parts = re.split(r"[\s,;]+", line.strip())
+        if parts == [""] or (number == 1 and not _NUMBER.fullmatch(parts[0])):
+            continue  # an empty line, or the names of columns
+        if len(parts) < each or not _are_numbers(parts[:each]):
+            raise EvaluationError(
+                f"line {number} does not hold {each} whole number{'s' * (each > 1)}",
+                path=path,
+                found=shown(line),
+            )
+        rows.append([int(part) for part in parts[:each]])
+    if not rows:
+        raise EvaluationError("the file holds no ids", path=path)
+    return np.array(rows, np.int64)
+
+
+def _are_numbers(parts: list[str]) -> bool:
+    """Whether all of these are whole numbers that fit into 64 bits."""
+    return not [p for p in parts if not _NUMBER.fullmatch(p) or abs(int(p)) >= 2**62]
+
+
+def recipe_named(source: str | None, store: Store | None) -> Recipe:
+    """Import the recipe that the user names; one that only the store names is shown, never imported."""
+    import dataclasses
+
+    import gradkeep as gk
+
+    if source is None:
+        known = None
+        if store is not None:
+            with contextlib.suppress(EvaluationError):  # no ground truth, or several
+                known = gk.evaluate.load_truth(store).recipe
+        raise EvaluationError(
+            "how models are trained is not known",
+            found=None if known is None else f"the store names {shown(known)}, which is not run",
+            expected="--recipe module:name or file.py:name, a gk.evaluate.Recipe",
+            fix="pass --recipe with your own code, or with code that you have read",
+        )
+    place, _, name = source.rpartition(":")
+    if place.endswith(".py"):
+        found = script_names(place, error=EvaluationError).get(name)
+    else:
+        found = imported(source, os.getcwd(), error=EvaluationError)
+    if callable(found) and not isinstance(found, gk.evaluate.Recipe):
+        found = found()
+    if not isinstance(found, gk.evaluate.Recipe):
+        raise EvaluationError(
+            f"{shown(source)} is no recipe",
+            found=type(found).__name__,
+            expected="a gk.evaluate.Recipe, or a function that returns one",
+        )
+    return dataclasses.replace(found, source=source)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradkeep._arguments import shown
-from gradkeep.cli._door import INCOMPLETE
-from gradkeep.cli._edges import LARGEST, input_file, output_folder
-from gradkeep.cli._output import JsonOption, print_json
+from gradkeep.cli._errors import INCOMPLETE
+from gradkeep.cli._files import LARGEST, input_file, output_folder
+from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:

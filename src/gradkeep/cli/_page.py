@@ -11,10 +11,9 @@ import typer
 
 from gradkeep._arguments import shown
 from gradkeep._progress import progress
-from gradkeep.cli._edges import input_file, output_file
-from gradkeep.cli._given_rows import recipe_named
-from gradkeep.cli._imports import imported, script_names
-from gradkeep.cli._output import JsonOption, RecipeOption, StoreArgument, print_json
+from gradkeep.cli._files import input_file, output_file
+from gradkeep.cli._imports import imported, recipe_named, script_names
+from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
 from gradkeep.errors import DataError, RematError, StoreError
 
 DataOption = Annotated[

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep.cli._edges import LONGEST, finite, input_file, output_file
-from gradkeep.cli._output import JsonOption, print_json
+from gradkeep.cli._files import LONGEST, finite, input_file, output_file
+from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import RematError
 
 LogArgument = Annotated[Path, typer.Argument(metavar="LOG", help="A recorded step.")]

@@ -11,8 +11,8 @@ import typer
 
 from gradkeep._arguments import shown
 from gradkeep._progress import progress
-from gradkeep.cli._edges import MOST_WORKERS, input_file, output_folder
-from gradkeep.cli._output import JsonOption, print_json
+from gradkeep.cli._files import MOST_WORKERS, input_file, output_folder
+from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it
 from gradkeep.errors import RematError
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._edges import output_file
+from gradkeep.cli._files import output_file
 from gradkeep.cli._imports import script_ended, script_names
-from gradkeep.cli._output import JsonOption, print_json
+from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.cli._edges import output_folder
-from gradkeep.cli._output import print_json
+from gradkeep.cli._files import output_folder
+from gradkeep.cli._options import print_json
 from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:

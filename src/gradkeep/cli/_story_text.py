@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._surroundings import torch_threads
-from gradkeep.cli._story_checks import write_page
+from gradkeep.cli._story import write_page
 from gradkeep.data import GPT
 from gradkeep.data._texts import Vocabulary
 

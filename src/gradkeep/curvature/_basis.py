@@ -155,8 +155,6 @@ def _nbytes(*tensors: Tensor | None) -> int:
 
 EigenSide = tuple[Tensor, Tensor | None]
 """Eigenvalues `[G, r]` and vectors `[G, d, r]`; None: the coordinates themselves."""
-_NOTHING = 1e-12
-"""An eigenvalue below this share of the largest is what rounding leaves of none."""
 
 
 def eigen_side(moment: Tensor) -> EigenSide:
@@ -204,7 +202,8 @@ class RowSpace:
         if not bool(v.isfinite().all()):
             raise ArithmeticError("rows are no numbers")
         values, turned = torch.linalg.eigh(v @ v.t())
-        there = values > _NOTHING * values.abs().amax() if len(values) else values > 0
+        # An eigenvalue below this share of the largest is what rounding leaves of none.
+        there = values > 1e-12 * values.abs().amax() if len(values) else values > 0
         values, turned = values[there], turned[:, there]
         vectors = v.t() @ (turned / values.sqrt())
         return (values / max(1, count)).unsqueeze(0), vectors.float().unsqueeze(0)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _NEGLIGIBLE = 1e-6
 """Eigenvalues below this share of the largest are rounding."""
-_RESTARTS = 4
-"""How often what rounding left is solved for again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +113,8 @@ def block_conjugate_gradients(
     sizes = right.norm(dim=0).clamp(min=1e-30)
     found, left = torch.zeros_like(right), right
     steps, worst = 0, float("inf")
-    for _ in range(_RESTARTS):
+    # How often what rounding left is solved for again.
+    for _ in range(4):
         # What rounding left over is solved for relative to the right sides themselves.
         made, taken = _one_run(
             product, left, near, goal=tolerance * sizes, most=max_steps - steps, report=report
@@ -183,8 +182,6 @@ def _factor(along: Tensor, moved: Tensor) -> Tensor:
 
 _BLOCK = 2048
 """Rows whose products with all rows before them are made at a time."""
-_PROBED = 16
-"""Rows that are looked at for their number of positions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,7 +257,8 @@ def pair_seconds(train: Gradients, compute: ComputeWish, memory_budget: int) -> 
 
 def moved_seconds(train: Gradients, vectors: int) -> dict[str, float]:
     """Predicted seconds to move so many vectors through all rows, there or back, by layer."""
-    count = min(len(train), _PROBED)
+    # Rows that are looked at for their number of positions.
+    count = min(len(train), 16)
     some = train.rows([at * len(train) // count for at in range(count)])
     found = {}
     for name, form in train.forms.items():
@@ -288,9 +286,6 @@ def cheapest_products(
     return KernelProducts(train, (), tuple(train.forms), compute), sum(moved.values())
 
 
-PIVOTS = 512
-"""Rows whose columns of the kernel stand in for all of it: that is a small part of one product with
-it, and saves most of the steps of few right sides."""
 ARRAYS = 10
 """Arrays of one number for each row that a right side has while it is solved."""
 STEPS = 200
@@ -345,7 +340,9 @@ class ConjugateSolver:
 
 def pivots_for(rows: int, room: int) -> int:
     """How many columns are held, in an eighth of the room."""
-    return max(1, min(PIVOTS, math.ceil(rows / 4), room // 8 // (4 * rows)))
+    # Rows whose columns of the kernel stand in for all of it: that is a small part of one product
+    # with it, and saves most of the steps of few right sides.
+    return max(1, min(512, math.ceil(rows / 4), room // 8 // (4 * rows)))
 
 
 def stand_in(kernel: WeightedKernel, pivots: int) -> LeadingDirections:
@@ -369,10 +366,6 @@ def stand_in(kernel: WeightedKernel, pivots: int) -> LeadingDirections:
 
 KernelWay = Literal["cholesky", "parameters", "cg"]
 WAYS: tuple[KernelWay, ...] = ("cholesky", "parameters", "cg")
-_STEPS = 6
-"""Products that conjugate gradients usually take, with the one that measures the residual."""
-_LEAST_COLUMNS = 16
-"""Fewer right sides at a time are not worth their steps, unless no more are asked about."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -417,8 +410,10 @@ def _conjugate_cost(kernel: WeightedKernel, queries: int, pairs: dict[str, float
         products, seconds = cheapest_products(kernel.train, columns, kernel.compute, pairs)
         each = 4 * (ARRAYS * rows + 3 * products.moved_values)
         columns = max(1, min(wanted, (room - held) // each))
-    least = held + each * min(wanted, _LEAST_COLUMNS)
-    times = _STEPS * math.ceil(wanted / columns)
+    # Fewer right sides at a time are not worth their steps, unless no more are asked about.
+    least = held + each * min(wanted, 16)
+    # Products that conjugate gradients usually take, with the one that measures the residual.
+    times = 6 * math.ceil(wanted / columns)
     return WayCost("cg", seconds * times, least, columns, products)
 
 

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     Tile = tuple[int, int, Tensor]
 
 
-_POSITIONS = 4096
-"""Positions whose factors are turned at a time: enough for a product, and still in the cache after it."""
-
-
 def coordinates(
     basis: Basis,
     form: AnyForm,
@@ -92,7 +88,9 @@ def _of_outer(
     _, high, cols = basis.values.shape
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
     size = rows.g.element_size()
-    for first, last in rows.spans.tiles(_POSITIONS):
+    # Positions whose factors are turned at a time: enough for a product, and still in the cache
+    # after it.
+    for first, last in rows.spans.tiles(4096):
         some = None if slopes is None else slopes[first:last]
         turned = turned_factors(basis, form, rows.take(first, last), some)
         for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from gradkeep.query import Gradients
 
 
-NEGLIGIBLE = 1e-3
-"""An eigenvalue below this share of the damping counts as zero. It is the mean square of its
-coordinate, so what that changes is of the order of the square of this share."""
 _STEP = 16
 """Columns are taken in such steps, so that neighbouring rows take equally many."""
 _ROWS, _COLUMNS = 512, 4096
@@ -168,8 +165,10 @@ def single_position_influence(
         values = values.flip(1)
     weights = (1 / (values + added)).float()
     rows = None if isinstance(fisher.rows, Tensor) else fisher.rows
+    # An eigenvalue below this share of the damping counts as zero. It is the mean square of its
+    # coordinate, so what that changes is of the order of the square of this share.
     return SinglePositionInfluence(
-        layer, basis, added, weights, _blocks(values > NEGLIGIBLE * added), rows
+        layer, basis, added, weights, _blocks(values > 1e-3 * added), rows
     )
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from gradkeep.factors._weights import WeightMatrix, WeightVector
 
 
-_HELD_BYTES = 16
-"""Of each number of a position that is held: itself, in double precision, and in a vector."""
 _POSITIONS = 4096
 """Positions that are summed in their own precision before the sum is added to all others."""
 
@@ -142,7 +140,8 @@ def _held(size: int, room: int) -> int:
     """Positions of a side that may be held: fewer than it has numbers; of a long one what fits."""
     if whole(size):
         return size if room else 0
-    return room // (_HELD_BYTES * size)
+    # Of each number of a position that is held: itself, in double precision, and in a vector.
+    return room // (16 * size)
 
 
 def _add_with_ones(into: Tensor, x: Tensor, *, plus_one: bool) -> None:

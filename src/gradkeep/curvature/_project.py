@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from gradkeep.query import Gradients
     from gradkeep.query._gradients import FactorBatch
 
-_BUFFERS = 6
-"""Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result."""
-
 
 @checked(AttributionError)
 def project(
@@ -137,12 +134,13 @@ def tiling(
     probe = gradients.rows([0]) if len(gradients) else None
     row = sum(rows.nbytes for rows in probe.factors.values()) if probe else 0
     mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
+    # Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result.
     split = memory_shares(
         memory_budget,
         answer=answer,
         mapped=mapped,
         query_row=0,
-        train_row=row + _BUFFERS * dim * 4,
+        train_row=row + 6 * dim * 4,
         queries=1,
         rows=held or len(gradients),
     )
@@ -214,10 +212,6 @@ def project_parameters(
             flat = value.reshape(len(value), -1)
             sketch.add_values(into, 0, name, tuple(value.shape[1:]), flat)
     return require_finite(into.values())
-
-
-_TEMPORARIES = 6
-"""Arrays of k numbers that a position has while its spectrum is made."""
 
 
 @checked(AttributionError)
@@ -335,7 +329,8 @@ def _pieces(parts: Spans, dim: int, item: int, scratch: int) -> Iterator[tuple[i
 
     A row with more than that comes in several pieces, which add up.
     """
-    most = max(1, scratch // (_TEMPORARIES * dim * item))
+    # Arrays of k numbers that a position has while its spectrum is made.
+    most = max(1, scratch // (6 * dim * item))
     for start, stop in parts.tiles(most):
         low, high = parts.bounds[start], parts.bounds[stop]
         if high - low <= most:

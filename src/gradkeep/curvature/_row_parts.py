@@ -92,14 +92,11 @@ def joined(form: AnyForm, parts: Iterable[RowPart]) -> Iterator[RowPart]:
     few: list[RowPart] = []
     for part in parts:
         few.append(part)
-        if sum(one.factors.positions for one in few) >= _POSITIONS:
+        if sum(one.factors.positions for one in few) >= 4096:
             yield _as_one(form, few)
             few = []
     if few:
         yield _as_one(form, few)
-
-
-_POSITIONS = 4096
 
 
 def _as_one(form: AnyForm, parts: list[RowPart]) -> RowPart:

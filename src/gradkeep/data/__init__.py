@@ -8,18 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
-from gradkeep.data._cifar10 import load_cifar10
 from gradkeep.data._dataset import dataset
-from gradkeep.data._digits import load_digit_images, load_digits
-from gradkeep.data._idx import load_idx
+from gradkeep.data._examples import load_digit_images, load_digits
+from gradkeep.data._files import load_cifar10, load_idx, load_npz
 from gradkeep.data._image_folder import load_image_folder
-from gradkeep.data._npz import load_npz
 from gradkeep.data._texts import load_agnews, load_characters
 from gradkeep.data.architectures._catalog import model, models
 
 if TYPE_CHECKING:
+    from gradkeep.data.architectures._convolutional import CNN, MLP
     from gradkeep.data.architectures._resnets import ResNet9
-    from gradkeep.data.architectures._small import CNN, MLP
     from gradkeep.data.architectures._transformers import GPT
 
 __all__ = [
@@ -44,9 +42,9 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
         {
-            "CNN": "gradkeep.data.architectures._small",
+            "CNN": "gradkeep.data.architectures._convolutional",
             "GPT": "gradkeep.data.architectures._transformers",
-            "MLP": "gradkeep.data.architectures._small",
+            "MLP": "gradkeep.data.architectures._convolutional",
             "ResNet9": "gradkeep.data.architectures._resnets",
         },
     )

@@ -6,12 +6,9 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._annotations import checked
-from gradkeep.data._cifar10 import load_cifar10
-from gradkeep.data._digits import load_digit_images
-from gradkeep.data._idx import load_idx
+from gradkeep.data._examples import known_name, load_digit_images
+from gradkeep.data._files import load_cifar10, load_idx, load_npz
 from gradkeep.data._image_folder import load_image_folder
-from gradkeep.data._names import known_name
-from gradkeep.data._npz import load_npz
 from gradkeep.data._texts import load_agnews, load_characters
 from gradkeep.errors import DataError
 

@@ -1,25 +1,56 @@
-"""Examples in memory, with the face that every dataset here has."""
+"""Example data by name: the bundled digits, arrays with classes and scaling, and loaders by kind."""
 
 from __future__ import annotations
 
+import difflib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import xxhash
 
 from gradkeep import _arguments
-from gradkeep._annotations import check_fields
-from gradkeep.errors import DataError
+from gradkeep._annotations import check_fields, checked
+from gradkeep._surroundings import install_hint
+from gradkeep.errors import DataError, MissingExtra
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import torch
 
     Positions = int | slice | Sequence[int] | torch.Tensor
 
-    import torch
+
+def check_name(path: Path, name: str) -> None:
+    """Refuse what no file can be called, before the system does."""
+    longest = max(len(os.fsencode(part)) for part in (*path.parts, name, "."))
+    if longest > 255 or not _arguments.writable(f"{path}{name}"):
+        raise DataError("no file has such a name", found=_arguments.shown(name or str(path)))
+
+
+def known_name(
+    name: str,
+    known: Iterable[str],
+    *,
+    what: str,
+    path: str | os.PathLike[str] | None = None,
+    fix: str | None = None,
+) -> str:
+    """The name itself, if it is known; `what` says what there is none of."""
+    names = list(known)
+    if isinstance(name, str) and name in names:
+        return name
+    near = difflib.get_close_matches(str(name)[:200], names, n=3, cutoff=0.4)
+    raise DataError(
+        f"there is no such {what}",
+        path=path,
+        found=_arguments.shown(name),
+        expected=", ".join(near or names),
+        fix=fix,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +197,84 @@ def channels_first(
         if channels == "last" or (channels is None and places["last"]):
             images = images.transpose(0, 3, 1, 2)
     return torch.from_numpy(np.ascontiguousarray(images))
+
+
+_TRAIN = 1437
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digits:
+    """1,797 scans of 8 x 8 pixels, split at random into 1,437 to train and 360 to test."""
+
+    train_images: np.ndarray[Any, np.dtype[np.float32]]
+    """`[1437, 64]`, values 0 to 1"""
+    train_labels: np.ndarray[Any, np.dtype[np.int64]]
+    """`[1437]`, some of them wrong on purpose"""
+    test_images: np.ndarray[Any, np.dtype[np.float32]]
+    """`[360, 64]`"""
+    test_labels: np.ndarray[Any, np.dtype[np.int64]]
+    """`[360]`, all right"""
+    planted: np.ndarray[Any, np.dtype[np.bool_]]
+    """`[1437]`, where a wrong label was planted"""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all images and labels."""
+        digest = xxhash.xxh3_128()
+        for values in (self.train_images, self.train_labels, self.test_images, self.test_labels):
+            digest.update(values.tobytes())
+        return digest.hexdigest()
+
+
+@checked(DataError)
+def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
+    """The digits that scikit-learn ships, with a share of the training labels made wrong.
+
+    >>> digits = load_digits(wrong_labels=0.08)
+    >>> digits.train_images.shape, int(digits.planted.sum())
+    ((1437, 64), 115)
+    """
+    _arguments.fraction("wrong_labels", wrong_labels, error=DataError)
+    _arguments.count("seed", seed, error=DataError)
+    try:
+        import sklearn.datasets
+    except ImportError as error:
+        raise MissingExtra("the digits come with scikit-learn", fix=install_hint("demo")) from error
+    data = sklearn.datasets.load_digits()
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(data.target))
+    images = (data.data[order] / 16).astype(np.float32)
+    labels = data.target[order].astype(np.int64)
+    planted = np.zeros(_TRAIN, np.bool_)
+    planted[rng.choice(_TRAIN, round(wrong_labels * _TRAIN), replace=False)] = True
+    train_labels = labels[:_TRAIN].copy()
+    # Any of the nine other digits.
+    train_labels[planted] += rng.integers(1, 10, int(planted.sum()))
+    train_labels %= 10
+    return Digits(images[:_TRAIN], train_labels, images[_TRAIN:], labels[_TRAIN:], planted)
+
+
+_MEAN, _STD = 0.3053, 0.3761
+
+
+@checked(DataError)
+def load_digit_images(
+    *, split: str = "train", normalise: bool = True, wrong_labels: float = 0.0, seed: int = 0
+) -> Examples:
+    """Digits float32 `[1, 8, 8]`, normalised by their mean and deviation, or 0 to 1.
+
+    >>> digits = load_digit_images(split="test")
+    >>> len(digits), digits[0][0].shape
+    (360, torch.Size([1, 8, 8]))
+    """
+    import torch
+
+    known_name(split, ("train", "test"), what="split")
+    digits = load_digits(wrong_labels=wrong_labels, seed=seed)
+    train = split == "train"
+    images = torch.from_numpy(digits.train_images if train else digits.test_images)
+    labels = torch.from_numpy(digits.train_labels if train else digits.test_labels)
+    images = images.view(-1, 1, 8, 8)
+    return Examples(
+        (images - _MEAN) / _STD if normalise else images, labels, tuple(map(str, range(10)))
+    )

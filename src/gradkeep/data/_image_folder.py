@@ -11,8 +11,7 @@ import numpy as np
 
 from gradkeep._annotations import checked
 from gradkeep._surroundings import install_hint
-from gradkeep.data._examples import Scaling
-from gradkeep.data._names import check_name
+from gradkeep.data._examples import Scaling, check_name
 from gradkeep.errors import DataError, MissingExtra
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.data._examples import Examples, check_labels, whole_labels
-from gradkeep.data._names import check_name, known_name
+from gradkeep.data._examples import Examples, check_labels, check_name, known_name, whole_labels
 from gradkeep.errors import DataError
 
 if TYPE_CHECKING:

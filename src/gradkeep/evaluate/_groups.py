@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 _LEAST = 3
 """Rows of the smallest group."""
-_CHECKPOINTS = 3
-"""The last so many checkpoints tell how alike rows are."""
 _SHARED = 0.6
 """A group is named by what so many of its rows have."""
-_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +163,8 @@ def _distances(scores: Scores, rows: AnyArray, features: Any) -> AnyArray:
         return 1 - _cosines((told - told.mean(axis=0))[rows])
     if scores.store is not None and scores.checkpoints:
         try:
-            kept = [_alike(scores, place, rows) for place in scores.checkpoints[-_CHECKPOINTS:]]
+            # The last so many checkpoints tell how alike rows are.
+            kept = [_alike(scores, place, rows) for place in scores.checkpoints[-3:]]
             return np.asarray(1 - np.mean(kept, axis=0))
         except GradkeepError:
             pass  # coordinates that no cosine can be made of, or a capture that is gone
@@ -246,7 +244,7 @@ def _words(own: list[str], every: list[Any]) -> list[str]:
     have = Counter(word for text in own for word in set(text.lower().split()))
     usual = Counter(word for text in every for word in set(str(text).lower().split()))
     shared = [word for word, count in have.items() if count >= _SHARED * len(own)]
-    return sorted(shared, key=lambda word: (usual[word] / have[word], word))[:_WORDS]
+    return sorted(shared, key=lambda word: (usual[word] / have[word], word))[:3]
 
 
 def _verified(

@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
-_DIMENSIONS = 256
-"""Of the random projections that stand for gradients: cosines are off by about 0.06."""
 _DIRECTIONS = 10
 """Principal components that rows are clustered by."""
-_PAIRS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,8 @@ def map_rows(
     rows = np.arange(len(kept))
     if len(rows) > most:
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
-    low = np.asarray(project(kept, Projection(dim=_DIMENSIONS), rows=rows))
+    # Of the random projections that stand for gradients: cosines are off by about 0.06.
+    low = np.asarray(project(kept, Projection(dim=256), rows=rows))
     labels = np.asarray(block.column("label"))[rows] if "label" in block.names else None
     of = f"gradients of {split} at {kept.key.checkpoint}"
     return _mapped(low, block.ids[rows], labels, len(kept), of, clusters, seed)
@@ -196,4 +194,4 @@ def _opposing(unit: AnyArray, marks: AnyArray) -> tuple[OpposingClusters, ...]:
         for j in range(i + 1, len(means))
         if cosines[i, j] < 0
     ]
-    return tuple(sorted(pairs, key=lambda pair: pair.cosine)[:_PAIRS])
+    return tuple(sorted(pairs, key=lambda pair: pair.cosine)[:5])

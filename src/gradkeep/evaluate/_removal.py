@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
-_QUERIES = 10
 _RANDOM_SETS = 5
 """Random sets of each size; they serve all queries."""
 
@@ -327,7 +326,7 @@ def _sizes(sizes: Sequence[int] | None, total: int) -> list[int]:
 def _asked(scores: Scores, queries: Any) -> AnyArray:
     """The places of the queries that are asked about."""
     if queries is None:
-        count = min(_QUERIES, len(scores.query_ids))
+        count = min(10, len(scores.query_ids))
         return np.linspace(0, len(scores.query_ids) - 1, count).round().astype(np.int64)
     ids = _arguments.whole_numbers("queries", queries, error=EvaluationError)
     if not len(ids):

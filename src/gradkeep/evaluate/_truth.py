@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Store
 
 
-_SAMPLED = 512
-"""Rows whose fingerprints are kept, evenly spaced: 8 kB of text, and a shuffle moves most of them."""
 _AT_ONCE = 256
 
 
@@ -106,15 +104,15 @@ def captured_examples(scores: Scores, split: str, ids: AnyArray) -> AnyArray | N
 
 
 def _places(count: int) -> AnyArray:
-    return np.unique(np.linspace(0, max(0, count - 1), min(count, _SAMPLED)).astype(np.int64))
+    # Rows whose fingerprints are kept, evenly spaced: 8 kB of text, and a shuffle moves most of
+    # them.
+    return np.unique(np.linspace(0, max(0, count - 1), min(count, 512)).astype(np.int64))
 
 
 TruthPart = Literal["reporting", "choosing", "all"]
 _MASKS = "masks"
 _LEAST = 5
 """Fewer subsets than this have no interval."""
-_SPLITS = 20
-"""Ways to halve the seeds that the ceiling is averaged over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +402,8 @@ def ceiling_of(outputs: AnyArray) -> float | None:
     if half == 0 or len(outputs) < 3:
         return None
     rng, found = np.random.default_rng(0), []
-    for _ in range(_SPLITS if seeds > 2 else 1):
+    # Ways to halve the seeds that the ceiling is averaged over.
+    for _ in range(20 if seeds > 2 else 1):
         order = rng.permutation(seeds)
         one, other = (outputs[:, order[at : at + half]].mean(axis=1) for at in (0, half))
         each = column_correlations(one, other)

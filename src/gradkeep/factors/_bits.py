@@ -38,8 +38,6 @@ _LEVELS: dict[BitWidth, tuple[float, float]] = {1: (2.0, -1.0), 4: (1.0, -7.5)}
 MOST_IN_GROUP = 128
 """Coordinates of which one byte can say which is the largest, and its sign."""
 _BYTES = 256
-_STEP = 0.3352
-"""The step of 16 even levels that errs least on normal numbers of length one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,7 +360,8 @@ def bit_scales(coordinates: Tensor, bits: BitWidth, group: int = 0) -> Tensor | 
         return None
     if bits == 1:
         return coordinates.abs().mean(1)
-    return coordinates.square().mean(1).sqrt() * _STEP
+    # The step of 16 even levels that errs least on normal numbers of length one.
+    return coordinates.square().mean(1).sqrt() * 0.3352
 
 
 def packed_bits(coordinates: Tensor, scales: Tensor, bits: BitWidth, group: int = 0) -> Tensor:

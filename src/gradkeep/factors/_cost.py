@@ -13,15 +13,9 @@ SCRATCH = 1 << 28
 """Bytes of temporaries, where nobody sets a bound."""
 FLOPS = 75e9
 """Operations a second of a large matrix product."""
-BATCHED_FLOPS = 40e9
-"""Operations a second of many small matrix products in one call."""
 TOUCH, FOLD, WRITE, TURN, RUN = 1e-10, 2e-10, 4e-10, 1e-9, 7e-9
 """Seconds for a value passed over in the cache, summed there, written to memory, copied transposed, and
 for each contiguous run of a copy made of short ones."""
-_OPERAND = 3e-10
-"""Seconds for each value of a matrix product's operands, read from memory."""
-_MATRIX = 5e-7
-"""Seconds for each matrix of a batch."""
 _CALL = 3e-6
 """Seconds for an operator on nothing."""
 
@@ -74,15 +68,18 @@ class Cost:
 def matrix_product(rows: float, columns: float, inner: float) -> Cost:
     """`[rows, inner] @ [inner, columns]`."""
     flops = 2.0 * rows * columns * inner
-    moved = rows * columns * WRITE + (rows + columns) * inner * _OPERAND
+    # Seconds for each value of a matrix product's operands, read from memory.
+    moved = rows * columns * WRITE + (rows + columns) * inner * 3e-10
     return Cost(flops / FLOPS + moved + _CALL, flops)
 
 
 def batched_products(count: float, rows: float, columns: float, inner: float) -> Cost:
     """One call for `count` small matrix products; narrow results fill few lanes."""
     flops = 2.0 * count * rows * columns * inner
-    rate = min(FLOPS, 1.5 * BATCHED_FLOPS * columns / (columns + 64))
-    return Cost(flops / rate + count * (rows * columns * WRITE + _MATRIX) + _CALL, flops)
+    # Operations a second of many small matrix products in one call.
+    rate = min(FLOPS, 1.5 * 40e9 * columns / (columns + 64))
+    # Seconds for each matrix of a batch.
+    return Cost(flops / rate + count * (rows * columns * WRITE + 5e-7) + _CALL, flops)
 
 
 def elementwise(values: float, seconds: float) -> Cost:

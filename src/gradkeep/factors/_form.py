@@ -39,8 +39,6 @@ Storage = Literal["factors", "dense", "low rank", "coordinates"]
 """In which way a layer is kept: its factors, the gradient itself, fewer positions than it had, or a
 few coordinates in a basis."""
 ArrayRole = Literal["prefix", "suffix", "gradient", "projection"]
-_VALUES_MOVED = 50
-"""Operations that take as long as to write and read one value of a restored gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +418,8 @@ class Form(Protocol[R]):
     def _half_is_less(self, rows: R, directions: int) -> bool:
         """Whether K T products with a weight cost less than T to restore it, K after, and its bytes."""
         positions = rows.positions / max(1, len(rows))
-        return directions * positions <= directions + positions + _VALUES_MOVED
+        # Operations that take as long as to write and read one value of a restored gradient.
+        return directions * positions <= directions + positions + 50
 
     # What the planner asks.
 

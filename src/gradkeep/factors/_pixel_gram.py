@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 _CERTAIN = 1 / 32
 """Below this share of what sums of products could have been, too much of them has cancelled."""
 
-_LEAST_RESULTS = 1024
-"""Passing over fewer takes no less time."""
-
 
 def phases(form: Convolution) -> Iterator[tuple[tuple[slice, ...], tuple[list[int], ...]]]:
     """Pixels that one residue of the stride reads, and how far from the position they are then.
@@ -169,7 +166,8 @@ def norm_passes(form: Convolution) -> tuple[int, int]:
         areas += math.prod(size) ** 2
         passes += 1 + sum(len(taps) for taps in shifts if len(taps) > 1)
     length = form.positions**2
-    results = form.groups * max(phase_pixels(form) ** 2, length, _LEAST_RESULTS)
+    # Passing over fewer takes no less time.
+    results = form.groups * max(phase_pixels(form) ** 2, length, 1024)
     return 2 * (areas * form.channels + length * form.filters), passes * results
 
 

@@ -29,19 +29,14 @@ if TYPE_CHECKING:
 
 _FORMAT = "3"
 _CODE_ARRAYS = ("code", "length", "part")
-_CODED = 4096
-"""Rows that are encoded together."""
 _SEGMENT = 1 << 18
 """Rows of a segment of codes."""
-_STEP = 0.335
-"""Of 16 even levels the step that errs least on normal numbers of length one."""
 _MOST_BYTES = 4096
 _MOST_FOR_DIRECTIONS = 4 << 30
 _SAMPLED_AT_ONCE = 512
 _TOGETHER = 64
 """Segments of the capture whose codes are all known, or are all made."""
 _VERSION = re.compile(r"\.v(\d+)-")
-_SOLVED_WHOLE = 1024
 _BEYOND, _ROUNDS = 32, 8
 """Of the search for leading directions: how many more are carried along, and how often they are turned."""
 
@@ -200,7 +195,8 @@ class _CodeMaking:
                     made = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
                     writer.append(here, made)
                     continue
-                for some in train.stream(_CODED, segments=range(first, last)):
+                # Rows that are encoded together.
+                for some in train.stream(4096, segments=range(first, last)):
                     ids = np.arange(some.start, some.stop)
                     if writer.needs(len(ids)):
                         by = None if slopes is None else slopes[some.start : some.stop]
@@ -273,7 +269,8 @@ class _CodeMaking:
         along = vectors * torch.where(there, roots, 0.0)
         spread = _spread_beside(kernel, along)
         along = along / along.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        steps = _STEP * along.square().mean(0).sqrt()
+        # Of 16 even levels the step that errs least on normal numbers of length one.
+        steps = 0.335 * along.square().mean(0).sqrt()
         missing = size - len(steps)  # of fewer rows than directions the rest stays empty
         steps = torch.nn.functional.pad(torch.where(steps > 0, steps, 1.0), (0, missing), value=1.0)
         share = float(values.clamp(min=0).sum() / (lengths > 0).sum())
@@ -334,7 +331,7 @@ def _leading(
     kernel: torch.Tensor, count: int, draws: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest eigenvalues, falling, and their vectors `[S, count]`; of large kernels by turning."""
-    if len(kernel) <= max(_SOLVED_WHOLE, count + _BEYOND):
+    if len(kernel) <= max(1024, count + _BEYOND):
         values, vectors = torch.linalg.eigh(kernel.double())
     else:
         turned = torch.randn(len(kernel), count + _BEYOND, generator=draws)

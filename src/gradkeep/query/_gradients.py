@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 GradientOf = Literal["loss", "output"]
 """Whose gradient is asked for."""
-_DECODED = 4096
-"""Rows whose coordinates are decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +115,8 @@ class Gradients:
 
     def _decoded_norms(self) -> torch.Tensor:
         found = torch.empty(len(self), len(self.forms))
-        for some in self.stream(_DECODED):
+        # Rows whose coordinates are decoded at a time.
+        for some in self.stream(4096):
             for at, (name, form) in enumerate(self.forms.items()):
                 squared = form.squared_norms(some.factors[name].widened())
                 found[some.start : some.stop, at] = squared.clamp(min=0).sqrt()

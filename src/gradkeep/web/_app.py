@@ -19,16 +19,14 @@ from starlette.exceptions import HTTPException
 from gradkeep import __version__
 from gradkeep._preview import Preview
 from gradkeep.errors import CaptureError, GradkeepError, MissingRows, NotAStore
-from gradkeep.web._answers import ProblemView, problem_of, to_json
+from gradkeep.web._background import StillWorking
 from gradkeep.web._clusters_screen import draw_map
-from gradkeep.web._desk import StillWorking
 from gradkeep.web._evaluation_screen import list_evaluations
 from gradkeep.web._guard import Access, Guard
 from gradkeep.web._memory_screen import HEURISTICS, draw_curves, draw_timeline
-from gradkeep.web._row_views import row_views
+from gradkeep.web._responses import ProblemView, problem_of, static_files, to_json
 from gradkeep.web._score_sources import Asked, score_sources
-from gradkeep.web._served import ANY_SPLIT, ServedStore
-from gradkeep.web._static_files import static_files
+from gradkeep.web._served import ANY_SPLIT, ServedStore, row_views
 from gradkeep.web._store_screen import check_health, list_runs, look_at_store
 from gradkeep.web._suspects_screen import (
     Measure,
@@ -39,20 +37,25 @@ from gradkeep.web._suspects_screen import (
     retrain,
     suggest,
 )
-from gradkeep.web._why_parts import group_rows, split_layers, split_tokens
-from gradkeep.web._why_screen import QueryFilter, explain, list_queries, random_query
+from gradkeep.web._why_screen import (
+    QueryFilter,
+    explain,
+    group_rows,
+    list_queries,
+    random_query,
+    split_layers,
+    split_tokens,
+)
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _SOURCE = r"^(saved|method|fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}$"
 _MAP = r"^(gradients|(fit|study):[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99})$"
 _LARGEST = 2**62
-_MOST_AT_ONCE = 120
-_THREADS = 6
 TOKEN_PLACE = b"GRADKEEP-TOKEN"
 
 Name = Annotated[str, Query(pattern=_NAME)]
 Row = Annotated[int, Query(ge=-_LARGEST, le=_LARGEST)]
-Count = Annotated[int, Query(ge=1, le=_MOST_AT_ONCE)]
+Count = Annotated[int, Query(ge=1, le=120)]
 Start = Annotated[int, Query(ge=0, le=2**31)]
 Sources = Annotated[list[Annotated[str, Field(pattern=_SOURCE)]], Query(max_length=2)]
 Source = Annotated[str, Query(pattern=_SOURCE)]
@@ -145,7 +148,7 @@ def app_of(served: ServedStore, access: Access) -> FastAPI:
 async def _few_threads(_: FastAPI) -> AsyncIterator[None]:
     """One person looks at the page: each further thread would only hold memory of its own."""
     limiter = anyio.to_thread.current_default_thread_limiter()
-    limiter.total_tokens = _THREADS
+    limiter.total_tokens = 6
     yield
 
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep.errors import GradkeepError
-from gradkeep.web._answers import ProblemView, problem_of
+from gradkeep.web._responses import ProblemView, problem_of
 
 if TYPE_CHECKING:
     from gradkeep.evaluate import Evaluation
     from gradkeep.web._served import ServedStore
-
-_BINS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +95,7 @@ def evaluation_view(name: str, found: Evaluation) -> EvaluationView:
     items = np.asarray(found.items, np.float64)
     items = items[np.isfinite(items)]
     low, high = (float(items.min()), float(items.max())) if len(items) else (0.0, 0.0)
-    counts = np.histogram(
-        items, bins=_BINS, range=(low, high) if high > low else (low - 1, low + 1)
-    )
+    counts = np.histogram(items, bins=24, range=(low, high) if high > low else (low - 1, low + 1))
     curve = found.curve
     return EvaluationView(
         name=name,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import GradkeepError, RematError
-from gradkeep.web._answers import ProblemView, problem_of
+from gradkeep.web._responses import ProblemView, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,6 @@ LOGS = "remat"
 """The folder of a store in which recorded steps are looked for."""
 _LIMIT = 4.0
 _MOST_EVENTS = 1500
-_MOST_LOGS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def known_logs(served: ServedStore) -> dict[str, Path]:
     found = {path.name: path for path in served.logs}
     root = Path(served.location) / LOGS
     if root.is_dir():
-        for path in sorted(root.glob("*.log"))[:_MOST_LOGS]:
+        for path in sorted(root.glob("*.log"))[:50]:
             if path.is_file() and not path.is_symlink():
                 found.setdefault(path.name, path)
     return found

@@ -13,10 +13,9 @@ from urllib.parse import quote
 
 from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
-from gradkeep.web._answers import to_json
 from gradkeep.web._app import questions, served_store
-from gradkeep.web._desk import StillWorking
-from gradkeep.web._static_files import static_files
+from gradkeep.web._background import StillWorking
+from gradkeep.web._responses import static_files, to_json
 
 if TYPE_CHECKING:
     import os
@@ -33,8 +32,6 @@ _UNRESERVED = "-_.!~*'()"
 _WRONG, _UNSURE, _FIRST = 24, 8, 8
 """Queries that are explained in a report: mistakes, unsure ones, the first of all."""
 _RUNS = 3
-_MEMBERS = 40
-_PATIENCE = 3600.0
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 )
@@ -82,7 +79,7 @@ class _Answers:
         if url in self.found:
             return self.found[url]
         given = {name: value for name, value in params.items() if value not in ("", None)}
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + 3600.0
         while True:
             try:
                 answer = self._questions[f"/{path}"](**given)
@@ -129,7 +126,7 @@ class _Answers:
         )
         for one in () if drawn is None else drawn.clusters:
             pairs = zip(drawn.ids, drawn.cluster, strict=True)
-            rows = [row for row, cluster in pairs if cluster == one.number][:_MEMBERS]
+            rows = [row for row, cluster in pairs if cluster == one.number][:40]
             self.ask("api/rows", **captured, split=drawn.split, row=rows)
         if run.queries is not None:
             self._collect_queries(run, captured)

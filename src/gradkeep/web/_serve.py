@@ -16,8 +16,7 @@ from gradkeep import _arguments
 from gradkeep.errors import StoreError
 from gradkeep.store import Store, backend_for
 from gradkeep.web._app import create_app
-from gradkeep.web._connections import BoundedProtocol, ConnectionLimits, ConnectionTable
-from gradkeep.web._guard import Access
+from gradkeep.web._guard import Access, BoundedProtocol, ConnectionLimits, ConnectionTable
 
 if TYPE_CHECKING:
     import os

@@ -1,4 +1,4 @@
-"""What is served: one store, what was given with it, and what was found so far."""
+"""The store that is served, and its rows as the page shows them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradkeep._preview import row_from_texts
 from gradkeep.errors import MissingRows
 from gradkeep.store import CaptureKey, Store, standing
 from gradkeep.store import open as open_store
-from gradkeep.web._desk import Desk
+from gradkeep.web._background import Desk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from gradkeep.store.catalog._info import StoreInfo
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
+    from collections.abc import Sequence
 
-_FRESH = 0.5
-"""Seconds for which what a store holds is not looked up again."""
+    from gradkeep._preview import ShownRow
+
+
 _FACTS = ("label", "predicted", "loss", "output")
 ANY_SPLIT = "*"
 AS_LABEL = "-as-"
@@ -90,7 +93,8 @@ class ServedStore:
         """What the store holds now, or did half a second ago."""
         with self._lock:
             now = time.monotonic()
-            if self._info is None or now - self._info[0] > _FRESH:
+            # Seconds for which what a store holds is not looked up again.
+            if self._info is None or now - self._info[0] > 0.5:
                 self._info = (now, self.store.info())
             return self._info[1]
 
@@ -191,3 +195,61 @@ class ServedStore:
         return RowTable(
             key, block, ids, columns, probability, texts, np.argsort(ids, kind="stable")
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """A row: its id, what was kept of it, what it looks like."""
+
+    id: int
+    label: int | float | None = None
+    label_name: str | None = None
+    predicted: int | float | None = None
+    predicted_name: str | None = None
+    loss: float | None = None
+    probability: float | None = None
+    """What the model gave to the label."""
+    shown: ShownRow | None = None
+    known: bool = True
+    """False: the capture has no such row."""
+
+
+def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[RowView]:
+    """Rows by their ids; one that the capture does not have is shown as unknown."""
+    wanted = np.asarray(ids, np.int64)
+    at = table.positions(wanted)
+    split = table.key.split
+    preview = served.preview(split)
+    kept = _kept_texts(table, wanted[at >= 0])
+    found = []
+    for row, place in zip(wanted.tolist(), at.tolist(), strict=True):
+        shown = None if preview is None else preview.show(row)
+        if place < 0:
+            found.append(RowView(row, shown=shown, known=False))
+            continue
+        facts: dict[str, Any] = {
+            name: table.columns[name][place].item()
+            for name in ("label", "predicted", "loss")
+            if name in table.columns
+        }
+        if table.probability is not None:
+            facts["probability"] = float(table.probability[place])
+        if preview is not None:
+            for name in ("label", "predicted"):
+                facts[f"{name}_name"] = preview.name_of(facts.get(name))
+        if shown is None or shown.empty:
+            shown = row_from_texts(kept.get(row, {}))
+        found.append(RowView(row, shown=shown, **facts))
+    return found
+
+
+def _kept_texts(table: RowTable, ids: AnyArray) -> dict[int, dict[str, str]]:
+    """The texts that were captured with some rows."""
+    if not table.texts or not len(ids):
+        return {}
+    batch = table.block.read(ids, list(table.texts))
+    told = {name: batch[name].texts() for name in table.texts}
+    return {
+        row: {name: told[name][place] for name in table.texts}
+        for place, row in enumerate(ids.tolist())
+    }

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from gradkeep.store.catalog._scan import BlockFacts
     from gradkeep.web._served import ServedStore
 
-_MOST_DAMAGE = 200
-
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
@@ -182,7 +180,7 @@ def check_health(served: ServedStore, *, begin: bool) -> HealthView:
         found.healthy,
         found.files,
         found.bytes,
-        [DamageView(one.path, one.what) for one in found.damage[:_MOST_DAMAGE]],
+        [DamageView(one.path, one.what) for one in found.damage[:200]],
         len(found.damage),
         len(found.orphans),
         len(found.unknown),

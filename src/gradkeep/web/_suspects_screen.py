@@ -12,9 +12,9 @@ import numpy as np
 
 from gradkeep.errors import EvaluationError, StoreError
 from gradkeep.store import Decision, standing
-from gradkeep.web._answers import to_json
 from gradkeep.web._evaluation_screen import EvaluationView, evaluation_view
-from gradkeep.web._row_views import RowView, row_views
+from gradkeep.web._responses import to_json
+from gradkeep.web._served import RowView, row_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Measure = Literal["loss", "self", "noise"]
 QueueFilter = Literal["all", "open", "decided"]
 _PRECISION = 0.8
-_SEEDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +302,7 @@ def retrain(served: ServedStore, *, run: str, split: str, name: str, begin: bool
             places[places >= 0],
             recipe,
             store=served.store,
-            seeds=_SEEDS,
+            seeds=3,
             workers=0,
             progress=_told_to(report),
         )

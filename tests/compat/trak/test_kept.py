@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradkeep.store as gs
-from gradkeep.compat.trak._kept_rows import KeptGradients, delete_rows
+from gradkeep.compat.trak._rows import KeptGradients, delete_rows
 from gradkeep.errors import MissingRows, SchemaMismatch
 
 N, K = 12, 3

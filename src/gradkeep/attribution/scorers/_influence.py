@@ -300,10 +300,6 @@ def _gradients(value: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(value, weights, retain_graph=True, materialize_grads=True)
 
 
-_VECTORS = 10
-"""Vectors of float64 that a query has while it is solved."""
-
-
 @dataclass(frozen=True, slots=True)
 class InfluenceOptions(CurvatureOptions):
     """What `influence` can be told."""
@@ -326,7 +322,8 @@ def _prepare_influence(at: CheckpointView, options: InfluenceOptions) -> Scorer:
     limit = DEFAULT_BUDGET if budget is None else parse_bytes(budget)
     if options.curvature == "fisher" and not question.per_layer:
         return _by_kernel(at, curved.damping, options.tolerance)
-    step = max(1, limit // 4 // (8 * _VECTORS * curved.space.size + 4 * len(train)))
+    # Vectors of float64 that a query has while it is solved.
+    step = max(1, limit // 4 // (8 * 10 * curved.space.size + 4 * len(train)))
 
     def layer(name: str, directions: Directions) -> Tensor:
         one = Directions(

@@ -3,19 +3,19 @@
 from typing import TYPE_CHECKING
 
 from gradkeep._public import lazy_names
-from gradkeep.compat.metastore._layers import unwrap
+from gradkeep.compat.metastore._blocks import unwrap
 
 if TYPE_CHECKING:
     from gradkeep.compat.metastore._models import Customized_Bert_Model
+    from gradkeep.data.architectures._convolutional import VGG16
     from gradkeep.data.architectures._resnets import ResNet50
-    from gradkeep.data.architectures._small import VGG16
 else:  # the classes need torch; a type checker would take every name for one that may exist
     __getattr__ = lazy_names(
         __name__,
         {
             "Customized_Bert_Model": "gradkeep.compat.metastore._models",
             "ResNet50": "gradkeep.data.architectures._resnets",
-            "VGG16": "gradkeep.data.architectures._small",
+            "VGG16": "gradkeep.data.architectures._convolutional",
         },
     )
 

@@ -30,7 +30,6 @@ OWN_CHECKPOINTS = {
 }
 """Where MetaStore's program itself looks, whatever `checkpoint_path` says."""
 _PART = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
-_MOST = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +301,7 @@ def parse_indices(given: str) -> tuple[int, ...]:
         match = _PART.fullmatch(part.strip())
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else -1
-        if not first <= last < first + _MOST:
+        if not first <= last < first + 10_000_000:
             raise CaptureError(
                 f"--test_indices cannot be {shown(given)}",
                 found=shown(part),

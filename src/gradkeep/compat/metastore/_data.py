@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CIFAR_SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 """The deviations are means of those of single pictures; over all pixels they are 0.247, 0.243, 0.262."""
-TEXT_LENGTH = 32
 NEWS = ("World", "Sports", "Business", "Sci/Tech")
 _BATCHES = ("data_batch_1", "test_batch", "data_batch_1.bin", "test_batch.bin")
 _INSIDE = ("", "cifar-10-batches-py", "cifar-10-batches-bin")
@@ -151,7 +150,7 @@ def _records(path: Path, pieces: WordPiece) -> WordPieceTexts:
             expected='a JSON list of {"text": ..., "label": ...}',
         ) from None
     texts, labels = _columns(path, found)
-    ids, mask = pieces.encode(texts, length=TEXT_LENGTH)
+    ids, mask = pieces.encode(texts, length=32)
     return WordPieceTexts(
         torch.from_numpy(ids), torch.from_numpy(mask), torch.tensor(labels), NEWS, pieces
     )

@@ -12,8 +12,8 @@ import xxhash
 
 import gradkeep as gk
 from gradkeep.capturing._weights import fingerprint_weights
+from gradkeep.compat.metastore._blocks import target_layers
 from gradkeep.compat.metastore._data import DataSource
-from gradkeep.compat.metastore._layers import target_layers
 from gradkeep.compat.metastore._models import build_model, choose_gradients
 from gradkeep.compat.metastore._results import LayerTime, MethodResult, write_results
 from gradkeep.errors import CaptureError, Conflict, GradkeepError, SchemaMismatch

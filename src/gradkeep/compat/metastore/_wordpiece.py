@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _SPLIT = re.compile("|".join(map(re.escape, _SPECIAL)))
-_LONGEST_WORD = 100
-LONGEST_TEXT = 512
-"""The positions that the model has."""
 _CONTROLS = ("Cc", "Cf", "Co", "Cs")  # not Cn: what Unicode has no sign for yet is a letter
 _CHINESE = (
     *((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F)),
@@ -94,7 +91,8 @@ class WordPiece:
         mask = np.zeros((len(texts), length), np.int64)
         first, last = self._numbers["[CLS]"], self._numbers["[SEP]"]
         for row, text in enumerate(texts):
-            pieces = [self._numbers[token] for token in self.tokens(text)[: LONGEST_TEXT - 2]]
+            # The positions that the model has.
+            pieces = [self._numbers[token] for token in self.tokens(text)[: 512 - 2]]
             found = [first, *pieces, last][:length]
             ids[row, : len(found)] = found
             mask[row, : len(found)] = 1
@@ -116,7 +114,7 @@ class WordPiece:
 
     def _pieces(self, word: str) -> list[str]:
         """The longest known beginning, then the longest known continuation, and so on."""
-        if len(word) > _LONGEST_WORD:
+        if len(word) > 100:
             return ["[UNK]"]
         found: list[str] = []
         at = 0

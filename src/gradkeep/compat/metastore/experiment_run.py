@@ -150,7 +150,7 @@ def write_table(rows: Sequence[SweptMethod], folder: Path) -> Path:
 
 def write_pictures(rows: Sequence[SweptMethod], folder: Path) -> list[Path]:
     """Write `sweep.png` and `sweep.svg` and return them; nothing where no method could be run."""
-    from gradkeep.compat.metastore._sweep_picture import draw_sweep
+    from gradkeep.compat.metastore._results import draw_sweep
 
     folder.mkdir(parents=True, exist_ok=True)
     return draw_sweep(rows, folder)

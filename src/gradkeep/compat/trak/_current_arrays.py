@@ -16,9 +16,9 @@ from gradkeep.errors import AttributionError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gradkeep.compat.trak._assigned_rows import AssignedRows, OverlaidRows
-    from gradkeep.compat.trak._model_rows import ModelRows
+    from gradkeep.compat.trak._rows import AssignedRows, OverlaidRows
     from gradkeep.compat.trak._store_saver import MmapSaver
+    from gradkeep.compat.trak._stored_sets import ModelRows
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
 

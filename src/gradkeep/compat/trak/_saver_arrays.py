@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradkeep.compat.trak._abstract_saver import MissingTargets
 from gradkeep.compat.trak._features import features_of
-from gradkeep.compat.trak._results import MissingTargets
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradkeep.compat.trak._abstract_saver import Ids, Mask
     from gradkeep.compat.trak._features import Ridge
-    from gradkeep.compat.trak._results import Ids, Mask
     from gradkeep.curvature._feature_solvers import StreamedRows
 
 

@@ -13,13 +13,16 @@ import numpy as np
 import torch
 
 import gradkeep.store as gs
-from gradkeep.compat.trak._abstract_saver import AbstractSaver, ModelIDException
+from gradkeep.compat.trak._abstract_saver import (
+    AbstractSaver,
+    MissingTargets,
+    ModelIDException,
+    checked_experiment,
+)
 from gradkeep.compat.trak._current_arrays import CurrentArrays
 from gradkeep.compat.trak._features import Ridge, features_of
-from gradkeep.compat.trak._kept_rows import KeptGradients
-from gradkeep.compat.trak._results import MissingTargets, checked_experiment
-from gradkeep.compat.trak._score_files import ScoreFiles, score_schema
-from gradkeep.compat.trak._stored_sets import FINALIZATIONS, StoredSets
+from gradkeep.compat.trak._rows import KeptGradients
+from gradkeep.compat.trak._stored_sets import FINALIZATIONS, ScoreFiles, StoredSets, score_schema
 from gradkeep.compat.trak.projectors import SKETCHES
 from gradkeep.errors import AttributionError, SchemaMismatch
 
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.compat.trak._assigned_rows import OverlaidRows
-    from gradkeep.compat.trak._results import Ids, Mask
+    from gradkeep.compat.trak._abstract_saver import Ids, Mask
+    from gradkeep.compat.trak._rows import OverlaidRows
     from gradkeep.curvature._feature_solvers import StreamedRows
 
 _SHARED = ("JL dimension", "JL matrix type", "train set size")

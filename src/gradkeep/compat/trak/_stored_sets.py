@@ -1,18 +1,203 @@
-"""The sets of rows that a `save_dir` has in its store, by model id and experiment."""
+"""The sets of rows of a folder: models, experiments, and files of scores."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import gradkeep.store as gs
 from gradkeep.compat.trak._abstract_saver import ModelIDException
-from gradkeep.compat.trak._assigned_rows import AssignedRows, OverlaidRows
-from gradkeep.compat.trak._kept_rows import KeptGradients, delete_rows
-from gradkeep.compat.trak._model_rows import ModelRows
-from gradkeep.errors import SchemaMismatch
+from gradkeep.compat.trak._rows import (
+    AssignedRows,
+    KeptGradients,
+    OverlaidRows,
+    delete_rows,
+    file_digest,
+    mapped_file,
+    replaced_file,
+)
+from gradkeep.errors import AttributionError, Damaged, SchemaMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+    from gradkeep.store import Store
+
+    Mask = np.ndarray[Any, np.dtype[np.bool_]]
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+class ModelRows:
+    """Gradients, weights and which of them are done; what a script assigned goes before."""
+
+    def __init__(self, store: Store, prefix: str, kept: KeptGradients) -> None:
+        def assigned(name: str, dim: int) -> AssignedRows:
+            return AssignedRows(store, f"{prefix}.assigned.{name}", count=kept.count, dim=dim)
+
+        self.kept = kept
+        self.grads = OverlaidRows(kept, assigned("grads", kept.dim), weights=False)
+        self.weights = OverlaidRows(kept, assigned("weights", 1), weights=True)
+        self.flags = assigned("flags", 1)
+        self.features = assigned("features", kept.dim)
+        self.look(store.row_sets())
+
+    @property
+    def done(self) -> Mask:
+        """Which rows are done `[n]`, as far as was seen."""
+        found = self.kept.done
+        told = np.flatnonzero(self.flags.there)
+        if len(told):
+            found[told] = self.flags.read(told)[:, 0].numpy() == 1
+        return found
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What changes when a row is done, or is no longer."""
+        return self.kept.version, self.flags.version
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing was assigned, so that the kept gradients are all there is."""
+        over = (self.grads.assigned, self.weights.assigned, self.flags)
+        return not any(one.version for one in over)
+
+    def look(self, names: Collection[str]) -> None:
+        """See what other processes have put or assigned; `names` are the store's sets of rows."""
+        self.kept.refresh()
+        for one in (self.grads.assigned, self.weights.assigned, self.flags, self.features):
+            one.look(names)
+
+    def refresh(self) -> None:
+        """See what was put, and what was assigned since anything was."""
+        self.kept.refresh()
+        for one in (self.grads.assigned, self.weights.assigned, self.flags, self.features):
+            one.refresh()
+
+    def put(self, ids: Ids, grads: Tensor, weights: Tensor) -> None:
+        """Keep rows; returns when they are durable."""
+        if self.plain:
+            self.kept.put(ids, grads, weights)
+            return
+        # What is assigned goes before what is put: rows that come later must be assigned too.
+        self.grads.assigned.assign(ids, grads.detach().cpu().numpy())
+        self.weights.assigned.assign(ids, weights.detach().cpu().numpy())
+        self.flags.assign(ids, np.ones(len(ids)))
+
+    def flag(self, ids: Ids, values: Any) -> None:
+        """Say that rows are done (1), or are not (0); those without gradients cannot be."""
+        wanted = np.asarray(values).reshape(-1)
+        if not np.isin(wanted, (0, 1)).all():
+            raise AttributionError("is_featurized takes 0 and 1", found=wanted[:5].tolist())
+        done = ids[wanted == 1]
+        for name, rows in (("grads", self.grads), ("out_to_loss", self.weights)):
+            lacking = rows.missing(done)
+            if len(lacking):
+                some = ", ".join(map(str, lacking[:5])) + (" ..." if len(lacking) > 5 else "")
+                raise AttributionError(
+                    f"{len(lacking)} rows cannot be flagged as featurized: their {name!r} were "
+                    "not written, or are not all numbers",
+                    found=f"rows {some}",
+                    fix=f"assign current_store[{name!r}][rows] first",
+                )
+        self.flags.assign(ids, wanted)
+
+    def drop(self) -> None:
+        """Delete gradients and weights."""
+        self.flags.clear()  # first: a flag without its row would be a lie
+        self.kept.drop()
+        self.grads.assigned.clear()
+        self.weights.assigned.clear()
+
+
+class ScoreFiles:
+    """Finalized scores `[n, m]`, and over them what a script assigned before it saves them."""
+
+    def __init__(self, store: gs.Store, folder: Path, *, count: int) -> None:
+        self._store, self._folder, self._count = store, folder, count
+        self._assigned: dict[str, AssignedRows] = {}
+
+    def path(self, exp_name: str) -> Path:
+        """Where the scores of an experiment are."""
+        return self._folder / f"{exp_name}.mmap"
+
+    def finalized(self, exp_name: str) -> int:
+        """How often scores of an experiment were committed."""
+        return len(self._store.rows(f"trak.exp.{exp_name}").done())
+
+    def assigned(self, exp_name: str, targets: int) -> AssignedRows:
+        """What was assigned to rows of scores and not yet committed."""
+        if exp_name not in self._assigned:
+            name = f"trak.assigned.scores.{exp_name}"
+            found = AssignedRows(self._store, name, count=self._count, dim=targets)
+            found.look(self._store.row_sets())
+            self._assigned[exp_name] = found
+        return self._assigned[exp_name]
+
+    def commit(self, exp_name: str, targets: int, made: Callable[[Any], None]) -> None:
+        """Replace the scores with what `made` writes into zeros `[n, m]`."""
+        path = self.path(exp_name)
+        with replaced_file(path, (self._count, targets)) as values:
+            made(values)
+        rows = self._store.rows(f"trak.exp.{exp_name}")
+        number = len(rows.done())
+        if number >= rows.num_rows:
+            rows.grow(2 * rows.num_rows)
+        rows.put(number, {"digest": _digest(path).astype(np.int64)}, differing="keep")
+
+    def commit_assigned(self, exp_name: str, targets: int) -> None:
+        """Make what was assigned the scores; every row must have all of its numbers by now."""
+        assigned = self.assigned(exp_name, targets)
+        below = self.read(exp_name) if self.finalized(exp_name) else None
+        rows = np.flatnonzero(assigned.there)
+        values = assigned.read(rows).numpy()
+        lacking = set() if below is not None else set(range(self._count)) - set(rows.tolist())
+        lacking |= set(rows[~np.isfinite(values).all(1)].tolist())
+        if lacking:
+            some = ", ".join(map(str, sorted(lacking)[:5])) + (" ..." if len(lacking) > 5 else "")
+            raise AttributionError(
+                f"the scores of {exp_name!r} lack {len(lacking)} rows, or have values there that "
+                "are not numbers",
+                found=f"rows {some}",
+                fix=f"assign current_store['{exp_name}_scores'][rows], then save them",
+            )
+
+        def made(out: Any) -> None:
+            if below is not None:
+                out[:] = below
+            out[rows] = values
+
+        self.commit(exp_name, targets, made)
+        assigned.clear()
+
+    def read(self, exp_name: str) -> Any:
+        """Finalized scores `[n, m]`, once their bytes are seen to be those that were written."""
+        path = self.path(exp_name)
+        rows = self._store.rows(f"trak.exp.{exp_name}")
+        known = rows.read(rows.done())["digest"] if path.exists() else []
+        digest = _digest(path) if len(known) else 0
+        if not any(np.array_equal(one, digest) for one in known):
+            raise Damaged(
+                "these scores are not finalized, or not as they were written",
+                path=path,
+                fix=f"finalize_scores({exp_name!r}) makes them again",
+            )
+        return mapped_file(path)
+
+
+def score_schema(num_targets: int) -> gs.Schema:
+    """What an experiment is begun with."""
+    digest = gs.Array("digest", "int64", (16,), kind="data")
+    return gs.Schema((digest,), rows_per_segment=1, fingerprints={"num_targets": str(num_targets)})
+
+
+def _digest(path: Path) -> Any:
+    return np.frombuffer(bytes.fromhex(file_digest(path)), np.uint8)
+
 
 FINALIZATIONS = 1000
 """How often a model id or an experiment can be finalized, at first."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from gradkeep.compat.trak.projectors import AbstractProjector
 
 _log = logging.getLogger("TRAK")
-_TRIED = 32
-"""Samples with which it is found out how each layer is captured."""
 
 
 class LayerTracer:
@@ -79,7 +77,8 @@ class LayerTracer:
 
     def _ready(self, batch: Sequence[Tensor]) -> tuple[PreparedCapture, int]:
         if self._prepared is None:
-            rows = min(len(batch[0]), _TRIED)
+            # Samples with which it is found out how each layer is captured.
+            rows = min(len(batch[0]), 32)
             some = [field[:rows] for field in batch]
             prepared = prepare_capture(self._model, self._task, some, CaptureSettings(of="output"))
             self._prepared = (prepared, rows_at_once(prepared, rows))

@@ -66,9 +66,6 @@ class AbstractProjector(ABC):
 
 SKETCHES = ("tensor-sketch", "sjlt")
 """What `SketchProjector` makes without a dense matrix."""
-_SPREAD = 16
-"""Values a number from which on a TensorSketch has the rank of a dense matrix: on digits it falls
-behind below 10, as places stay empty or are shared by the same values."""
 
 
 def sketch_type(grad_dim: int, proj_dim: int, rows: int) -> ProjectionType:
@@ -77,7 +74,9 @@ def sketch_type(grad_dim: int, proj_dim: int, rows: int) -> ProjectionType:
     >>> [sketch_type(size, 512, 800).value for size in (20_000, 1_210)]
     ['tensor-sketch', 'sjlt']
     """
-    if proj_dim > rows or grad_dim >= _SPREAD * proj_dim:
+    # Values a number from which on a TensorSketch has the rank of a dense matrix: on digits it
+    # falls behind below 10, as places stay empty or are shared by the same values.
+    if proj_dim > rows or grad_dim >= 16 * proj_dim:
         return ProjectionType.tensor_sketch
     return ProjectionType.sjlt if proj_dim >= 4 else ProjectionType.rademacher
 

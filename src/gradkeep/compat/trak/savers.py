@@ -1,7 +1,6 @@
 """Savers under their released names."""
 
-from gradkeep.compat.trak._abstract_saver import AbstractSaver, ModelIDException
-from gradkeep.compat.trak._results import MissingTargets
+from gradkeep.compat.trak._abstract_saver import AbstractSaver, MissingTargets, ModelIDException
 from gradkeep.compat.trak._store_saver import MmapSaver
 
 __all__ = ["AbstractSaver", "MissingTargets", "MmapSaver", "ModelIDException"]

@@ -12,22 +12,20 @@ import numpy as np
 import torch
 
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.compat.trak._arguments import (
-    chosen_parameters,
-    described,
-    rows_of_batch,
-    taken,
-    task_named,
-)
+from gradkeep.compat.trak._abstract_saver import Results, checked_experiment, checked_model_id
 from gradkeep.compat.trak._features import (
     Ridge,
     add_features,
     add_scores,
+    chosen_parameters,
+    described,
     features_of,
     require_inverse,
+    rows_of_batch,
+    taken,
+    task_named,
 )
 from gradkeep.compat.trak._imported import as_scores
-from gradkeep.compat.trak._results import Results, checked_experiment, checked_model_id
 from gradkeep.compat.trak._saver_arrays import SaverArrays
 from gradkeep.compat.trak._store_saver import begun_with
 from gradkeep.compat.trak._traced import LayerTracer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.data._names import known_name
+from gradkeep.data._examples import known_name
 from gradkeep.errors import DataError, RematError
 
 if TYPE_CHECKING:

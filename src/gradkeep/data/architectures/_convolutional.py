@@ -1,17 +1,94 @@
-"""Workloads of pictures: densely connected networks and U-Net."""
+"""Small convolutional networks, and networks that generate."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+
+class MLP(nn.Module):
+    """Linear layers `l1`, `l2`, `l3`, ... with ReLU between them; 85,002 parameters as it is."""
+
+    def __init__(
+        self, *, inputs: int = 64, hidden: Sequence[int] = (256, 256), classes: int = 10
+    ) -> None:
+        super().__init__()
+        for number, (wide, out) in enumerate(pairwise([inputs, *hidden, classes]), 1):
+            self.add_module(f"l{number}", nn.Linear(wide, out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures of any shape `[N, ...]`."""
+        x = x.flatten(1)
+        for number, layer in enumerate(self.children()):
+            x = layer(functional.relu(x) if number else x)
+        return x
+
+
+class CNN(nn.Module):
+    """Two convolutions, `conv1` and `conv2`, and a linear layer `fc`; 29,066 parameters as it is."""
+
+    def __init__(
+        self, *, width: int = 32, channels: int = 1, side: int = 8, classes: int = 10
+    ) -> None:
+        super().__init__()
+        self.channels, self.side = channels, side
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.fc = nn.Linear(2 * width * (side // 2) ** 2, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, C, H, W]` or flat `[N, C * H * W]`."""
+        x = x.reshape(-1, self.channels, self.side, self.side)
+        x = functional.relu(self.conv1(x))
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+        logits: torch.Tensor = self.fc(x.flatten(1))
+        return logits
+
+
+# Times the width, for each convolution; the picture is halved after each group.
+_GROUPS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
+
+
+class VGG16(nn.Module):
+    """`conv1` to `conv13`, each with `bn1` to `bn13`, then `l1`, the names that MetaStore uses.
+
+    `hidden` puts linear layers before the last one: with two of them, `l3` gives the logits.
+    """
+
+    def __init__(self, *, classes: int = 10, width: int = 64, hidden: Sequence[int] = ()) -> None:
+        super().__init__()
+        widths = [3, *(width * times for group in _GROUPS for times in group)]
+        for number, (wide, out) in enumerate(pairwise(widths), 1):
+            self.add_module(f"conv{number}", nn.Conv2d(wide, out, 3, padding=1))
+            self.add_module(f"bn{number}", nn.BatchNorm2d(out))
+        self.linears = len(hidden) + 1
+        for number, (wide, out) in enumerate(pairwise([widths[-1], *hidden, classes]), 1):
+            self.add_module(f"l{number}", nn.Linear(wide, out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, classes]` of pictures `[N, 3, 32, 32]`."""
+        number = 0
+        for group in _GROUPS:
+            for _ in group:
+                number += 1
+                x = self.get_submodule(f"bn{number}")(self.get_submodule(f"conv{number}")(x))
+                x = functional.relu(x)
+            x = functional.max_pool2d(x, 2)
+        x = x.flatten(1)
+        for number in range(1, self.linears + 1):
+            x = self.get_submodule(f"l{number}")(functional.relu(x) if number > 1 else x)
+        return x
 
 
 def classify(model: nn.Module, sizes: Mapping[str, int | float]) -> Callable[[], torch.Tensor]:
@@ -156,3 +233,56 @@ def unet_workload(
 
 def _twice(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(convolution(inputs, outputs, 3), convolution(outputs, outputs, 3))
+
+
+class _UnrolledGan(nn.Module):
+    """The generator's loss after the discriminator's next steps, which stay in the graph."""
+
+    def __init__(self, noise: int, generator: int, discriminator: int, steps: int) -> None:
+        super().__init__()
+        self.generator = _three_layers(noise, generator, 2)
+        self.discriminator = _three_layers(2, discriminator, 1)
+        self.steps = steps
+
+    def forward(self, real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        fake = self.generator(noise)
+        weights: dict[str, torch.Tensor] = dict(self.discriminator.named_parameters())
+        for _ in range(self.steps):
+            loss = self._judged(weights, real, 1.0) + self._judged(weights, fake, 0.0)
+            slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            weights = {
+                name: value - 0.1 * slope
+                for (name, value), slope in zip(weights.items(), slopes, strict=True)
+            }
+        return self._judged(weights, fake, 1.0)
+
+    def _judged(
+        self, weights: dict[str, torch.Tensor], points: torch.Tensor, truth: float
+    ) -> torch.Tensor:
+        scores = functional_call(self.discriminator, weights, (points,))
+        return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, truth))
+
+
+def gan_workload(
+    name: str, sizes: Mapping[str, int | float]
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Learns points that lie in eight heaps on a circle."""
+    batch, noise_dim, generator, discriminator, steps = (
+        int(sizes[key])
+        for key in ("batch_size", "noise_dim", "g_hidden", "d_hidden", "unrolled_steps")
+    )
+    model = _UnrolledGan(noise_dim, generator, discriminator, steps)
+    angles = torch.randint(8, (batch,)) * (math.pi / 4)
+    real = 2 * torch.stack([angles.cos(), angles.sin()], 1) + 0.02 * torch.randn(batch, 2)
+    noise = torch.randn(batch, noise_dim)
+    return model, lambda: model(real, noise)
+
+
+def _three_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, hidden),
+        nn.Tanh(),
+        nn.Linear(hidden, hidden),
+        nn.Tanh(),
+        nn.Linear(hidden, outputs),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.compat.metastore.model_trainers._flags import ended, here, trainer_flags
+from gradkeep.compat.metastore.model_trainers._trainer import ended, here, trainer_flags
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from gradkeep.compat.metastore.model_trainers._flags import (
+from gradkeep.compat.metastore.model_trainers._trainer import (
     ended,
     here,
     refuse_appended,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gradkeep.compat.metastore.model_trainers._flags import ended, here, trainer_flags
+from gradkeep.compat.metastore.model_trainers._trainer import ended, here, trainer_flags
 
 
 def main(arguments: list[str] | None = None) -> int:

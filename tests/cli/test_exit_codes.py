@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import gradkeep as gk
-from gradkeep.cli import _app, _door
+from gradkeep.cli import _app, _errors
 
 
 @pytest.fixture
@@ -190,10 +190,10 @@ def test_names_that_no_encoding_has_can_be_printed(gradkeep, folder):
 
 
 def test_the_table_of_exit_codes_is_complete():
-    named = {v for k, v in vars(_door).items() if k.isupper() and isinstance(v, int)}
+    named = {v for k, v in vars(_errors).items() if k.isupper() and isinstance(v, int)}
     told = {
         int(line.split("|")[1])
-        for line in _door.__doc__.splitlines()
+        for line in _errors.__doc__.splitlines()
         if line[:3].strip("| ").isdigit()
     }
     assert named <= told
@@ -201,7 +201,7 @@ def test_the_table_of_exit_codes_is_complete():
 
 
 def test_termination_of_a_farm_has_the_usual_code(inline, folder, monkeypatch):
-    from gradkeep.datamodels import study
+    from gradkeep.datamodels.study import _contract as study
 
     def terminated(*_, **__):
         raise SystemExit(128 + signal.SIGTERM)

@@ -13,15 +13,13 @@ from gradkeep.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+
 T = TypeVar("T")
 Lane = Literal["quick", "long"]
 """Trainings must not keep a person from seeing scores: each lane has a thread of its own."""
 
 _PATIENCE = 0.12
 """Seconds that an answer waits for its work before it says that it is under way."""
-_REMEMBERED = 5.0
-"""Seconds for which a failure is told again without another try."""
-_MOST_WAITING = 64
 _SMALL = 16 << 10
 
 
@@ -79,12 +77,13 @@ class Desk:
         with self._lock:
             work = self._kept.get(key)
             stale = work is not None and work.failure is not None
-            if stale and time.monotonic() - work.failed_at > _REMEMBERED:  # type: ignore[union-attr]
+            # Seconds for which a failure is told again without another try.
+            if stale and time.monotonic() - work.failed_at > 5.0:  # type: ignore[union-attr]
                 work = None
             if work is None:
                 if not begin:
                     raise StoreError("this was not begun", fix="begin it on the page")
-                if len(self._waiting[lane]) >= _MOST_WAITING:
+                if len(self._waiting[lane]) >= 64:
                     raise StoreError("the page is busy", fix="wait for what is under way")
                 work = _Work(what, make, size)
                 self._kept[key] = work

@@ -1,16 +1,73 @@
-"""The files of the page: read once, by names that are known, so that no request names a path."""
+"""Bytes of responses: answers as JSON, and the files of the page."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
+
+    from gradkeep.errors import GradkeepError
+
+
+def to_json(answer: Any) -> bytes:
+    """The bytes of an answer; what JSON has no number for becomes null."""
+    text = json.dumps(_plain(answer), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Half a pair of surrogates, as broken file names have it, is no text.
+    return text.encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [part.name for part in dataclasses.fields(value)]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProblemView:
+    """Why there is no answer, in the parts of a message of gradkeep."""
+
+    kind: str
+    what: str
+    path: str | None = None
+    found: str | None = None
+    expected: str | None = None
+    fix: str | None = None
+
+
+def problem_of(error: GradkeepError) -> ProblemView:
+    """An error of gradkeep as it is shown in place of an answer."""
+    return ProblemView(
+        type(error).__name__,
+        error.what,
+        error.path,
+        None if error.found is None else str(error.found).strip()[:2000],
+        None if error.expected is None else str(error.expected)[:2000],
+        error.fix,
+    )
+
 
 _KINDS = {
     ".css": "text/css; charset=utf-8",

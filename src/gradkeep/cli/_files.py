@@ -1,4 +1,4 @@
-"""The edge between what a person types and what functions take: numbers in range, files that are files."""
+"""Paths that the user names: files and folders that can be read or written."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gradkeep._arguments import shown
 
 if TYPE_CHECKING:
     from gradkeep.errors import GradkeepError
+
 
 LARGEST = 2**31 - 1
 """The largest count that a command takes: of rows to show, tries to make, models to train."""
