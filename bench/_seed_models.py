@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradkeep.data import load_agnews, load_cifar10, model
+from gradkeep.data import load_cifar10, model
+from gradkeep.data._texts import load_agnews
 
 STEPS = 12
 LENGTH = 32

@@ -150,8 +150,7 @@ LONG = {
 """What is right, and starts processes that take longer than a bad argument may, or fails by itself."""
 
 REFUSED_AS_THEY_ARE = {
-    *("register_method", "data.load_idx", "data.load_cifar10"),
-    *("data.load_agnews", "data.load_image_folder"),
+    *("register_method", "data.load_cifar10"),
     *("MemoryBudget.load", "remat.read_log"),
 }
 """Calls whose good arguments name data that is not there; one bad argument must be refused as well."""

@@ -310,27 +310,7 @@ def calls(w: World) -> list[Call]:
             data.load_digit_images,
             {"split": "test", "normalise": True, "wrong_labels": 0.0, "seed": 0},
         ),
-        "data.load_npz": (
-            data.load_npz,
-            {"path": w.folder / "data.npz", "split": "train", "inputs": "x_{split}"}
-            | {"labels": "y_{split}", "classes": "classes", "channels": None, "mean": (0.0,)}
-            | {"std": (1.0,)},
-        ),
-        "data.load_characters": (
-            data.load_characters,
-            {"path": w.folder / "text.txt", "split": "train", "length": 8, "stride": 4}
-            | {"held_out": 0.1},
-        ),
-        "data.load_idx": (data.load_idx, {"path": w.folder, "split": "train"}),
         "data.load_cifar10": (data.load_cifar10, {"path": w.folder, "split": "train"}),
-        "data.load_agnews": (
-            data.load_agnews,
-            {"path": w.folder, "split": "train", "length": 8, "words": 10, "least": 1},
-        ),
-        "data.load_image_folder": (
-            data.load_image_folder,
-            {"path": w.folder, "split": "train", "resize": 4, "crop": 4},
-        ),
         "farm.run": (
             farm.run,
             {"store": w.store, "rows": "squares", "job": squares, "workers": 0, "progress": None}

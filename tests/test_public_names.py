@@ -46,12 +46,8 @@ NAMES = {
     "gradkeep.testing": """
         StoreTests
     """,
-    "gradkeep.web": """
-        Access RequestLimits ShownRow create_app serve write_report
-    """,
     "gradkeep.data": """
-        CNN GPT MLP ResNet9 dataset load_agnews load_characters load_cifar10 load_digit_images
-        load_digits load_idx load_image_folder load_npz model models
+        CNN GPT MLP ResNet9 dataset load_cifar10 load_digit_images load_digits model models
     """,
     "gradkeep.farm": "LocalProcesses RayCluster Slurm engine run work",
     "gradkeep.query": """

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch.utils.data import DataLoader
 
-from gradkeep.data import dataset, load_cifar10, load_idx, load_image_folder, load_npz
+from gradkeep.data import dataset, load_cifar10
 from gradkeep.data._examples import Examples
-from gradkeep.data._files import read_idx
+from gradkeep.data._files import load_idx, load_npz, read_idx
+from gradkeep.data._image_folder import load_image_folder
 from gradkeep.errors import DataError, MissingExtra
 
 CODES = {"u1": 8, "i1": 9, "i2": 11, "i4": 12, "f4": 13, "f8": 14}

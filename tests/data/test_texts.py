@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from gradkeep.data import dataset, load_agnews, load_characters
-from gradkeep.data._texts import Vocabulary
+from gradkeep.data import dataset
+from gradkeep.data._texts import Vocabulary, load_agnews, load_characters
 from gradkeep.errors import DataError
 
 CSV = (

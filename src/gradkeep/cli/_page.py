@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import typer
 
 from gradkeep._arguments import shown
 from gradkeep._progress import progress
+from gradkeep._surroundings import install_hint
 from gradkeep.cli._files import input_file, output_file
 from gradkeep.cli._imports import imported, recipe_named, script_names
 from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
-from gradkeep.errors import DataError, RematError, StoreError
+from gradkeep.errors import DataError, MissingExtra, RematError, StoreError
 
 DataOption = Annotated[
     str | None,
@@ -49,10 +51,8 @@ def serve(
 
     Ctrl-C ends it. Decisions about labels are kept in the store as they are made.
     """
-    from gradkeep import web
-
-    starts = web.serve  # without its extra, that is said before anything else is looked at
-    starts(
+    serve_page = _web_module("_serve").serve  # a missing extra is reported before anything else
+    serve_page(
         store,
         host=host,
         port=port,
@@ -80,13 +80,12 @@ def report(
     It explains the mistakes, the least sure queries and the first ones.
     """
     import gradkeep.store as stores
-    from gradkeep import web
 
-    writes = web.write_report
+    write_report = _web_module("_report").write_report
     output_file(out, error=StoreError)
     opened = stores.open(store, create=False)
     with progress("report", "answers") as told:
-        path = writes(
+        path = write_report(
             opened,
             out,
             data=_previews(data),
@@ -99,6 +98,16 @@ def report(
         print_json({"file": str(path), "bytes": size})
         return
     print(f"wrote {path}, {size / 1e6:.1f} MB; open it in any browser")
+
+
+def _web_module(name: str) -> Any:
+    """Import a module of the web UI, whose packages are an extra."""
+    try:
+        return importlib.import_module(f"gradkeep.web.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("gradkeep"):
+            raise
+        raise MissingExtra("the page needs fastapi and uvicorn", fix=install_hint("web")) from error
 
 
 def _logs(given: list[Path] | None) -> list[Path]:

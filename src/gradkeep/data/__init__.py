@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from gradkeep._public import lazy_names
 from gradkeep.data._dataset import dataset
 from gradkeep.data._examples import load_digit_images, load_digits
-from gradkeep.data._files import load_cifar10, load_idx, load_npz
-from gradkeep.data._image_folder import load_image_folder
-from gradkeep.data._texts import load_agnews, load_characters
+from gradkeep.data._files import load_cifar10
 from gradkeep.data.architectures._catalog import model, models
 
 if TYPE_CHECKING:
@@ -26,14 +24,9 @@ __all__ = [
     "MLP",
     "ResNet9",
     "dataset",
-    "load_agnews",
-    "load_characters",
     "load_cifar10",
     "load_digit_images",
     "load_digits",
-    "load_idx",
-    "load_image_folder",
-    "load_npz",
     "model",
     "models",
 ]
