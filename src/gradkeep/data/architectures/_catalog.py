@@ -51,13 +51,13 @@ _LARGEST = 2**24
 """No size of a reference model is as large: a slip of the finger, and all memory is gone."""
 _MODULES = {
     "BertClassifier": "_transformers",
-    "CNN": "_small",
+    "CNN": "_convolutional",
     "GPT": "_transformers",
-    "MLP": "_small",
+    "MLP": "_convolutional",
     "ResNet9": "_resnets",
     "ResNet20": "_resnets",
     "ResNet50": "_resnets",
-    "VGG16": "_small",
+    "VGG16": "_convolutional",
 }
 CLASSES = tuple(_MODULES)
 _NAMES = {"bert" if name == "BertClassifier" else name.lower(): name for name in CLASSES}
@@ -263,7 +263,7 @@ _WORKLOADS: dict[str, _WorkloadEntry] = {
         "_sequences.transformer_workload", {**_WORDS, "heads": 2}, {**_WIKITEXT, "heads": 2}
     ),
     "unrolled_gan": _WorkloadEntry(
-        "_gans.gan_workload",
+        "_convolutional.gan_workload",
         {"batch_size": 16, "noise_dim": 16, "g_hidden": 32, "d_hidden": 32, "unrolled_steps": 3},
         {
             "batch_size": 512,
@@ -285,7 +285,6 @@ def zoo() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
-@checked(RematError)
 def default_sizes(name: str) -> dict[str, int | float]:
     """The sizes of a model, batch size included, that `build` takes unless told otherwise.
 
@@ -295,7 +294,6 @@ def default_sizes(name: str) -> dict[str, int | float]:
     return dict(_workload_entry(name).small)
 
 
-@checked(DataError)
 def published_sizes(name: str) -> dict[str, int | float]:
     """The sizes of the published experiments; most need a large machine.
 
