@@ -328,22 +328,11 @@ def odd_times(at: Victim) -> None:
     os.utime(at.file(), (0, at.chance.choice([0, 2**33, 2**40])))
 
 
-def forged_catalogue(at: Victim) -> None:
-    file = at.root / "catalog.sqlite"
-    data = bytearray(file.read_bytes())
-    for _ in range(at.chance.choice([1, 30])):
-        data[at.chance.randrange(100, len(data) - 16)] = at.chance.randrange(256)
-    import xxhash
-
-    rewrite(file, bytes(data[:-16]) + xxhash.xxh3_128_digest(bytes(data[:-16])))
-
-
 KINDS: tuple[Callable[[Victim], None], ...] = (
     *(flip_bits, truncate, empty, append_bytes, zero_out, garbage, delete_file, delete_folder),
     *(swap_files, overwrite_by_another, duplicate, rename_file, move_file, rename_folder),
     *(dangling_link, link_out, link_loop, folder_for_file, file_for_folder, wrong_types),
     *(deep_nesting, huge_numbers, old_manifest_restored, foreign_files, odd_times),
-    forged_catalogue,
 )
 
 # Answers ----------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main() -> int:
         store = str(folder / "store")
         for name, arguments in (
             ("info", ["info", store]),
-            ("sql, the catalog made", ["sql", store, QUESTION]),
+            ("sql, the first time", ["sql", store, QUESTION]),
             ("sql again", ["sql", store, QUESTION]),
             (f"verify --sample {given.sample}", ["verify", store, "--sample", str(given.sample)]),
         ):

@@ -236,7 +236,7 @@ def commit_line(root: Path, rounds: int) -> Line:
     return Line("16 KB row, full, wall / bare write + fsync", statistics.median(found), 3.0)
 
 
-def catalog_line(root: Path, segments: int) -> Line:
+def scan_line(root: Path, segments: int) -> Line:
     store = gk.open(root / "many", durability="process")
     one = gk.store.Schema((gk.store.Array("loss"),), rows_per_segment=1)
     per_block = 1000
@@ -250,9 +250,9 @@ def catalog_line(root: Path, segments: int) -> Line:
         else:
             writer.flush()
             writer.close()
-    spent = cpu(store.rebuild_catalog)
+    spent = cpu(store.info)
     bar = 10.0 * segments / 100_000
-    return Line(f"catalog of {segments:,} segments, CPU s", spent, bar, "(half sealed, half open)")
+    return Line(f"scan of {segments:,} segments, CPU s", spent, bar, "(half sealed, half open)")
 
 
 def main(arguments: list[str]) -> int:
@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> int:
         files = sorted((root / "store" / KEY.folder / "seg").iterdir())
         lines = [*streams(store, files, rounds), *writes(root, segments, min(rounds, 7))]
         lines += [*gathers(store, files, rounds), size_line(store), mask_line()]
-        lines += [commit_line(root, rounds), catalog_line(root, 2_000 if quick else 100_000)]
+        lines += [commit_line(root, rounds), scan_line(root, 2_000 if quick else 100_000)]
     finally:
         shutil.rmtree(root, ignore_errors=True)
     for line in lines:

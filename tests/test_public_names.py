@@ -22,12 +22,9 @@ NAMES = {
         Evaluation Recipe agreement check_removal class_retrieval compare datamodel_scores evaluations find_leaks ground_truth hybrid judge_methods label_detection lds leakage leave_one_out load_truth out_of_fold rank_sum removal_curve sanity_check select_rows stability suggest_labels verify_rows
     """,
     "gradkeep.datamodels": """
-        Clusters Comparison Components Correlation Counterfactual DataSupport DataValues
-        Datamodels Groups LearningCurve Masks Memorisation Neighbours Output PlantedData
-        RankedPairs Study TopExamples Training VerifiedRemovals by_group clusters compare
-        components confidences correct correlation counterfactual data_support draw_masks
-        fit leakage learning_curve load losses margins memorisation near_duplicates
-        neighbours output planted similarity top values verify_removals
+        Datamodels Masks Study Training by_group clusters compare components correlation
+        counterfactual data_support fit leakage learning_curve load losses margins memorisation
+        near_duplicates neighbours planted similarity top values verify_removals
     """,
     "gradkeep.remat": """
         Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget
@@ -45,13 +42,12 @@ NAMES = {
         SchemaMismatch SqlError StepChanged StoreError StudyError WriteFailed
     """,
     "gradkeep.store": """
-        Array Backend Batch Block BlockKey Bucket CaptureKey Checkpoint Damage Durability
-        Encoding Entry GcReport Layer Lease LocalDisk Memory Ragged Readable RowCounts RowState Rows
-        Run Schema ScoresKey Store Verdict Writer WriterShare backend_for gc open
-        register_backend verify zarr_references zarr_view
-    BasisKey EvaluationKey Decision standing """,
+        Array Backend BasisKey Batch Block Bucket CaptureKey Checkpoint Decision EvaluationKey
+        Layer LocalDisk Memory Ragged Rows Run Schema ScoresKey Store gc open register_backend
+        verify zarr_references zarr_view
+    """,
     "gradkeep.testing": """
-        BackendTests StoreTests
+        StoreTests
     """,
     "gradkeep.web": """
         Access RequestLimits ShownRow create_app serve write_report

@@ -87,7 +87,7 @@ def test_evaluations_of_a_capture_that_was_made_again_are_left_out(world):
     recapture(store, capture, "train", (data["train"][1] + 1) % 3)
     with pytest.raises(EvaluationError, match="gradkeep evaluate"):
         evaluate.Evaluation.load(store, "lds")
-    with pytest.warns(UserWarning, match="'lds'"):
+    with pytest.warns(UserWarning, match="lds"):
         assert set(evaluate.evaluations(store)) == {"unknown"}
 
 

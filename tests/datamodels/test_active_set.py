@@ -46,7 +46,7 @@ def test_it_is_what_coordinate_descent_finds(n, m, fraction, ridge, warm, seed):
     problem = PenalizedProblem(
         row[0], torch.ones(1), torch.tensor([lam]).float(), torch.tensor([ridge]).float()
     )
-    state = SolverState(row[1], row[2], torch.ones(1))
+    state = SolverState(row[1], row[2])
     dense = DenseGram(torch.from_numpy(gram).float())
     gap = solve_by_active_sets(dense, problem, state, tolerance=1e-5)
     if gap is None:  # another way finishes, from a state that is no worse than the first

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradkeep.datamodels import fit, planted
-from gradkeep.datamodels.fitting._memory import fit_layout
+from gradkeep.datamodels.fitting._options import fit_layout
 from gradkeep.errors import BudgetError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradkeep import farm
-from gradkeep.farm._progress import Progress, recent_rate
+from gradkeep.farm._run import Progress, recent_rate
 
 
 def test_the_time_left_follows_from_the_pace():

@@ -60,9 +60,6 @@ class SqliteFile(Backend):
         self._all("update vals set key = ? where key = ?", aside, key)
         return aside
 
-    def stamp(self, prefix):
-        return None
-
     def leftovers(self, *, older_than):
         return ()
 

@@ -1,30 +1,30 @@
 """Every place that gradkeep brings along passes the tests that it asks of others."""
 
 import pytest
+from store_suite.store_tests import FullStoreTests
 
 from gradkeep.store import Bucket, LocalDisk, Memory
-from gradkeep.testing import StoreTests
 
 
-class TestLocalDisk(StoreTests):
+class TestLocalDisk(FullStoreTests):
     @pytest.fixture
     def backend(self, tmp_path):
         return LocalDisk(tmp_path / "store")
 
 
-class TestMemory(StoreTests):
+class TestMemory(FullStoreTests):
     @pytest.fixture
     def backend(self):
         return Memory()
 
 
-class TestBucketInMemory(StoreTests):
+class TestBucketInMemory(FullStoreTests):
     @pytest.fixture
     def backend(self):
         return Bucket("memory://")
 
 
-class TestBucketInFolder(StoreTests):
+class TestBucketInFolder(FullStoreTests):
     @pytest.fixture
     def backend(self, tmp_path):
         return Bucket(f"file://{tmp_path}/store")

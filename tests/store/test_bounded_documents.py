@@ -1,6 +1,5 @@
 """Documents of strangers: bounded before they are parsed, with no field that gradkeep does not write."""
 
-import os
 import tracemalloc
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 import gradkeep as gk
 from gradkeep.errors import Damaged, StoreError
-from gradkeep.store import LocalDisk, _document, verify
+from gradkeep.store import _document, verify
 from tests.store.test_strangers import at, fill, forge, look, sealed
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
@@ -80,16 +79,3 @@ def test_what_could_not_be_read_back_is_not_written(store, monkeypatch):
     with pytest.raises(StoreError, match="too large"):
         store.write(gk.store.CaptureKey("final", "other"), schema)
     assert verify(store.location).healthy
-
-
-@pytest.mark.parametrize("size", [3 << 30, 1 << 42])
-def test_a_catalogue_of_any_size_is_only_a_cache(store, size):
-    store.info()
-    before = str(store.sql("select count(*) from samples"))
-    with open(at(store, "catalog.sqlite"), "r+b") as file:
-        file.truncate(size)
-    opened = gk.open(store.location, create=False)
-    assert str(opened.sql("select count(*) from samples")) == before
-    assert opened.info().captures
-    assert os.path.getsize(at(store, "catalog.sqlite")) < 1 << 20
-    assert verify(LocalDisk(store.location)).healthy

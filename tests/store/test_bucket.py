@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 from s3_server import ANYBODY, ONCE, connect
+from store_suite.store_tests import FullStoreTests
 
 import gradkeep as gk
 from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
 from gradkeep.store import Bucket, verify
 from gradkeep.store.backends import _bucket
-from gradkeep.testing import StoreTests
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def url(request):
     return f"s3://bucket/{abs(hash(request.node.nodeid)):x}"
 
 
-class TestS3(StoreTests):
+class TestS3(FullStoreTests):
     # Thousands of requests to a server that takes one at a time.
     test_any_sequence_of_steps_does_what_a_dictionary_would = None
 

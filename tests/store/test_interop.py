@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from store_suite.examples import ARRAYS, ExampleRow, batch_of, check_column, ids_of, schema
 
 import gradkeep as gk
-from gradkeep.testing._examples import ARRAYS, ExampleRow, batch_of, check_column, ids_of, schema
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train", run="main")
 ROWS = [ExampleRow(number) for number in (7, 3, 11, 0, 5, 2, 40, 1, 8, 90)]

@@ -1,7 +1,6 @@
 """Versions of a block: which is the newest, what may be sealed, and what a seal refuses."""
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 
@@ -299,7 +298,7 @@ def test_who_loses_the_race_for_a_number_takes_the_next(store, monkeypatch):
         monkeypatch.setattr(_manifest, "publish_manifest", publish)
         _manifest.seal(backend, folder, durability="process", own=(), adding=True)
         put_segment(store, of, 1, [2, 3])
-        return publish(backend, folder, dataclasses.replace(manifest, written=(9,)), **options)
+        return publish(backend, folder, msgspec.structs.replace(manifest, written=(9,)), **options)
 
     monkeypatch.setattr(_manifest, "publish_manifest", beaten)
     assert (seal(store).version, len(store.read(KEY))) == (1, 4)

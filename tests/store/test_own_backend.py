@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from store_suite.store_tests import FullStoreTests
 
 import gradkeep as gk
 from gradkeep.errors import Damaged, NotAStore, StoreError
 from gradkeep.store import Bucket, LocalDisk, Memory, backend_for, gc, register_backend, verify
-from gradkeep.testing import StoreTests
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -34,7 +34,7 @@ def fill(store):
         writer.append([3, 1, 2], {"loss": [0.5, 2.0, 4.0]})
 
 
-class TestSqliteFile(StoreTests):
+class TestSqliteFile(FullStoreTests):
     @pytest.fixture
     def backend(self, url):
         return SqliteFile(url)

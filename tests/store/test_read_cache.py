@@ -12,8 +12,8 @@ from s3_server import ONCE, connect
 
 import gradkeep as gk
 from gradkeep.errors import GradkeepError, StoreError
-from gradkeep.store.backends import _read_cache
-from gradkeep.store.backends._read_cache import ReadCache, cache_of_environment
+from gradkeep.store.backends import _bucket
+from gradkeep.store.backends._bucket import ReadCache, cache_of_environment
 
 KEY = gk.store.CaptureKey("final", "train")
 ROWS, WIDE = 40, 20_000
@@ -62,7 +62,6 @@ def test_a_second_reader_fetches_no_segment_again(line, url, cache):
 
 
 def test_large_values_come_in_pieces_at_once(s3, url, monkeypatch):
-    from gradkeep.store.backends import _bucket
 
     monkeypatch.setattr(_bucket, "_PIECE_BYTES", 100_000)
     bucket = connect(url, s3)
@@ -101,7 +100,7 @@ def test_a_full_disk_goes_without(line, url, cache, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(_read_cache.os, "replace", full)
+    monkeypatch.setattr(_bucket.os, "replace", full)
     store = gk.open(connect(url, line.address), create=False)
     for _ in range(3):
         assert np.array_equal(store.read(KEY).column("x"), values())

@@ -10,7 +10,7 @@ import pytest
 import gradkeep as gk
 from gradkeep.errors import Damaged, MissingExtra, MissingRows, SqlError
 from gradkeep.store import LocalDisk, Memory, Store
-from gradkeep.store.backends._syscalls import Syscalls
+from gradkeep.store.backends._plain_file import Syscalls
 
 pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import sqlite3
-import time
 from pathlib import Path
 
 import numpy as np
@@ -336,85 +334,6 @@ def test_no_name_leads_out_of_the_folder(tmp_path, key):
         with pytest.raises(Damaged, match="out of the store"):
             way()
     assert (tmp_path / "x").read_text() == "mine"
-
-
-def put_catalog(store, connection):
-    connection.execute("pragma user_version = 2")
-    connection.commit()
-    content = connection.serialize()
-    at(store, "catalog.sqlite").write_bytes(content + xxhash.xxh3_128_digest(content))
-
-
-def kept_catalog(store):
-    store.info()
-    data = at(store, "catalog.sqlite").read_bytes()[:-16]
-    connection = sqlite3.connect(":memory:")
-    connection.deserialize(data)
-    return connection
-
-
-ENDLESS = "with recursive n(i) as (select 1 union all select i + 1 from n) select i from n"
-
-
-@pytest.mark.parametrize(
-    "statements",
-    [
-        f"drop table blocks; create view blocks as {ENDLESS}",
-        f"drop table store; create view store as select 'x' as uuid from ({ENDLESS})",
-        f"create trigger t after insert on blocks begin delete from blocks where ({ENDLESS}); end",
-        f"create trigger t after delete on runs begin insert into stamps {ENDLESS}, 1, 1; end",
-        "create table more (a); insert into more values (zeroblob(1000000))",
-        "drop table segments",
-        "update blocks set rows = 'many', state = 7",
-        "update blocks set kind = 'other'",
-        "update blocks set fingerprints = '[1]'",
-        "update blocks set fingerprints = '" + "[" * 50_000 + "'",
-        "update blocks set modified = 1e300",
-        "update arrays set shape = '\"x\"', dtype = 'float99'",
-        "update runs set config = '3'",
-        "update checkpoints set step = 'x'",
-        "insert into store values ('another')",
-        "update stamps set folder = cast(x'ff80' as text)",
-        "update segments set file = cast(x'e28028' as text)",
-        "update blocks set problem = cast(x'ff' as text)",
-        "update stamps set stamp = 'x'",
-    ],
-)
-def test_an_odd_catalogue_is_made_again(store, statements):
-    wanted = store.info().to_fields()
-    connection = kept_catalog(store)
-    try:
-        connection.executescript(statements)
-    except sqlite3.Error:
-        connection.execute("create table odd (a)")
-    put_catalog(store, connection)
-    start = time.monotonic()
-    assert gk.open(store.location).info().to_fields() == wanted
-    assert time.monotonic() - start < 5
-
-
-def test_a_catalogue_whose_pages_are_used_twice_is_made_again(store):
-    wanted = store.info().to_fields()
-    connection = kept_catalog(store)
-    connection.executemany(
-        "insert into stamps values (?, ?, 1)", [(f"b{i}", "x" * 500) for i in range(3000)]
-    )
-    connection.commit()
-    connection.execute("pragma user_version = 2")
-    content = bytearray(connection.serialize())
-    size = int.from_bytes(content[16:18], "big")
-    pages = {at // size: content[at] for at in range(0, len(content), size) if at}
-    inner = [page for page, kind in pages.items() if kind == 2]
-    assert inner, "a tree of several levels"
-    for page in inner:  # every child is the page itself
-        start = page * size
-        cells = int.from_bytes(content[start + 3 : start + 5], "big")
-        for cell in range(cells):
-            place = start + 12 + 2 * cell
-            offset = start + int.from_bytes(content[place : place + 2], "big")
-            content[offset : offset + 4] = (page + 1).to_bytes(4, "big")
-    at(store, "catalog.sqlite").write_bytes(bytes(content) + xxhash.xxh3_128_digest(bytes(content)))
-    assert gk.open(store.location).info().to_fields() == wanted
 
 
 def forged_segment(store, key, change):

@@ -160,7 +160,7 @@ def test_gc_leaves_work_in_progress_alone(store):
 
 
 def test_gc_wants_at_least_one_version(store):
-    with pytest.raises(gk.GradkeepError, match="at least one"):
+    with pytest.raises(gk.GradkeepError):
         gc(store, keep_versions=0)
 
 

@@ -6,7 +6,7 @@ import pytest
 import gradkeep as gk
 from gradkeep.errors import Conflict, InvalidRows, MissingRows, NotSealed, StoreError, WriteFailed
 from gradkeep.store import LocalDisk, Memory, WriterShare
-from gradkeep.store.backends._syscalls import Syscalls
+from gradkeep.store.backends._plain_file import Syscalls
 
 KEY = gk.store.CaptureKey(checkpoint="final", split="train")
 

@@ -22,8 +22,7 @@ from gradkeep.attribution._tuning import choose_option, wants_choice
 from gradkeep.curvature._cholesky import summed_up
 from gradkeep.errors import AttributionError, FarmError
 from gradkeep.factors._registry import form_from_fields
-from gradkeep.farm._run import check_place
-from gradkeep.farm._sharing import blocks_of, share_out, size_of
+from gradkeep.farm._run import blocks_of, check_place, share_out, size_of
 from gradkeep.store import Array
 from gradkeep.store import open as open_store
 
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep.attribution._question import AttributionQuestion
-    from gradkeep.farm._progress import Progress
-    from gradkeep.farm._run import Engine
+    from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
 

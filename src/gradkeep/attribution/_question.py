@@ -119,7 +119,6 @@ class CheckpointView:
         return self.question.block(key)
 
 
-@checked(AttributionError)
 def make_question(
     store: Store,
     *,
@@ -198,7 +197,6 @@ def _check_examples(one: Block, other: Block, split: str) -> None:
             )
 
 
-@checked(AttributionError)
 def checkpoints_asked(
     store: Store,
     *,

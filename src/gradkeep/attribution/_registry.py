@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from gradkeep._annotations import checked
 from gradkeep.attribution._method import Method
 from gradkeep.attribution.scorers import ALL
 from gradkeep.errors import AttributionError
@@ -50,7 +49,6 @@ def register_method(method: Method) -> None:
     _METHODS[method.name] = method
 
 
-@checked(AttributionError)
 def unregister_method(name: str) -> None:
     """Forget a method that was registered; ours stay."""
     if name not in _METHODS or any(method.name == name for method in ALL):
@@ -76,7 +74,6 @@ def holds_sequences(schema: Schema) -> bool:
     return tokens or str(schema.fingerprints.get("task")).startswith(_SEQUENCES)
 
 
-@checked(AttributionError)
 def default_method(store: Store, *, run: str | Sequence[str], train: str, name: str) -> str:
     """The method that won for what was captured: `ekfac` for sequences, else `kernel`."""
     runs = [run] if isinstance(run, str) else list(run)

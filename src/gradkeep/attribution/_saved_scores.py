@@ -140,17 +140,9 @@ def load_scores(store: Store, name: str, kind: type[Scores], ids: Any = None) ->
 
 def _require_current(store: Store, name: str, fingerprints: Mapping[str, Any]) -> None:
     """Raise if a capture holds other rows than when these scores were computed."""
-    changed = store.changed_captures(fingerprints)
-    if changed:
-        raise AttributionError(
-            f"the scores {name!r} were computed from other rows than the store holds now",
-            path=store.location,
-            found=f"{', '.join(changed[:3])} captured again since",
-            expected="scores of the captures that are there",
-            fix=f"delete them and compute them again: gradkeep delete {store.location} "
-            f"scores/{name} --yes, then gradkeep attribute {store.location} --method "
-            f"{fingerprints.get('method')} --save {name}",
-        )
+    method = fingerprints.get("method")
+    again = f"gradkeep attribute {store.location} --method {method} --save {name}"
+    store.require_current(ScoresKey(name), fingerprints, AttributionError, again)
 
 
 def _all_queries(block: Block) -> tuple[Any, dict[str, Any]]:

@@ -32,16 +32,15 @@ from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
 from gradkeep.capturing._row_making import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 from gradkeep.farm._job import packed
-from gradkeep.farm._process import worker_number
-from gradkeep.farm._sharing import share_out, size_of
+from gradkeep.farm._run import share_out, size_of
+from gradkeep.farm._worker import worker_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from gradkeep.capturing._audit import FirstRows
-    from gradkeep.farm._progress import Progress
-    from gradkeep.farm._run import Engine
+    from gradkeep.farm._run import Engine, Progress
     from gradkeep.store import CaptureKey
 
 _COUNTS = ("rows", "zero", "tiny", "example")

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from gradkeep._annotations import checked
-from gradkeep.errors import NotSealed, QueryError
+from gradkeep.errors import NotSealed
 from gradkeep.factors._form import form_to_fields
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.store import Array, Schema, Store
@@ -58,7 +57,6 @@ class KeptMoments:
     ids: np.ndarray[Any, np.dtype[np.int64]] | None = None
     """The ids of those rows; None of captures that were made before they were kept."""
 
-    @checked(QueryError)
     def dropped(self, gradients: Gradients) -> int | None:
         """How many of their rows are no longer among these gradients; None: nobody knows.
 
@@ -69,7 +67,6 @@ class KeptMoments:
         return 0 if gradients.block.version <= 0 else None
 
     @classmethod
-    @checked(QueryError)
     def of(cls, gradients: Gradients) -> Self | None:
         """Those that are kept beside these gradients; None if there are none.
 
@@ -88,7 +85,6 @@ class KeptMoments:
         return found if found is not None and found.weights == gradients.weights else None
 
     @classmethod
-    @checked(QueryError)
     def read(cls, store: Store, key: CaptureKey) -> Self | None:
         """Those of a capture; None if there are none, or none that this version knows."""
         if not store.has(key.moments):
@@ -105,7 +101,6 @@ class KeptMoments:
             return cls(_LayersOnDisk(block), rows, weights, ids)
         return None
 
-    @checked(QueryError)
     def save(self, store: Store, key: CaptureKey) -> None:
         """Put them beside a capture; what an interrupted run left of others is replaced."""
         values = {

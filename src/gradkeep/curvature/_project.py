@@ -147,7 +147,6 @@ def tiling(
     return split.train_rows, min(split.scratch, CACHED)
 
 
-@checked(AttributionError)
 def project_dense(
     gradients: torch.Tensor, projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -173,7 +172,6 @@ def project_dense(
     return require_finite(into.values())
 
 
-@checked(AttributionError)
 def signs_or_normals(size: int, projection: Projection, *, model: object = 0) -> torch.Tensor:
     """The matrix `[P, k]` that `rademacher` and `normal` multiply with, before / sqrt(k)."""
     _arguments.count("size", size, error=AttributionError, least=1)
@@ -186,7 +184,6 @@ def signs_or_normals(size: int, projection: Projection, *, model: object = 0) ->
     return made.matrix()
 
 
-@checked(AttributionError)
 def project_parameters(
     gradients: Mapping[str, torch.Tensor], projection: Projection, *, model: object = 0
 ) -> torch.Tensor:
@@ -214,7 +211,6 @@ def project_parameters(
     return require_finite(into.values())
 
 
-@checked(AttributionError)
 def project_layers(
     layers: Iterable[tuple[AnyForm, GradientRows]],
     projection: Projection,

@@ -37,7 +37,6 @@ _PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
 MNIST = Scaling((0.1307,), (0.3081,))
 
 
-@checked(DataError)
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[Any]]:
     """The array in an idx file, in this machine's byte order.
 

@@ -57,7 +57,6 @@ class Vocabulary:
         object.__setattr__(self, "_numbers", numbers)
 
     @classmethod
-    @checked(DataError)
     def build(cls, texts: Iterable[str], *, size: int = 10_000, least: int = 1) -> Self:
         """The most frequent words, at most `size` with the special ones, seen `least` times."""
         _arguments.count("size", size, error=DataError)
@@ -74,7 +73,6 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.words)
 
-    @checked(DataError)
     def encode(
         self, texts: Sequence[str], *, length: int
     ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
@@ -90,7 +88,6 @@ class Vocabulary:
             mask[row, : len(found)] = 1
         return ids, mask
 
-    @checked(DataError)
     def decode(self, ids: Iterable[int]) -> str:
         """The words of one row, without padding."""
         most = len(self.words) - 1

@@ -4,73 +4,56 @@ How they are fitted is in `fitting`, what they tell in `analyses`, and how the m
 they are fitted to in `study`.
 """
 
-from gradkeep.datamodels.analyses._components import (
-    Clusters,
-    Comparison,
-    Components,
-    clusters,
-    compare,
-    components,
-)
-from gradkeep.datamodels.analyses._learning_curve import LearningCurve, learning_curve
-from gradkeep.datamodels.analyses._removal import (
-    Counterfactual,
-    DataSupport,
-    VerifiedRemovals,
-    counterfactual,
-    data_support,
-    verify_removals,
-)
+from gradkeep.datamodels.analyses._components import Clusters as Clusters
+from gradkeep.datamodels.analyses._components import Comparison as Comparison
+from gradkeep.datamodels.analyses._components import Components as Components
+from gradkeep.datamodels.analyses._components import clusters, compare, components
+from gradkeep.datamodels.analyses._removal import Counterfactual as Counterfactual
+from gradkeep.datamodels.analyses._removal import DataSupport as DataSupport
+from gradkeep.datamodels.analyses._removal import VerifiedRemovals as VerifiedRemovals
+from gradkeep.datamodels.analyses._removal import counterfactual, data_support, verify_removals
+from gradkeep.datamodels.analyses._similarity import Neighbours as Neighbours
+from gradkeep.datamodels.analyses._similarity import RankedPairs as RankedPairs
 from gradkeep.datamodels.analyses._similarity import (
-    Neighbours,
-    RankedPairs,
     leakage,
     near_duplicates,
     neighbours,
     similarity,
 )
-from gradkeep.datamodels.analyses._valuation import DataValues, Memorisation, memorisation, values
-from gradkeep.datamodels.analyses._weights import Groups, TopExamples, by_group, top
-from gradkeep.datamodels.fitting._correlation import Correlation, correlation
+from gradkeep.datamodels.analyses._valuation import DataValues as DataValues
+from gradkeep.datamodels.analyses._valuation import Memorisation as Memorisation
+from gradkeep.datamodels.analyses._valuation import memorisation, values
+from gradkeep.datamodels.analyses._weights import Groups as Groups
+from gradkeep.datamodels.analyses._weights import LearningCurve as LearningCurve
+from gradkeep.datamodels.analyses._weights import TopExamples as TopExamples
+from gradkeep.datamodels.analyses._weights import by_group, learning_curve, top
+from gradkeep.datamodels.fitting._correlation import Correlation as Correlation
+from gradkeep.datamodels.fitting._correlation import correlation
 from gradkeep.datamodels.fitting._fit import fit
-from gradkeep.datamodels.fitting._masks import Masks, draw_masks
-from gradkeep.datamodels.fitting._planted import PlantedData, planted
+from gradkeep.datamodels.fitting._masks import Masks, planted
+from gradkeep.datamodels.fitting._masks import PlantedData as PlantedData
+from gradkeep.datamodels.fitting._masks import draw_masks as draw_masks
 from gradkeep.datamodels.fitting._result import Datamodels, load
-from gradkeep.datamodels.study._outputs import Output, confidences, correct, losses, margins, output
+from gradkeep.datamodels.study._outputs import Output as Output
+from gradkeep.datamodels.study._outputs import confidences as confidences
+from gradkeep.datamodels.study._outputs import correct as correct
+from gradkeep.datamodels.study._outputs import losses, margins
+from gradkeep.datamodels.study._outputs import output as output
 from gradkeep.datamodels.study._study import Study
 from gradkeep.datamodels.study._training import Training
 
 __all__ = [
-    "Clusters",
-    "Comparison",
-    "Components",
-    "Correlation",
-    "Counterfactual",
-    "DataSupport",
-    "DataValues",
     "Datamodels",
-    "Groups",
-    "LearningCurve",
     "Masks",
-    "Memorisation",
-    "Neighbours",
-    "Output",
-    "PlantedData",
-    "RankedPairs",
     "Study",
-    "TopExamples",
     "Training",
-    "VerifiedRemovals",
     "by_group",
     "clusters",
     "compare",
     "components",
-    "confidences",
-    "correct",
     "correlation",
     "counterfactual",
     "data_support",
-    "draw_masks",
     "fit",
     "leakage",
     "learning_curve",
@@ -80,7 +63,6 @@ __all__ = [
     "memorisation",
     "near_duplicates",
     "neighbours",
-    "output",
     "planted",
     "similarity",
     "top",

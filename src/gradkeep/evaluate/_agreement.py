@@ -117,7 +117,6 @@ def sanity_check(
     )
 
 
-@checked(EvaluationError)
 def randomise(model: torch.nn.Module, *, seed: int = 0) -> torch.nn.Module:
     """A copy of a model with random weights: modules begin anew, other parameters are shuffled.
 

@@ -440,15 +440,8 @@ def load_evaluation(store: Store, name: str) -> Evaluation:
             f"the evaluation {name!r} was not written to the end", path=error.path, fix="save again"
         ) from error
     told: Mapping[str, Any] = block.schema.fingerprints
-    changed = store.changed_captures(told)
-    if changed:
-        raise OutdatedEvaluationError(
-            f"the evaluation {name!r} is of other rows than the store holds now",
-            path=store.location,
-            found=f"{', '.join(changed[:3])} captured again since",
-            fix=f"delete it and evaluate again: gradkeep delete {store.location} "
-            f"evaluations/{name} --yes, then gradkeep evaluate all {store.location}",
-        )
+    again = f"gradkeep evaluate all {store.location}"
+    store.require_current(EvaluationKey(name), told, OutdatedEvaluationError, again)
     values = {part: np.asarray(block.column(part))[0] for part in block.names}
     curve = None
     if "curve" in values:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.curvature._project import project
 from gradkeep.curvature._sketches import Projection
@@ -68,7 +67,6 @@ class RowMap:
         return f"{len(self)}{part} rows by {self.of}: {count} clusters, {len(self.opposing)} pairs opposed"
 
 
-@checked(EvaluationError)
 def map_rows(
     store: Store | str | os.PathLike[str],
     *,
@@ -108,7 +106,6 @@ def map_rows(
     return _mapped(low, block.ids[rows], labels, len(kept), of, clusters, seed)
 
 
-@checked(EvaluationError)
 def map_targets(found: Datamodels, *, clusters: int = 8, most: int = 4000, seed: int = 0) -> RowMap:
     """Targets of datamodels in the plane, by the training examples that they depend on.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 from gradkeep import _arguments
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import FarmError, MissingExtra
-from gradkeep.farm._failure_text import current_failure
 from gradkeep.farm._job import check_workers
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._process import stop_on_signals
-from gradkeep.farm._worker import broken_worker, work
+from gradkeep.farm._worker import broken_worker, stop_on_signals, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +93,11 @@ class RayCluster:
                     if self._has_room(ray):
                         room_seen = time.monotonic()
                     elif time.monotonic() - room_seen > spec.lease_seconds:
-                        raise _no_room(self)
+                        raise FarmError(
+                            "the Ray cluster has no node left that could hold a worker",
+                            expected=f"a node with {self.cpus:g} cores and {self.gpus:g} GPUs",
+                            fix="start nodes and run the same again: what is done stays done",
+                        )
                     if stop.asked and not asked:
                         asked = True
                         for one in actors:
@@ -115,14 +118,6 @@ class RayCluster:
             ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
 
 
-def _no_room(cluster: RayCluster) -> FarmError:
-    return FarmError(
-        "the Ray cluster has no node left that could hold a worker",
-        expected=f"a node with {cluster.cpus:g} cores and {cluster.gpus:g} GPUs",
-        fix="start nodes and run the same again: what is done stays done",
-    )
-
-
 def _actor_class(ray: Any) -> type:
     class FarmWorker:
         """One puller in an actor; anything that ends its process has Ray start it again."""
@@ -136,7 +131,7 @@ def _actor_class(ray: Any) -> type:
             try:
                 work(self._spec, stopped=self._asked.is_set)
             except Exception:
-                return current_failure()
+                return traceback.format_exc()
             return None
 
         @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]

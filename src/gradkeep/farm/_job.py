@@ -15,6 +15,7 @@ from gradkeep.errors import FarmError
 if TYPE_CHECKING:
     from gradkeep.store import Durability, Rows
 
+
 MOST_WORKERS = 100_000
 """Of all machines together."""
 _LARGEST = 2**31 - 1
@@ -49,6 +50,8 @@ class JobSpec:
     give_up_after: int = 10
     """A worker whose first so many rows all fail stops: the next thousand would fail as well."""
     durability: Durability = "full"
+    retry_errors: bool = True
+    """Whether an error that gradkeep raises on purpose is tried again; else it ends the run."""
 
     def __post_init__(self) -> None:
         for name in ("store", "rows"):
@@ -58,8 +61,7 @@ class JobSpec:
             value = getattr(self, name)
             _arguments.count(name, value, error=FarmError, least=1, most=_LARGEST)
         for name in ("timeout", "lease_seconds", "grace"):
-            value = getattr(self, name)
-            if value is not None or name != "timeout":
+            if (value := getattr(self, name)) is not None or name != "timeout":
                 _arguments.number(name, value, error=FarmError, least=0, most=_LONGEST)
         _arguments.one_of("durability", self.durability, _DURABILITIES, error=FarmError)
 

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from gradkeep.errors import FarmError
 from gradkeep.farm._job import check_workers
-from gradkeep.farm._process import StopRequest, cores, environment, stop_on_signals
 from gradkeep.farm._worker import (
     BROKEN,
     STOPPED,
     LeaseKeeper,
     Puller,
+    StopRequest,
     WorkerMessage,
     broken_worker,
+    cores,
+    environment,
+    stop_on_signals,
     work_in_process,
 )
 
@@ -142,20 +145,17 @@ class _Supervisor:
         watched: list[Any] = [worker.process.sentinel for worker in self._workers]
         watched += [worker.connection for worker in self._workers]
         wait(watched, timeout=_TICK)
+        patience = 2 * self._spec.lease_seconds + 5.0
         for worker in list(self._workers):
             self._listen(worker)
             if not worker.process.is_alive():
                 self._listen(worker)  # what it said last
                 self._workers.remove(worker)
                 self._bury(worker)
-            elif worker.ready and time.monotonic() - worker.heard > self._patience(worker):
+            elif worker.ready and worker.leases and time.monotonic() - worker.heard > patience:
                 # Not even its lease keeper runs: stuck in native code that never lets go of Python.
                 worker.process.kill()
         return None
-
-    def _patience(self, worker: _Worker) -> float:
-        """How long a living worker may be silent: between batches it has nothing to say."""
-        return 2 * self._spec.lease_seconds + 5.0 if worker.leases else float("inf")
 
     def _start(self, number: int) -> _Worker:
         ours, theirs = self._context.Pipe()
@@ -198,19 +198,15 @@ class _Supervisor:
         process.close()
         if code == BROKEN and worker.broken is not None:
             raise broken_worker("a worker", worker.broken)
-        # Whatever its code says: rows that it still held were not delivered.
-        self._record_death(worker, code)
-        if worker.finished or self._stopping or (code == STOPPED and not worker.leases):
-            return
-        self._check_hope(worker, code)
-        self._workers.append(self._start(worker.number))
-
-    def _record_death(self, worker: _Worker, code: int | None) -> None:
-        for lease in worker.leases:
+        for lease in worker.leases:  # whatever its code says: they were not delivered
             if self._rows.has(lease.row):
                 self._rows.release(lease)
             else:
                 self._rows.fail(lease, f"the worker {lease.owner} died: {_describe(code)}")
+        if worker.finished or self._stopping or (code == STOPPED and not worker.leases):
+            return
+        self._check_hope(worker, code)
+        self._workers.append(self._start(worker.number))
 
     def _check_hope(self, worker: _Worker, code: int | None) -> None:
         # Killed by a signal before it had a row says little about the next one; an error does.

@@ -4,26 +4,113 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import xxhash
+
+import gradkeep.store as gs
 import gradkeep.store as stores
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.errors import Conflict, FarmError
+from gradkeep.errors import Conflict, FarmError, GradkeepError, StoreError
 from gradkeep.farm._clusters import RayCluster, Slurm
 from gradkeep.farm._job import Job, JobSpec, check_workers, packed
 from gradkeep.farm._local import LocalProcesses
-from gradkeep.farm._process import stop_on_signals
-from gradkeep.farm._progress import Progress, progress_of
-from gradkeep.farm._worker import LeaseKeeper, Puller
+from gradkeep.farm._worker import LeaseKeeper, Puller, stop_on_signals
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from gradkeep.store import Rows, Store
+    from gradkeep.farm._job import Job
+    from gradkeep.store import Array, Rows, RowState, Store
+
+
+_RECENT = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Counts of rows at one moment.
+
+    >>> print(Progress(total=10, done=4, failed=1, rate=0.5))
+    4 of 10 done, 1 failed, 10 s left
+    """
+
+    total: int
+    done: int
+    failed: int = 0
+    """Tried as often as allowed."""
+    leased: int = 0
+    rate: float | None = None
+    """Rows per second, while that is known."""
+
+    @property
+    def pending(self) -> int:
+        """Rows that nobody works on yet."""
+        return self.total - self.done - self.failed - self.leased
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row is done."""
+        return self.done == self.total
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until all rows are done or failed, at the pace so far."""
+        left = self.total - self.done - self.failed
+        if left == 0:
+            return 0.0
+        return left / self.rate if self.rate else None
+
+    def __str__(self) -> str:
+        parts = [f"{self.done} of {self.total} done"]
+        parts += [f"{self.failed} failed"] if self.failed else []
+        parts += [f"{self.leased} running"] if self.leased else []
+        parts += [f"{format_seconds(self.eta)} left"] if self.eta else []
+        return ", ".join(parts)
+
+
+@checked(FarmError)
+def format_seconds(seconds: float) -> str:
+    """A duration as a person says it.
+
+    >>> [format_seconds(s) for s in (0.4, 59, 61, 7322, 200_000)]
+    ['1 s', '59 s', '1 min 1 s', '2 h 2 min', '2 d 7 h']
+    """
+    whole = max(1, round(seconds))
+    for size, unit, below, next_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // below} {next_unit}"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+def progress_of(
+    states: Sequence[RowState], *, rate: float | None = None, running: bool = True
+) -> Progress:
+    """The counts of these states; without `running`, a lease is not taken for work."""
+    counts = Counter(state.state for state in states)
+    leased = counts["leased"] if running else 0
+    return Progress(len(states), counts["done"], counts["failed"], leased, rate)
+
+
+def recent_rate(store: Store, rows: Rows) -> float | None:
+    """Rows per second of the last hour, from the times of the rows' own files."""
+    times = sorted(
+        entry.modified
+        for bucket in store.backend.list(f"{rows.folder}/rows")
+        for entry in store.backend.list(f"{rows.folder}/rows/{bucket.name}")
+        if entry.modified > time.time() - _RECENT
+    )
+    if len(times) < 2 or times[-1] == times[0]:
+        return None
+    return (len(times) - 1) / (times[-1] - times[0])
+
 
 _ENGINES: dict[str, type[LocalProcesses | RayCluster | Slurm]] = {
     "local": LocalProcesses,
@@ -31,7 +118,10 @@ _ENGINES: dict[str, type[LocalProcesses | RayCluster | Slurm]] = {
     "slurm": Slurm,
 }
 _REPORT_SHARE = 20
-_LIMITS = ("batch", "timeout", "max_attempts", "lease_seconds", "grace", "give_up_after")
+_LIMITS = (
+    *("batch", "timeout", "max_attempts", "lease_seconds", "grace", "give_up_after"),
+    "retry_errors",
+)
 
 
 class Engine(Protocol):
@@ -247,3 +337,104 @@ class _ProgressReporter:
         rate = new / max(1e-9, now - self._began) if new > 0 else None
         self._report(dataclasses.replace(seen, rate=rate))
         self._next = now + max(0.5, _REPORT_SHARE * (time.monotonic() - now))
+
+
+_UNKNOWN = 4
+"""Workers that an engine is taken to have which does not say."""
+_YOUNG = 3600.0
+"""Seconds within which a set may be that of another process whose workers have yet to begin."""
+_SHARING: dict[str, Any] = {
+    "max_attempts": 10,
+    "lease_seconds": 20.0,
+    "give_up_after": 50,
+    "retry_errors": False,
+}
+"""Workers may die often: whoever takes a part over goes on where it can."""
+
+
+def share_out(
+    store: Store,
+    title: str,
+    arrays: Sequence[Array],
+    count: int,
+    job: Job,
+    *,
+    workers: int | None = None,
+    engine: Engine | None = None,
+    here: Job | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Mapping[str, Any]:
+    """What `job` returns for the parts 0 to `count - 1` of one piece of work, each array `[count, ...]`.
+
+    The parts are rows of a set in the store, deleted when all are in or none can be had any more; so
+    are sets that a killed process left under the same title. What a job raises on purpose, a
+    `GradkeepError`, is not tried again, and is what is found in the error that is raised here.
+    With `here`, the job as this process has it at hand, this process is one of the local workers.
+    """
+    prefix = f"shared-{xxhash.xxh3_64_hexdigest(title.encode())}-"
+    for old in store.row_sets():
+        if old.startswith(prefix):
+            _delete_idle(store, old)
+    name = prefix + secrets.token_hex(4)
+    rows = store.rows(name, gs.Schema(tuple(arrays)), num_rows=count)
+    found = "workers that ended before all was done"
+    try:
+        try:
+            run(
+                store,
+                name,
+                job,
+                workers=None if workers is None else min(workers, count),
+                engine=engine,
+                here=None if engine is not None else here,
+                progress=progress,
+                **_SHARING,
+            )
+        except GradkeepError as error:
+            found = f"\n{error}"
+        missing = count - len(rows.done())
+        if missing:
+            for text in [state.error for state in rows.states() if state.error][:1]:
+                lines = text.strip().splitlines()
+                found = "\n" + "\n".join(lines[-3:] if text.startswith("Traceback") else lines)
+            raise FarmError(
+                f"{title}: {missing} of {count} parts were not made",
+                found=found,
+                expected="every part made by some worker",
+                fix="repair what it says and run the same again; what is whole in the store stays",
+            )
+        done = rows.read(rows.done())
+        return {array.name: done[array.name] for array in arrays}
+    finally:
+        store.delete_rows(name)
+
+
+def _delete_idle(store: Store, name: str) -> None:
+    """Delete a set of rows unless somebody may be working on it."""
+    with contextlib.suppress(StoreError):  # its owner has just deleted it
+        rows = store.rows(name)
+        begun = [entry.modified for entry in store.backend.list(rows.folder)]
+        if max(begun, default=0.0) < time.time() - _YOUNG and rows.counts().leased == 0:
+            store.delete_rows(name)
+
+
+@checked(FarmError)
+def blocks_of(count: int, workers: int) -> list[range]:
+    """`count` things in one block for each worker, nearly equal.
+
+    >>> blocks_of(5, 2), blocks_of(1, 4)
+    ([range(0, 3), range(3, 5)], [range(0, 1)])
+    """
+    _arguments.count("count", count, error=FarmError, least=1)
+    check_workers(workers, least=1)
+    parts = min(count, workers)
+    bounds = [-(-count * part // parts) for part in range(parts + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+@checked(FarmError)
+def size_of(workers: int | None, engine: Engine | None) -> int:
+    """How many workers there will be, as far as that is known."""
+    check_place(workers, engine)
+    found = workers if engine is None else getattr(engine, "num_workers", None)
+    return max(1, found or _UNKNOWN)

@@ -15,19 +15,129 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gradkeep.errors import FarmError, GradkeepError, LeaseLost, StoreError, WriteFailed
-from gradkeep.farm._failure_text import current_failure, failure_text
-from gradkeep.farm._process import pin
+from gradkeep.store.rows._rows import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
     from gradkeep.farm._job import Job, JobSpec
     from gradkeep.store import Lease, Rows
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *("NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+)
+
+
+_NUMBER_VARIABLE = "GRADKEEP_WORKER"
+
+_changing_environment = threading.Lock()
+"""Runs in several threads would else take each other's numbers for what was there before."""
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """How often, and by which signal, somebody asked to stop."""
+
+    times: int = 0
+    number: int | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether to stop."""
+        return self.times > 0
+
+    @property
+    def at_once(self) -> bool:
+        """Whether not even to finish."""
+        return self.times > 1
+
+    def raise_if_asked(self) -> None:
+        """End as the signal would have ended us, after all was put in order."""
+        if self.number == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_on_signals(*, raise_from: int | None = None) -> Iterator[StopRequest]:
+    """Count interrupts and terminations instead of dying of them; the main thread gets them.
+
+    The `raise_from`-th one and later ones interrupt whatever runs, as they would have without us.
+    """
+    stop = StopRequest()
+
+    def note(number: int, _: Any) -> None:
+        stop.times += 1
+        stop.number = number
+        if raise_from is not None and stop.times >= raise_from:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def environment(threads: int, worker: int = 0) -> Iterator[None]:
+    """Processes that are started in this context find both numbers in their environment."""
+    with _changing_environment:
+        names = (*_THREAD_VARIABLES, _NUMBER_VARIABLE)
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+        os.environ[_NUMBER_VARIABLE] = str(worker)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def worker_number() -> int:
+    """Which of the workers on this machine this process is, from 0 on: by it a job takes a device.
+
+    >>> worker_number()
+    0
+    """
+    for name in (_NUMBER_VARIABLE, "SLURM_LOCALID"):
+        found = os.environ.get(name, "")
+        if found.isdecimal():
+            return int(found)
+    return 0
+
+
+def pin(threads: int) -> None:
+    """Use so many threads in this process, also if torch is loaded already."""
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
 
 TIMED_OUT, STOPPED, BROKEN = 75, 76, 77
 """Exit codes of a worker that ended itself; 0 is for a worker that found nothing left."""
@@ -45,7 +155,7 @@ def broken_worker(who: str, text: str) -> FarmError:
     """The error for what made it impossible for a worker to go on."""
     return FarmError(
         f"{who} could not go on",
-        found="\n" + failure_text(text.rstrip()),
+        found="\n" + shortened(text.rstrip()),
         fix="repair what it says and run again: what is done stays done",
     )
 
@@ -86,6 +196,8 @@ class Puller:
     owner: str = ""
     _successes: int = 0
     _failures: int = 0
+    _final: BaseException | None = None
+    """The error of the job that ends the run."""
 
     def __post_init__(self) -> None:
         # A token as well: process numbers repeat, and a dead worker's leases are not its heir's.
@@ -106,7 +218,7 @@ class Puller:
                 wait = _FIRST_WAIT
                 keeper.hold(leases)
                 self._compute(leases, keeper)
-            elif self._nothing_left():
+            elif self.rows.counts(max_attempts=self.spec.max_attempts).unfinished == 0:
                 return
             else:
                 # Others hold the rest. If they die, their leases end and the rows are ours.
@@ -114,10 +226,6 @@ class Puller:
                 wait = min(
                     2 * wait, self.longest_wait, max(_FIRST_WAIT, self.spec.lease_seconds / 4)
                 )
-
-    def _nothing_left(self) -> bool:
-        states = self.rows.states(max_attempts=self.spec.max_attempts)
-        return all(state.state in ("done", "failed") for state in states)
 
     def _compute(self, leases: Sequence[Lease], keeper: LeaseKeeper) -> None:
         numbers = [lease.row for lease in leases]
@@ -136,25 +244,28 @@ class Puller:
     def _attempt(self, numbers: Sequence[int]) -> list[Any] | str:
         """The results, or the traceback of what went wrong."""
         try:
-            results = self._listed(self.job(numbers))
-            if len(results) != len(numbers):
+            results = self.job(numbers)
+            if isinstance(results, str | bytes | Mapping):
+                raise FarmError(
+                    "the job returned no list of results",
+                    found=type(results).__name__,
+                    expected="one mapping from names to arrays for each row",
+                )
+            listed = list(results)
+            if len(listed) != len(numbers):
                 raise FarmError(
                     "the job returned another number of results than it got rows",
-                    found=len(results),
+                    found=len(listed),
                     expected=len(numbers),
                 )
-        except (Exception, SystemExit):
-            return current_failure()
-        return results
-
-    def _listed(self, results: Any) -> list[Any]:
-        if isinstance(results, str | bytes | Mapping):
-            raise FarmError(
-                "the job returned no list of results",
-                found=type(results).__name__,
-                expected="one mapping from names to arrays for each row",
-            )
-        return list(results)
+        except (Exception, SystemExit) as error:
+            # A full disk may have room again; what else is raised on purpose would end the same.
+            final = isinstance(error, GradkeepError) and not isinstance(error, WriteFailed)
+            if final and not self.spec.retry_errors:
+                self._final = error
+                return shortened(str(error))
+            return shortened(traceback.format_exc())
+        return listed
 
     def _settle(self, number: int, result: Any, keeper: LeaseKeeper) -> None:
         error = result if isinstance(result, str) else None
@@ -167,9 +278,11 @@ class Puller:
                 self.rows.release(lease)
                 raise
             except Exception:
-                error = current_failure()
+                error = shortened(traceback.format_exc())
         if error is not None:
             self.rows.fail(lease, f"{error.rstrip()}\nafter {keeper.seconds:.3g} s by {self.owner}")
+            if self._final is not None:
+                raise self._final
         keeper.settled()
         self._count(number, error)
 
@@ -302,7 +415,7 @@ class LeaseKeeper:
         unrecorded = []
         for lease in self._leases.values():
             try:
-                self._rows.fail(lease, failure_text(text))
+                self._rows.fail(lease, shortened(text))
             except (StoreError, OSError):
                 unrecorded.append(lease)
         self._beat(unrecorded)  # whoever started us may record it
@@ -358,5 +471,7 @@ def work_in_process(connection: Connection) -> None:
     except BaseException as error:
         # What is raised on purpose says what to do: a traceback would only hide it.
         meant = isinstance(error, GradkeepError)
-        send(WorkerMessage("broken", text=str(error) if meant else current_failure()))
+        send(
+            WorkerMessage("broken", text=str(error) if meant else shortened(traceback.format_exc()))
+        )
         os._exit(BROKEN)

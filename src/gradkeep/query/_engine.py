@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradkeep._annotations import check_fields, checked
+from gradkeep._annotations import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors._cost import ProductSize
@@ -64,7 +64,6 @@ class ProductTile:
 class ProductEngine:
     """A question about some pairs, planned; `tiles` computes it."""
 
-    @checked(QueryError)
     def __init__(
         self,
         pairs: Sequence[GradientPair],
@@ -306,7 +305,6 @@ def _mapped(side: Gradients) -> int:
     return max((entry.bytes for entry in side.block.manifest.segments), default=0)
 
 
-@checked(QueryError)
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
     if len(pairs) == 0:
@@ -393,7 +391,6 @@ class MemoryShares:
     total: int
 
 
-@checked(QueryError)
 def memory_shares(
     budget: float | str | None,
     *,

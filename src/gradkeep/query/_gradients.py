@@ -254,7 +254,6 @@ def gradients(
     return gradients_of(open_capture(opened, key), key, layers, of)
 
 
-@checked(QueryError)
 def open_capture(store: Store, key: CaptureKey) -> Block:
     """Everything that a finished capture keeps, or an error that says how to get it."""
     if not store.has(key):
@@ -269,7 +268,6 @@ def open_capture(store: Store, key: CaptureKey) -> Block:
         ) from error
 
 
-@checked(QueryError)
 def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: GradientOf) -> Gradients:
     """The gradients that an open capture holds."""
     kept_layers = [_KeptLayer(layer) for layer in block.schema.layers if layer.form]

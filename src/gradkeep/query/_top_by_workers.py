@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradkeep.errors import FarmError, QueryError
-from gradkeep.farm._sharing import blocks_of, share_out, size_of
+from gradkeep.farm._run import blocks_of, share_out, size_of
 from gradkeep.query._gradients import gradients_of, open_capture
 from gradkeep.store import Array, CaptureKey, Store
 from gradkeep.store import open as open_store

@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Literal
 
 from gradkeep._annotations import check_fields
 from gradkeep.errors import Conflict, Damaged, StoreError
-from gradkeep.store import _document
-from gradkeep.store._fields import read_document
+from gradkeep.store._document import (
+    SMALL_DOCUMENT,
+    from_bytes,
+    not_ours,
+    parse_record,
+    read_bytes,
+    to_bytes,
+)
 from gradkeep.store._keys import DECISIONS, checked_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradkeep.store._fields import Fields
     from gradkeep.store.backends._backend import Backend, Durability
-
-_ACTIONS = ("accept", "relabel", "undo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def append_decision(backend: Backend, decision: Decision, *, durability: Durabil
         try:
             backend.put_if_absent(
                 decision_key(made.split, number),
-                [_document.to_bytes(fields)],
+                [to_bytes(fields)],
                 durability=durability,
             )
         except Conflict:  # somebody else was faster: theirs comes first
@@ -86,7 +89,7 @@ def read_decisions(backend: Backend, split: str, *, start: int = 0) -> list[Deci
     for number in range(start, count):
         key = decision_key(split, number)
         try:
-            found.append(decision_of(read_document(backend, key)))
+            found.append(read_decision(backend, key))
         except FileNotFoundError:
             raise Damaged(
                 "a decision is missing: the log goes on after it", path=backend.describe(key)
@@ -94,25 +97,13 @@ def read_decisions(backend: Backend, split: str, *, start: int = 0) -> list[Deci
     return found
 
 
-def decision_of(fields: Fields) -> Decision:
-    """A decision from its document."""
-    fields.only((*(part.name for part in dataclasses.fields(Decision)), "token"))
-    action = fields.text("action")
-    if action not in _ACTIONS:
-        raise fields.wrong(f"the action {action[:60]!r}")
-    row = fields.optional_integer("row")
-    if row is None:
-        raise fields.wrong("no row")
-    return Decision(
-        split=fields.text("split"),
-        row=row,
-        action=action,  # type: ignore[arg-type]  # one of them, as was just seen
-        label=fields.optional_integer("label"),
-        before=fields.optional_integer("before"),
-        of=fields.optional_whole("of"),
-        number=fields.whole("number"),
-        time=fields.number("time"),
-    )
+def read_decision(backend: Backend, key: str) -> Decision:
+    """Read one decision."""
+    path = backend.describe(key)
+    fields = from_bytes(read_bytes(backend, key, most=SMALL_DOCUMENT), path=path)
+    if not isinstance(fields.pop("token", None), str):  # tells two equal decisions apart
+        raise not_ours(path, "no token")
+    return parse_record(Decision, fields, path=path)
 
 
 def standing(decisions: Iterable[Decision]) -> dict[int, Decision]:

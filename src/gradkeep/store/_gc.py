@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep import _annotations
-from gradkeep.errors import StoreError
-from gradkeep.store._heads import head_keys
-from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS
-from gradkeep.store._layout import known_file
-from gradkeep.store._store import Store
+from gradkeep import _annotations, _arguments
+from gradkeep.errors import GradkeepError, StoreError
+from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS, known_file, record_folder, row_part
+from gradkeep.store._records import head_keys
+from gradkeep.store._store import STORE_FILE, Store, put_identity
 from gradkeep.store._store import open as open_store
+from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
     SEGMENTS,
@@ -26,17 +26,19 @@ from gradkeep.store.blocks._manifest import (
     schema_key,
 )
 from gradkeep.store.blocks._packing import SUFFIX
-from gradkeep.store.catalog._samples import is_samples
-from gradkeep.store.catalog._scan import block_addresses, entries_below
+from gradkeep.store.catalog._samples import find_samples, is_samples
+from gradkeep.store.catalog._scan import block_addresses, entries_below, keys_below
 from gradkeep.store.rows._leases import LEASES
-from gradkeep.store.rows._row_files import LOOSE
-from gradkeep.store.rows._row_records import row_records
+from gradkeep.store.rows._row_files import LOOSE, drop_packed_file, row_records, set_size
 from gradkeep.store.rows._rows import FAILED
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator, Sequence
 
+    from gradkeep.store._keys import KnownFile
     from gradkeep.store.backends._backend import Backend
+
 
 YOUNG_SECONDS = 3600.0
 """A file younger than this may belong to work that has not published its manifest yet."""
@@ -57,12 +59,6 @@ class GcReport:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _WasteFile:
-    key: str
-    size: int
-
-
 @_annotations.checked(StoreError)
 def gc(
     store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
@@ -78,17 +74,12 @@ def gc(
     touches a removed segment. A store in which a version is lost is refused: what looks like waste
     there may be all that is left.
     """
-    if not isinstance(keep_versions, int) or keep_versions < 1:
-        raise StoreError(
-            "at least one version must stay",
-            found=repr(keep_versions)[:60],
-            expected="a whole number of at least 1",
-        )
+    _arguments.count("keep_versions", keep_versions, error=StoreError, least=1)
     store = store if isinstance(store, Store) else open_store(store, create=False)
     backend = store.backend
-    heads: list[_WasteFile] = []
-    manifests: list[_WasteFile] = []
-    rest = [_WasteFile(key, 0) for key in backend.leftovers(older_than=YOUNG_SECONDS)]
+    heads: dict[str, int] = {}
+    manifests: dict[str, int] = {}
+    rest = dict.fromkeys(backend.leftovers(older_than=YOUNG_SECONDS), 0)
     kept: list[str] = []
     blocks = [key.folder for key in store.blocks()]
     for folder in (*blocks, *(f"{ROWS}/{name}" for name in store.row_sets())):
@@ -97,33 +88,38 @@ def gc(
         newest = latest_manifest(backend, folder)  # raises if one is lost
         if newest is not None and not dry_run:
             ensure_recorded(backend, folder, newest, durability=store.durability)
-        first = versions[-keep_versions:][:1]
-        recorded = head_keys(backend, folder).items() if first else ()
-        heads += [_WasteFile(key, 0) for key, number in recorded if number < first[0]]
-        manifests += _old_manifests(backend, folder, versions[:-keep_versions])
-        kept += [manifest_key(folder, number) for number in versions[-keep_versions:]]
-        if folder in blocks:
-            rest += _block_waste(backend, folder, versions[-keep_versions:])
+        stay = versions[-keep_versions:]
+        kept += [manifest_key(folder, number) for number in stay]
+        if stay:
+            recorded = head_keys(backend, folder).items()
+            heads |= {key: 0 for key, number in recorded if number < stay[0]}
+            old = {manifest_key(folder, number) for number in versions[:-keep_versions]}
+            listed = _sizes_below(backend, f"{folder}/{MANIFESTS}")
+            manifests |= {key: size for key, size in listed.items() if key in old}
+            rest |= _block_waste(backend, folder, stay) if folder in blocks else {}
     for name in store.row_sets():
+        folder = f"{ROWS}/{name}"
         if _is_left_over(store, name):
-            left = f"{ROWS}/{name}"
+            heads |= _sizes_below(backend, f"{HEADS}/{folder}")
+            files = _sizes_below(backend, folder)
             # The schema goes last: until then what is left is a set of rows.
-            files = sorted(_files_below(backend, left), key=lambda one: one.key == schema_key(left))
-            heads += _files_below(backend, f"{HEADS}/{left}")
-            rest += files
+            rest |= dict(sorted(files.items(), key=lambda one: one[0] == schema_key(folder)))
         else:
             packed = store.rows(name).packed_rows
-            records = row_records(backend, f"{ROWS}/{name}", LOOSE, packed) if packed else ()
-            heads += [_WasteFile(key, 0) for key in records]
-            rest += _row_waste(store, name)
-    rest += _without_schema(backend)
+            if packed:
+                heads |= dict.fromkeys(row_records(backend, folder, LOOSE, packed), 0)
+            rest |= _row_waste(store, name)
+    rest |= _without_schema(backend)
     if not dry_run:
-        if store.durability == "full":
-            _ensure_durable(backend, kept)
-        for items in (heads, manifests, rest):
-            backend.delete([item.key for item in items], durability=store.durability)
-    everything = (*heads, *manifests, *rest)
-    return GcReport(tuple(item.key for item in everything), sum(item.size for item in everything))
+        for key in kept if store.durability == "full" else ():
+            # What stays must survive a power cut before anything goes. It is gone if another gc
+            # runs beside us, which then has seen to a later one.
+            with contextlib.suppress(FileNotFoundError):
+                backend.ensure_durable([key])
+        for keys in (heads, manifests, rest):
+            backend.delete(keys, durability=store.durability)
+    everything = heads | manifests | rest
+    return GcReport(tuple(everything), sum(everything.values()))
 
 
 def _is_left_over(store: Store, name: str) -> bool:
@@ -138,13 +134,13 @@ def _is_left_over(store: Store, name: str) -> bool:
     return age > (YOUNG_SECONDS if begun else _LONGEST_QUEUE) and rows.counts().leased == 0
 
 
-def _without_schema(backend: Backend) -> list[_WasteFile]:
+def _without_schema(backend: Backend) -> dict[str, int]:
     """Find files of blocks that were deleted while somebody still wrote to them.
 
     A delete removes versions and sizes first, and a writer makes none without a schema. Where there
     are such, the schema was lost: that is damage, and stays for `verify`.
     """
-    found = []
+    waste: dict[str, int] = {}
     for address in block_addresses(backend):
         folder = address.folder
         if backend.exists(schema_key(folder)):
@@ -156,37 +152,19 @@ def _without_schema(backend: Backend) -> list[_WasteFile]:
         }
         newest = max((entry.modified for entry in files.values()), default=0.0)
         if kinds <= _UNFINISHED and time.time() - newest > YOUNG_SECONDS:
-            # Records first.
-            found += [_WasteFile(key, 0) for key in records]
-            found += [_WasteFile(key, entry.size) for key, entry in files.items()]
-    return found
+            waste |= dict.fromkeys(records, 0)  # records first
+            waste |= {key: entry.size for key, entry in files.items()}
+    return waste
 
 
-def _files_below(backend: Backend, folder: str) -> list[_WasteFile]:
-    return [_WasteFile(key, entry.size) for key, entry in entries_below(backend, folder)]
+def _sizes_below(backend: Backend, folder: str) -> dict[str, int]:
+    return {key: entry.size for key, entry in entries_below(backend, folder)}
 
 
-def _ensure_durable(backend: Backend, manifests: list[str]) -> None:
-    """What stays must survive a power cut before anything goes; so must an earlier, killed gc."""
-    for key in manifests:
-        # Gone if another gc runs beside us, which then has seen to a later one.
-        with contextlib.suppress(FileNotFoundError):
-            backend.ensure_durable([key])
-
-
-def _old_manifests(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
-    old = {manifest_key(folder, number) for number in versions}
-    listed = backend.list(f"{folder}/{MANIFESTS}")
-    items = [_WasteFile(f"{folder}/{MANIFESTS}/{entry.name}", entry.size) for entry in listed]
-    return [item for item in items if item.key in old]
-
-
-def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_WasteFile]:
-    if not versions:
-        return []
+def _block_waste(backend: Backend, folder: str, versions: list[int]) -> dict[str, int]:
     kept = [load_manifest(backend, folder, number) for number in versions]
     needed = {entry.file for manifest in kept for entry in manifest.segments}
-    now, waste = time.time(), []
+    now, waste = time.time(), {}
     for entry in backend.list(f"{folder}/{SEGMENTS}"):
         file, name = f"{SEGMENTS}/{entry.name}", entry.name.removesuffix(SUFFIX)
         if file in needed or not entry.name.endswith(SUFFIX):
@@ -194,28 +172,101 @@ def _block_waste(backend: Backend, folder: str, versions: list[int]) -> list[_Wa
         used = is_number(name) and int(name) < kept[-1].next_segment
         old = not is_number(name) and now - entry.modified > YOUNG_SECONDS
         if used or old:
-            waste.append(_WasteFile(f"{folder}/{file}", entry.size))
+            waste[f"{folder}/{file}"] = entry.size
     stay = {f"{manifest.version:06d}" for manifest in kept}
-    derived = (entry for entry in backend.list(folder) if is_samples(entry.name))
-    waste += [
-        _WasteFile(f"{folder}/{entry.name}", entry.size)
-        for entry in derived
-        if entry.name.split("-")[1] not in stay
-    ]
+    for entry in backend.list(folder):
+        if is_samples(entry.name) and entry.name.split("-")[1] not in stay:
+            waste[f"{folder}/{entry.name}"] = entry.size
     return waste
 
 
-def _row_waste(store: Store, name: str) -> list[_WasteFile]:
+def _row_waste(store: Store, name: str) -> dict[str, int]:
     """Own files of rows that are packed, and leases of rows that are done."""
-    rows, folder, backend = store.rows(name), f"{ROWS}/{name}", store.backend
-    packed, done = rows.packed_rows, set(rows.done().tolist())
-    waste = []
-    for kind, gone in ((LOOSE, packed), (LEASES, done)):
-        for bucket in backend.list(f"{folder}/{kind}"):
-            for entry in backend.list(f"{folder}/{kind}/{bucket.name}"):
-                row = entry.name.partition(".")[0].partition("-")[0]
-                if is_number(row, digits=1) and int(row) in gone:
-                    waste.append(
-                        _WasteFile(f"{folder}/{kind}/{bucket.name}/{entry.name}", entry.size)
-                    )
+    rows, waste = store.rows(name), {}
+    for kind, gone in ((LOOSE, rows.packed_rows), (LEASES, set(rows.done().tolist()))):
+        for key, size in _sizes_below(store.backend, f"{ROWS}/{name}/{kind}").items():
+            row = key.rpartition("/")[2].partition(".")[0].partition("-")[0]
+            if is_number(row, digits=1) and int(row) in gone:
+                waste[key] = size
     return waste
+
+
+def repair_damage(
+    backend: Backend, damaged: Sequence[str], orphans: Sequence[str]
+) -> tuple[str, ...]:
+    """Move the damaged files to the quarantine and remove unfinished writes; a sentence for each."""
+    done: list[str] = []
+    for key in damaged:
+        try:
+            done += _one(backend, key)
+        except (GradkeepError, OSError) as error:
+            reason = error.what if isinstance(error, GradkeepError) else str(error)
+            done.append(f"{key or 'the store'} could not be repaired: {reason}")
+    if orphans:
+        try:
+            backend.delete(orphans, durability="full")
+            done += [f"removed the unfinished write {key}" for key in orphans]
+        except GradkeepError as error:
+            done.append(f"unfinished writes could not be removed: {error.what}")
+    return tuple(done)
+
+
+def _one(backend: Backend, key: str) -> Iterator[str]:
+    file = known_file(key)
+    if not key or key == QUARANTINE:
+        yield f"{key or 'the store'} was left as it is; look at it yourself"
+        return
+    missing = not backend.exists(key)
+    if missing and file is not None and file.kind == "schema":
+        yield from _set_aside(backend, file.folder)
+        return
+    if missing:
+        yield f"{key} is gone; run the work again to recreate it"
+    elif file is not None and file.kind == "lease":
+        backend.delete([key], durability="process")
+        yield f"removed the unreadable lease {key}"
+    else:
+        yield f"moved {key} to {backend.move_aside(key)}"
+    if key == STORE_FILE:
+        put_identity(backend, durability="full")
+        yield f"wrote a new {STORE_FILE}; the store's old uuid is lost"
+    if file is not None:
+        yield from _follow_up(backend, key, file, missing=missing)
+
+
+def _set_aside(backend: Backend, folder: str) -> Iterator[str]:
+    """Move what cannot be read without its schema aside, as after a delete under a writer."""
+    forgotten = backend.delete(list(keys_below(backend, f"{HEADS}/{folder}")), durability="full")
+    if forgotten:
+        yield f"forgot that {folder} was published"
+    for key in list(keys_below(backend, folder)):
+        if known_file(key) is not None:
+            yield f"moved {key} to {backend.move_aside(key)}: its schema is gone"
+
+
+def _follow_up(backend: Backend, key: str, file: KnownFile, *, missing: bool) -> Iterator[str]:
+    """What must change because a file is gone, told in a sentence each."""
+    recorded = record_folder(file)
+    forgotten = 0
+    if recorded is not None:
+        number = max(0, file.number)
+        heads = [x for x, told in head_keys(backend, recorded).items() if told == number]
+        forgotten = backend.delete(heads, durability="full")
+    part = row_part(file)
+    if part is not None:
+        records = row_records(backend, file.folder, part, [file.number])
+        forgotten = backend.delete(records, durability="full")
+    if forgotten and file.kind != "size":
+        yield f"forgot that {key} was published"
+    if file.kind == "manifest":
+        # The number will be given again, perhaps to other rows.
+        derived = find_samples(backend, file.folder, file.number)
+        if derived is not None:
+            backend.delete([derived], durability="full")
+            yield f"removed {derived}, which was derived from it"
+    if file.kind == "packed" and drop_packed_file(backend, file.folder, key):
+        yield f"published a version without {key}; its rows count as not done"
+    if file.kind == "size" and (forgotten or missing):
+        # All that it holds is in its name.
+        set_size(backend, file.folder, file.number, durability="full")
+        yield f"wrote {key} again"

@@ -1,20 +1,40 @@
-"""Records of runs and checkpoints: checked on their way in, and again when they are read."""
+"""Records of runs, checkpoints and published versions.
+
+When a version of a block is published, its number and the digest of its manifest are put under
+`heads/`, in the name of a small file. So a manifest that is gone, or was replaced by an older one, is
+noticed, and so is a block that is gone as a whole. Runs and checkpoints have such a record too.
+
+The order makes it safe at any moment. What is published comes first and its record after it: a
+process that dies in between leaves a version without a record, which is no damage, and the next
+writer adds it. What is removed on purpose loses its record first. So a record without its file always
+means that the file was lost. Stores of earlier versions have no records, and are read without.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
-import operator
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING
 
-from gradkeep.errors import StoreError
-from gradkeep.store._document import LARGE_DOCUMENT
-from gradkeep.store._fields import LARGEST_WHOLE, read_document
-from gradkeep.store._keys import RUNS, Checkpoint, Run, checked_name
+import msgspec
+
+from gradkeep.errors import ReadOnly, StoreError
+from gradkeep.store._document import (
+    LARGE_DOCUMENT,
+    Count,
+    Record,
+    not_ours,
+    read_document,
+    to_bytes,
+)
+from gradkeep.store._keys import HEADS, RUNS, Checkpoint, Run
 
 if TYPE_CHECKING:
-    from gradkeep.store.backends._backend import Backend
+    from gradkeep.store.backends._backend import Backend, Durability
+
+_NAME = re.compile(r"(\d{6,18})-([0-9a-f]{32})\.json")
 
 
 def run_folder(run: str) -> str:
@@ -29,8 +49,6 @@ def checkpoint_folder(run: str, name: str) -> str:
 
 def checked_run(run: Run) -> Run:
     """The run as it is recorded; raises `StoreError` if it cannot be."""
-    checked_name("run", run.name)
-    _check_texts("run", run, "code", "data")
     try:
         config = json.loads(json.dumps(dict(run.config), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -42,85 +60,68 @@ def checked_run(run: Run) -> Run:
     return dataclasses.replace(run, config=config)
 
 
-def checked_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as it is recorded; raises `StoreError` if it cannot be."""
-    checked_name("run", checkpoint.run)
-    checked_name("checkpoint", checkpoint.name)
-    _check_texts("checkpoint", checkpoint, "parent", "function")
-    if not isinstance(checkpoint.weights, str):
-        raise _wrong("checkpoint", checkpoint.name, "weights", checkpoint.weights, "a text")
-    step, lr = checkpoint.step, checkpoint.lr
-    if step is not None:
-        step = _whole(checkpoint.name, step)
-    if lr is not None:
-        try:
-            lr = float(lr)
-        except (TypeError, ValueError):
-            lr = math.nan
-        if isinstance(checkpoint.lr, str | bool) or not math.isfinite(lr):
-            raise _wrong("checkpoint", checkpoint.name, "lr", checkpoint.lr, "a finite number")
-    return dataclasses.replace(checkpoint, step=step, lr=lr)
-
-
-def _whole(name: str, step: Any) -> int:
-    try:
-        whole = None if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        whole = None
-    if whole is None or abs(whole) > LARGEST_WHOLE:
-        raise _wrong("checkpoint", name, "step", step, "a whole number below 2**63")
-    return whole
-
-
-def _check_texts(what: str, record: Run | Checkpoint, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and not isinstance(value, str):
-            raise _wrong(what, record.name, name, value, "a text")
-
-
-def _wrong(what: str, name: str, field: str, found: object, expected: str) -> StoreError:
-    return StoreError(
-        f"{field} of {what} {name!r} cannot be recorded",
-        found=repr(found)[:200],
-        expected=expected,
-    )
-
-
 def read_run(backend: Backend, name: str) -> Run | None:
     """The record of a run; None if there is none."""
+    key = f"{run_folder(name)}/run.json"
     try:
-        fields = read_document(backend, f"{run_folder(name)}/run.json", most=LARGE_DOCUMENT)
+        run = read_document(backend, key, Run, most=LARGE_DOCUMENT)
     except FileNotFoundError:
         return None
-    fields.only(part.name for part in dataclasses.fields(Run))
-    found = Run(
-        fields.text("name"),
-        fields.mapping("config"),
-        fields.optional_text("code"),
-        fields.optional_text("data"),
-    )
-    if found.name != name:
-        raise fields.wrong("the record of another run")
-    return found
+    if run.name != name:
+        raise not_ours(backend.describe(key), "the record of another run")
+    return run
 
 
 def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
     """The record of a checkpoint; None if there is none."""
+    key = f"{checkpoint_folder(run, name)}/ckpt.json"
     try:
-        fields = read_document(backend, f"{checkpoint_folder(run, name)}/ckpt.json")
+        checkpoint = read_document(backend, key, Checkpoint)
     except FileNotFoundError:
         return None
-    fields.only(part.name for part in dataclasses.fields(Checkpoint))
-    found = Checkpoint(
-        fields.text("run"),
-        fields.text("name"),
-        fields.text("weights"),
-        fields.optional_integer("step"),
-        fields.optional_number("lr"),
-        fields.optional_text("parent"),
-        fields.optional_text("function") if "function" in fields.values else None,
-    )
-    if (found.run, found.name) != (run, name):
-        raise fields.wrong("the record of another checkpoint")
-    return found
+    if (checkpoint.run, checkpoint.name) != (run, name):
+        raise not_ours(backend.describe(key), "the record of another checkpoint")
+    return checkpoint
+
+
+class Head(Record, frozen=True):
+    """The second record of what was published: outside of the folder that it is about."""
+
+    of: str
+    version: Count
+    published: str = msgspec.field(name="digest")
+
+
+def head_key(folder: str, version: int, xxh3: str) -> str:
+    """The name of a record: what it tells of, which version, and the digest of its bytes."""
+    return f"{HEADS}/{folder}/{version:06d}-{xxh3}.json"
+
+
+def heads_of(backend: Backend, folder: str) -> dict[int, frozenset[str]]:
+    """For every version that is recorded, the digest of its bytes; of a sound store there is one."""
+    heads: dict[int, frozenset[str]] = {}
+    for entry in backend.list(f"{HEADS}/{folder}"):
+        match = _NAME.fullmatch(entry.name)
+        if match is not None:
+            version = int(match[1])
+            heads[version] = heads.get(version, frozenset()) | {match[2]}
+    return heads
+
+
+def head_keys(backend: Backend, folder: str) -> dict[str, int]:
+    """The names of all records of a folder, and the version each tells of."""
+    return {
+        head_key(folder, version, digest): version
+        for version, digests in heads_of(backend, folder).items()
+        for digest in digests
+    }
+
+
+def record_head(
+    backend: Backend, folder: str, version: int, xxh3: str, *, durability: Durability
+) -> None:
+    """Record what was published; done again by whoever finds that its writer died before this."""
+    data = to_bytes({"of": folder, "version": version, "digest": xxh3})
+    # A store that may only be read is read all the same.
+    with contextlib.suppress(ReadOnly):
+        backend.put_if_absent(head_key(folder, version, xxh3), [data], durability=durability)

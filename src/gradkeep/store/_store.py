@@ -23,8 +23,7 @@ from gradkeep.errors import (
 )
 from gradkeep.store import _document
 from gradkeep.store._decisions import append_decision, read_decisions
-from gradkeep.store._fields import read_document
-from gradkeep.store._heads import head_keys, record_head
+from gradkeep.store._document import Count, Record, from_bytes, parse_record, read_bytes
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
@@ -43,11 +42,12 @@ from gradkeep.store._keys import (
     checked_name,
 )
 from gradkeep.store._records import (
-    checked_checkpoint,
     checked_run,
     checkpoint_folder,
+    head_keys,
     read_checkpoint,
     read_run,
+    record_head,
     run_folder,
 )
 from gradkeep.store.backends._schemes import backend_for
@@ -61,7 +61,6 @@ from gradkeep.store.blocks._manifest import (
     segment_file,
 )
 from gradkeep.store.blocks._writer import Writer, WriterShare, ensure_schema
-from gradkeep.store.catalog._catalog import current_catalog, rebuilt_catalog
 from gradkeep.store.catalog._info import store_info
 from gradkeep.store.catalog._samples import ensure_samples, samples_available
 from gradkeep.store.catalog._scan import block_addresses, folders, keys_below
@@ -72,12 +71,12 @@ from gradkeep.store.rows._rows import Rows
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from gradkeep.errors import GradkeepError
     from gradkeep.store._decisions import Decision
     from gradkeep.store._keys import BlockKey
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._manifest import Manifest
     from gradkeep.store.blocks._schema import Schema
-    from gradkeep.store.catalog._catalog import Catalog
     from gradkeep.store.catalog._info import StoreInfo
     from gradkeep.store.catalog._scan import BlockAddress, BlockKind
     from gradkeep.store.catalog._sql import SqlResult
@@ -134,14 +133,6 @@ class Store:
         """What the store holds, with sizes and ratios: a tree that shows itself as a table."""
         return store_info(self)
 
-    def catalog(self) -> Catalog:
-        """Facts about every block in SQLite, brought up to date; a context manager."""
-        return current_catalog(self)
-
-    def rebuild_catalog(self) -> Catalog:
-        """The same made from nothing but the files; never needed, as refreshing finds the same."""
-        return rebuilt_catalog(self)
-
     @_annotations.checked(StoreError)
     def sql(self, query: str) -> SqlResult:
         """The answer to one reading SQL statement over `samples`, `captures`, `scores`, `runs`
@@ -176,7 +167,7 @@ class Store:
             SchemaMismatch: Another checkpoint has that name: other weights, or another function of
                 the same weights, such as a model with another activation.
         """
-        recorded = checked_checkpoint(checkpoint)
+        recorded = checkpoint
         folder = checkpoint_folder(recorded.run, recorded.name)
         known = read_checkpoint(self.backend, recorded.run, recorded.name)
         if known is not None and known.weights == recorded.weights:
@@ -302,6 +293,27 @@ class Store:
             if identity != identities[folder]:
                 changed.append(folder)
         return sorted(changed)
+
+    def require_current(
+        self, key: BlockKey, fingerprints: Mapping[str, Any], error: type[GradkeepError], again: str
+    ) -> None:
+        """Raise `error` if a capture holds other rows than when something was computed from it.
+
+        Args:
+            key: The saved scores or evaluation.
+            fingerprints: Those of its schema, as for `changed_captures`.
+            error: The class of the error.
+            again: The command that computes it again.
+        """
+        changed = self.changed_captures(fingerprints)
+        if changed:
+            raise error(
+                f"{key.folder} was computed from other rows than the store holds now",
+                path=self.location,
+                found=f"{', '.join(changed[:3])} captured again since",
+                fix=f"delete it and compute it again: gradkeep delete {self.location} {key.folder} "
+                f"--yes, then {again}",
+            )
 
     @_annotations.checked(StoreError)
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:
@@ -429,7 +441,9 @@ class Store:
         try:
             self.backend.put_if_absent(key, [data], durability=self.durability)
         except Conflict:
-            stored = read_document(self.backend, key, most=_document.LARGE_DOCUMENT).values
+            path = self.backend.describe(key)
+            known = read_bytes(self.backend, key, most=_document.LARGE_DOCUMENT)
+            stored = from_bytes(known, path=path)
             lines = [
                 f"\n    {name}: stored {stored.get(name)!r}, given {fields[name]!r}"
                 for name in fields
@@ -437,7 +451,7 @@ class Store:
             ]
             raise SchemaMismatch(
                 "recorded before with other contents; nothing was changed",
-                path=self.backend.describe(key),
+                path=path,
                 found="".join(lines),
                 fix="use another name",
             ) from None
@@ -484,10 +498,9 @@ def open(
     backend = backend_for(path)
     if not backend.exists(STORE_FILE):
         _check_free(backend, create=create)
-        fields = {"format": FORMAT, "version": VERSION, "uuid": str(uuid.uuid4())}
         # On a conflict another process made the store in this very moment: that one is it.
         with contextlib.suppress(Conflict):
-            backend.put_if_absent(STORE_FILE, [_document.to_bytes(fields)], durability=durability)
+            put_identity(backend, durability=durability)
     return Store(backend, durability=durability, verify=verify)
 
 
@@ -520,15 +533,28 @@ def _check_free(backend: Backend, *, create: bool) -> None:
         )
 
 
+class _Identity(Record, frozen=True):
+    format: str
+    version: Count
+    uuid: str
+
+
+def put_identity(backend: Backend, *, durability: Durability) -> None:
+    """Write the document that makes a folder a store."""
+    identity = _Identity(format=FORMAT, version=VERSION, uuid=str(uuid.uuid4()))
+    backend.put_if_absent(STORE_FILE, [_document.to_bytes(identity)], durability=durability)
+
+
 def read_identity(backend: Backend) -> str:
     """The store's uuid; raises unless there is a store that this version can read."""
-    fields = read_document(backend, STORE_FILE)
     path = backend.describe(STORE_FILE)
-    if fields.values.get("format") != FORMAT:
-        found = ascii(fields.values.get("format"))[:200]
+    data = read_bytes(backend, STORE_FILE, most=_document.SMALL_DOCUMENT)
+    fields = from_bytes(data, path=path)
+    if fields.get("format") != FORMAT:
+        found = ascii(fields.get("format"))[:200]
         raise NotAStore("this is not a store", path=path, found=found, expected=FORMAT)
-    version = fields.whole("version")
-    if version > VERSION:
+    version = fields.get("version")
+    if type(version) is int and version > VERSION:  # it may have fields that are not known here
         raise FormatTooNew(
             "this store was written by a later gradkeep",
             path=path,
@@ -536,8 +562,7 @@ def read_identity(backend: Backend) -> str:
             expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
-    fields.only(("format", "version", "uuid"))
-    identity = fields.text("uuid")
+    identity = parse_record(_Identity, fields, path=path).uuid
     if not identity.isascii() or not identity.isprintable():
-        raise fields.wrong("uuid: not one that gradkeep gives")
+        raise _document.not_ours(path, "uuid: not one that gradkeep gives")
     return identity

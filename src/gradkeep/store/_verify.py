@@ -10,13 +10,20 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from gradkeep import _annotations, _arguments
 from gradkeep.errors import Damaged, GradkeepError, StoreError
-from gradkeep.store._decisions import decision_key, decision_of
-from gradkeep.store._document import LARGE_DOCUMENT, LARGEST_DOCUMENT, SMALL_DOCUMENT
-from gradkeep.store._fields import read_document
-from gradkeep.store._gc import YOUNG_SECONDS
-from gradkeep.store._heads import check_head
+from gradkeep.store._decisions import decision_key, read_decision
+from gradkeep.store._document import (
+    LARGE_DOCUMENT,
+    LARGEST_DOCUMENT,
+    SMALL_DOCUMENT,
+    not_ours,
+    read_bytes,
+    read_document,
+)
+from gradkeep.store._gc import YOUNG_SECONDS, repair_damage
 from gradkeep.store._keys import (
     BASES,
     CATALOG,
@@ -25,10 +32,8 @@ from gradkeep.store._keys import (
     BasisKey,
     CaptureKey,
     EvaluationKey,
-    ScoresKey,
-)
-from gradkeep.store._layout import (
     KnownFile,
+    ScoresKey,
     is_folder_name,
     is_recorded_step,
     known_file,
@@ -37,8 +42,7 @@ from gradkeep.store._layout import (
     recorded_file,
     row_part,
 )
-from gradkeep.store._records import read_checkpoint, read_run
-from gradkeep.store._repair import repair_damage
+from gradkeep.store._records import Head, head_key, read_checkpoint, read_run
 from gradkeep.store._store import STORE_FILE, Store, read_identity
 from gradkeep.store.backends._backend import QUARANTINE
 from gradkeep.store.backends._schemes import backend_for
@@ -51,9 +55,9 @@ from gradkeep.store.catalog._samples import (
     is_tied,
     samples_available,
 )
-from gradkeep.store.rows._leases import LEASE_FIELDS, ROWS_PER_FOLDER
-from gradkeep.store.rows._row_files import SIZES, RowFiles, size_key
-from gradkeep.store.rows._rows import FAILURE_FIELDS
+from gradkeep.store.rows._leases import ROWS_PER_FOLDER, LeaseRecord
+from gradkeep.store.rows._row_files import SIZES, RowFiles, SizeRecord, size_key
+from gradkeep.store.rows._rows import FailureRecord
 
 if TYPE_CHECKING:
     import os
@@ -286,9 +290,8 @@ class _Check:
         self.bytes += entry.size
 
     def _document(self, key: str, file: KnownFile) -> None:
-        backend = self._backend
-        fields = read_document(backend, key, most=_MOST_BYTES.get(file.kind, SMALL_DOCUMENT))
-        self._digests[key] = str(fields.digest)
+        backend, path, problem = self._backend, self._backend.describe(key), None
+        data = read_bytes(backend, key, most=_MOST_BYTES.get(file.kind, SMALL_DOCUMENT))
         if file.kind == "identity":
             read_identity(backend)
         elif file.kind == "run":
@@ -301,23 +304,24 @@ class _Check:
         elif file.kind == "manifest":
             self._manifest(key, file)
         elif file.kind == "head":
-            check_head(backend, key)
+            head = read_document(backend, key, Head)
+            if head_key(head.of, head.version, head.published) != key:
+                problem = "another record than the name says"
         elif file.kind == "size":
-            fields.only(("num_rows",))
-            if fields.whole("num_rows") != file.number:
-                raise fields.wrong("another number of rows than the name says")
+            if read_document(backend, key, SizeRecord).num_rows != file.number:
+                problem = "another number of rows than the name says"
         elif file.kind == "failure":
-            fields.only(FAILURE_FIELDS)
-            fields.text("error")
-            if fields.whole("row") != file.number:
-                raise fields.wrong("a failure of another row than the name says")
+            if read_document(backend, key, FailureRecord).row != file.number:
+                problem = "a failure of another row than the name says"
         elif file.kind == "decision":
-            decision = decision_of(fields)
+            decision = read_decision(backend, key)
             if decision_key(decision.split, decision.number) != key:
-                raise fields.wrong("another decision than the name says")
+                problem = "another decision than the name says"
         elif file.kind == "lease":
-            fields.only(LEASE_FIELDS)
-            fields.text("owner"), fields.text("token"), fields.number("expires")
+            read_document(backend, key, LeaseRecord)
+        if problem is not None:
+            raise not_ours(path, problem)
+        self._digests[key] = xxhash.xxh3_128_hexdigest(data)
 
     def _manifest(self, key: str, file: KnownFile) -> None:
         # What is recorded of it is compared afterwards, once it is known that it can be read.
@@ -353,8 +357,7 @@ class _Check:
         return self._schemas[folder]
 
     def _segment(self, key: str, file: KnownFile) -> None:
-        segment = Segment(self._backend, key)
-        try:
+        with contextlib.closing(Segment(self._backend, key)) as segment:
             self.bytes += segment.size
             self._digests[key] = segment.digest
             found = segment.check_everything()
@@ -362,8 +365,6 @@ class _Check:
                 self._note(key, error.what, error.tensor)
             if not found:
                 self._place(segment, file)
-        finally:
-            segment.close()
 
     def _place(self, segment: Segment, file: KnownFile) -> None:
         """Whether a segment that is whole also lies where it belongs, and has all its arrays."""

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from gradkeep import store as gs
-from gradkeep.store.backends._syscalls import Syscalls
+from gradkeep.store.backends._plain_file import Syscalls
 from gradkeep.store.blocks import _manifest
-from gradkeep.store.catalog import _catalog, _samples
+from gradkeep.store.catalog import _samples
 
 ARRAYS = (
     gs.Array("loss"),
@@ -167,15 +167,6 @@ def gc(disk, durability):
     yield "swept"
 
 
-def catalog(disk, durability):
-    """Bring the catalog up to date; it must say what one made anew from the files says."""
-    store = gs.open(disk, durability=durability)
-    with _catalog.current_catalog(store) as kept, _catalog.rebuilt_catalog(store) as fresh:
-        assert kept.dump() == fresh.dump()
-        assert len(kept.blocks()) == len(store.blocks()) + len(store.row_sets())
-    yield "catalog"
-
-
 def repair(disk, durability):
     """Move what is damaged aside and do the work again."""
     gs.verify(disk, repair=True)
@@ -310,15 +301,13 @@ _TOKEN = re.compile(r"(/failed/\d+/\d+)-[0-9a-f]{16}\.json$")
 
 
 def tree(path, *, without=("STORE.json",)):
-    """Every file's bytes, by name; leases, catalog, quarantine and random names left out."""
+    """Every file's bytes, by name; leases, quarantine and random names left out."""
     found = {}
     for folder, _, names in os.walk(path):
         for name in names:
             file = os.path.join(folder, name)
             key = os.path.relpath(file, path)
             if key in without or "/claims/" in key or key.startswith("quarantine/"):
-                continue
-            if "catalog" in key:
                 continue
             with open(file, "rb") as opened:
                 found[_TOKEN.sub(r"\1-token.json", key)] = opened.read()

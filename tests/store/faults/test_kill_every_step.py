@@ -18,7 +18,6 @@ SCENES = {
     "rows": [],
     "compact": [kit.rows],
     "gc": [kit.capture, kit.extend, kit.drop, kit.rows, kit.compact],
-    "catalog": [kit.capture, kit.catalog, kit.extend, kit.rows],
     "repair": [kit.capture, kit.rows],
 }
 

@@ -21,11 +21,11 @@ def stages(number):
     if number % 3 == 1:
         yield "delete"
     if number % 4 == 3:
-        yield from ("catalog", "gc")
+        yield "gc"
 
 
 def arguments(stage, number):
-    return {} if stage in ("gc", "catalog") else {"name": f"round{number}"}
+    return {} if stage == "gc" else {"name": f"round{number}"}
 
 
 def work_on(path, log, rounds=None):

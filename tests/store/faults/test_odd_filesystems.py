@@ -9,7 +9,7 @@ import pytest
 
 from gradkeep import store as gs
 from gradkeep.errors import Conflict, ReadOnly, WriteFailed
-from gradkeep.store.backends._syscalls import Syscalls
+from gradkeep.store.backends._plain_file import Syscalls
 
 
 @pytest.mark.parametrize("kind", ["size", "nr_inodes"])

@@ -17,7 +17,7 @@ CHANGES = ("os.link", "os.rename", "os.remove", "os.truncate", "os.symlink", "os
 
 
 def read(disk, durability):
-    """Every way to read, of which none may write; only SQL may refresh its catalog."""
+    """Every way to read, of which none may write."""
     store = gs.open(disk, durability=durability)
     repr(store)
     block = store.read(kit.KEY)
@@ -53,7 +53,7 @@ def spy(path, report, steps):
 
 @pytest.fixture
 def events(ram, zygote):
-    """The events of all work, without those outside of stores and those of the catalog."""
+    """The events of all work, without those outside of stores."""
     kit.make(ram / "damaged", kit.capture, kit.rows)
     (file,) = (ram / "damaged").rglob("seg/000001.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
@@ -62,8 +62,7 @@ def events(ram, zygote):
         report = ram / f"{name}-report"
         assert zygote.run(spy, str(ram / name), str(report), steps) == 0, zygote.errors()
         found += json.loads(report.read_text())
-    inside = [event for event in found if event[0] == "mmap.__new__" or f"{ram}/" in str(event)]
-    return [event for event in inside if "catalog" not in str(event)]
+    return [event for event in found if event[0] == "mmap.__new__" or f"{ram}/" in str(event)]
 
 
 def test_files_are_opened_for_writing_only_as_new_temp_files(events):
@@ -89,7 +88,7 @@ def test_names_come_by_link_and_go_by_unlink_alone(events, ram):
     linked = {names[1] for event, *names in events if event == "os.link"}
     files = {str(file) for file in (ram / "store").rglob("*") if file.is_file()}
     assert len(files) > 10
-    assert not {file for file in files - linked if "catalog" not in file}
+    assert not files - linked
 
 
 def test_files_are_never_mapped_for_writing(events):

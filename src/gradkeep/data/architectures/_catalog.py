@@ -263,7 +263,7 @@ _WORKLOADS: dict[str, _WorkloadEntry] = {
         "_sequences.transformer_workload", {**_WORDS, "heads": 2}, {**_WIKITEXT, "heads": 2}
     ),
     "unrolled_gan": _WorkloadEntry(
-        "_gans.gan_workload",
+        "_convolutional.gan_workload",
         {"batch_size": 16, "noise_dim": 16, "g_hidden": 32, "d_hidden": 32, "unrolled_steps": 3},
         {
             "batch_size": 512,
@@ -285,7 +285,6 @@ def zoo() -> tuple[str, ...]:
     return tuple(_WORKLOADS)
 
 
-@checked(RematError)
 def default_sizes(name: str) -> dict[str, int | float]:
     """The sizes of a model, batch size included, that `build` takes unless told otherwise.
 
@@ -295,7 +294,6 @@ def default_sizes(name: str) -> dict[str, int | float]:
     return dict(_workload_entry(name).small)
 
 
-@checked(DataError)
 def published_sizes(name: str) -> dict[str, int | float]:
     """The sizes of the published experiments; most need a large machine.
 

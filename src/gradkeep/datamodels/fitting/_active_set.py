@@ -16,9 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from gradkeep.datamodels.fitting._l1 import PenalizedProblem, SolverState
+    from gradkeep.datamodels.fitting._l1 import Gram, PenalizedProblem, SolverState
     from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._standardized import Gram
 
 FEW = 2
 """Targets up to which it is the faster way."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gradkeep.datamodels.fitting._masks import AnyArray
-    from gradkeep.datamodels.fitting._memory import FitLayout
+    from gradkeep.datamodels.fitting._options import FitLayout
     from gradkeep.datamodels.fitting._path import PathSolver
 
 

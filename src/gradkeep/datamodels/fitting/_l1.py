@@ -2,21 +2,18 @@
 
     min over w of 1/2 w'Gw - c'w + power/2 + lam |w|_1 + ridge/2 |w|^2
 
-`descend` takes accelerated proximal gradient steps, with one matrix product per step for all targets
-and nothing else. The momentum's gradient follows from the last two products, so that the same
-product also gives the primal and dual values of the new point: the gap is known after every step,
-and a target stops as soon as its own is small enough.
-
-`descend_by_blocks` has the matrix in memory and takes blocks of examples one after the other. Each
-takes a few proximal steps with the curvature of its own part of the matrix, which is less than the
-whole one's, and hands the change of the slope on to all others at once. A pass costs as much as one
-product with the whole matrix and gets about three times as far as an accelerated step.
+`descend_by_blocks` takes blocks of examples one after the other. Each takes a few proximal steps with
+the curvature of its own part of the matrix, which is less than the whole one's, and hands the change
+of the slope on to all others at once. A pass costs as much as one product with the whole matrix and
+gets about three times as far as an accelerated proximal gradient step. The primal and dual values
+follow from the slope, so that the gap is known after every pass, and a target stops as soon as its
+own is small enough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +21,30 @@ if TYPE_CHECKING:
     import torch
 
 
-_SLACK = 1.001
-_STEP_SAFETY = 1.05
+class Gram(Protocol):
+    """The symmetric matrix `[n, n]` of a regression, wherever it is kept."""
+
+    @property
+    def size(self) -> int:
+        """The number of examples n."""
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows may be in memory at a time."""
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """The products with rows `x [t, n]`, `[t, n]`."""
+
+    def part(self, ids: torch.Tensor) -> torch.Tensor:
+        """Its rows and columns of some examples, `[w, w]`."""
+
+    def rows_of(self, where: slice) -> torch.Tensor:
+        """Some of its rows, `[w, n]`."""
+
+    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The products with rows `x [t, w]` that are 0 but for some examples, `[t, n]`."""
+
+
 MARGIN = 0.7
 """Stopped targets are dropped when so few are left: a smaller product pays for the copying."""
 PATIENCE = 25
@@ -42,16 +61,14 @@ _ROUNDS = 3
 
 @dataclass(slots=True, eq=False)
 class SolverState:
-    """Where the targets are: weights `x [t, p]`, their products `gx` with G, and the
-    `curvature [t]` that each target has met, kept from one penalty to the next."""
+    """Where the targets are: weights `x [t, p]` and their products `gx` with G."""
 
     x: torch.Tensor
     gx: torch.Tensor
-    curvature: torch.Tensor
 
     def rows(self, which: torch.Tensor) -> SolverState:
         """Some of the targets."""
-        return SolverState(self.x[which], self.gx[which], self.curvature[which])
+        return SolverState(self.x[which], self.gx[which])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,144 +127,37 @@ class PenalizedProblem:
         return self.relative(value - self.dual(slope, squared, along))
 
 
-def descend(
-    times: Callable[[torch.Tensor], torch.Tensor],
-    problem: PenalizedProblem,
-    state: SolverState,
-    *,
-    tolerance: float,
-    max_steps: int,
-) -> torch.Tensor:
-    """Move the state to the optimum; the gap `[t]` relative to half of each target's power.
-
-    `times(x)` is x G. Stops each target at `tolerance`, all at `max_steps`, or when rounding
-    allows no better value. Costs 2 t p^2 operations a step.
-    """
-    import torch
-
-    count = len(problem.c)
-    gap = torch.zeros(count, dtype=problem.c.dtype, device=problem.c.device)
-    ids = torch.arange(count, device=problem.c.device)
-    now, active = problem, state.rows(ids)
-    active.gx += now.ridge[:, None] * active.x
-    steps = _Steps(now, active)
-    taken = 0
-    while True:
-        running = (steps.gap > tolerance) & (steps.stalled < PATIENCE)
-        left = int(running.sum())
-        if left == 0 or taken >= max_steps:
-            break
-        if left < MARGIN * len(ids):
-            _put_back(state, ids, now, active)
-            gap[ids] = steps.gap
-            ids, now, active = ids[running], now.rows(running), active.rows(running)
-            steps = steps.rows(running, now)
-        steps.step(times, active)
-        taken += 1
-    _put_back(state, ids, now, active)
-    gap[ids] = steps.gap
-    return gap
-
-
-def _put_back(
-    state: SolverState, ids: torch.Tensor, problem: PenalizedProblem, active: SolverState
-) -> None:
-    state.x[ids], state.curvature[ids] = active.x, active.curvature
-    state.gx[ids] = active.gx - problem.ridge[:, None] * active.x
-
-
-class _Steps:
-    """The momentum, restarts and bounds of running targets."""
-
-    def __init__(self, problem: PenalizedProblem, state: SolverState) -> None:
-        import torch
-
-        self.problem = problem
-        self.before, self.product_before = state.x, state.gx
-        self.speed = torch.ones_like(problem.power)
-        slope = problem.c - state.gx
-        self.value, squared, along = problem.value(state.x, slope)
-        self.bound = problem.dual(slope, squared, along)
-        self.stalled = torch.zeros_like(problem.power)
-        self.gap = problem.relative(self.value - self.bound)
-
-    def rows(self, which: torch.Tensor, problem: PenalizedProblem) -> _Steps:
-        """The same for some targets."""
-        kept = object.__new__(_Steps)
-        kept.problem = problem
-        for name in ("before", "product_before", "speed", "value", "bound", "stalled", "gap"):
-            setattr(kept, name, getattr(self, name)[which])
-        return kept
-
-    def step(self, times: Callable[[torch.Tensor], torch.Tensor], state: SolverState) -> None:
-        """One step of all running targets."""
-        import torch
-        from torch.linalg import vecdot
-
-        problem, steep = self.problem, state.curvature
-        faster = (1 + torch.sqrt(1 + 4 * self.speed * self.speed)) / 2
-        ahead = ((1 - self.speed) / faster)[:, None]
-        z = torch.lerp(state.x, self.before, ahead)
-        gz = torch.lerp(state.gx, self.product_before, ahead)
-        u = torch.addcmul(z, problem.c - gz, (1 / steep)[:, None])
-        width = (problem.lam / steep)[:, None]
-        x = u - torch.clamp(u, -width, width)
-        gx = torch.addcmul(times(x), x, problem.ridge[:, None])
-        moved = x - z
-        length, bent = vecdot(moved, moved), vecdot(moved, gx - gz)
-        slope = problem.c - gx
-        value, squared, along = problem.value(x, slope)
-        bound = torch.maximum(self.bound, problem.dual(slope, squared, along))
-
-        # Too long a step shows as more curvature along it than was assumed: shorten the next ones.
-        tiny = torch.finfo(length.dtype).tiny
-        short = bent > _SLACK * steep * length
-        met = torch.maximum(steep, _STEP_SAFETY * bent / length.clamp_min(tiny))
-        state.curvature = torch.where(short, met, steep)
-        # After a restart the step is plain descent; only rounding or a long step lets it rise.
-        worse = (value > self.value) & ((self.speed > 1) | short)
-        restart = worse | (vecdot(moved, x - state.x) < 0)
-        better = (value < self.value) | (bound > self.bound)
-        self.stalled = torch.where(better, 0 * self.stalled, self.stalled + 1)
-        self.speed = torch.where(restart, torch.ones_like(faster), faster)
-        self.before, self.product_before = state.x, state.gx
-        if bool(worse.any()):
-            keep = worse[:, None]
-            x, gx = torch.where(keep, state.x, x), torch.where(keep, state.gx, gx)
-            value = torch.where(worse, self.value, value)
-        state.x, state.gx = x, gx
-        self.value, self.bound = value, bound
-        self.gap = problem.relative(self.value - self.bound)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CoordinateBlock:
-    """Some consecutive examples: where, the square and the rows of the matrix, its curvature."""
+    """Some consecutive examples: where, the matrix, its square there, and the curvature of that."""
 
     where: slice
+    gram: Gram
     square: torch.Tensor
-    rows: torch.Tensor
     curvature: float
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows of the matrix `[b, p]`."""
+        return self.gram.rows_of(self.where)
 
-def coordinate_blocks(matrix: torch.Tensor) -> list[CoordinateBlock]:
+
+def coordinate_blocks(gram: Gram) -> list[CoordinateBlock]:
     """The matrix in about ten blocks, fewer or more so that none is too small or too large.
 
     The curvature is the largest eigenvalue: no step can then raise the objective.
     """
     import torch
 
-    p = len(matrix)
-    size = min(_MOST, max(_LEAST, -(-p // _PER_MATRIX)))
-    found = []
+    p = gram.size
+    size = min(_MOST, max(_LEAST, -(-p // _PER_MATRIX)), gram.most_rows)
+    blocks = []
     for start in range(0, p, size):
         where = slice(start, min(p, start + size))
-        square = matrix[where, where].contiguous()
+        square = gram.rows_of(where)[:, where].contiguous()
         largest = float(torch.linalg.eigvalsh(square)[-1])
-        found.append(
-            CoordinateBlock(where, square, matrix[where], max(_BLOCK_SAFETY * largest, 1e-6))
-        )
-    return found
+        blocks.append(CoordinateBlock(where, gram, square, max(_BLOCK_SAFETY * largest, 1e-6)))
+    return blocks
 
 
 def descend_by_blocks(
@@ -378,3 +288,57 @@ def _shrunk(
     lengths = 1 / (part.curvature + ridge)
     u = torch.addcmul(x, pull, lengths)
     return u - torch.clamp(u, -lengths, lengths)
+
+
+_PATIENCE = 20
+"""Steps without a smaller residual of any target after which rounding has won."""
+
+
+def conjugate(
+    times: Callable[[torch.Tensor], torch.Tensor],
+    problem: PenalizedProblem,
+    state: SolverState,
+    *,
+    tolerance: float,
+    max_steps: int,
+) -> torch.Tensor:
+    """Move the state to the optimum; the gap `[t]` relative to half of each target's power.
+
+    Costs 2 t p^2 operations a step; about sqrt(largest eigenvalue of G / ridge) steps.
+    """
+    import torch
+    from torch.linalg import vecdot
+
+    ridge, power = problem.ridge, problem.power
+    tiny = torch.finfo(power.dtype).tiny
+    ids = torch.arange(len(power), device=power.device)
+    gap = torch.zeros_like(power)
+    x, gx = state.x.clone(), state.gx.clone()
+    r = problem.c - gx - ridge[:, None] * x
+    d = r
+    square = vecdot(r, r)
+    best = square
+    stalled = 0
+    for _ in range(max_steps):
+        now = torch.where(power[ids] > 0, square / (ridge[ids] * power[ids]).clamp_min(tiny), 0.0)
+        running = now > tolerance
+        left = int(running.sum())
+        if left == 0 or stalled >= _PATIENCE:
+            break
+        if left < MARGIN * len(ids):
+            state.x[ids], state.gx[ids], gap[ids] = x, gx, now
+            ids, x, gx, r, d = ids[running], x[running], gx[running], r[running], d[running]
+            square, best = square[running], best[running]
+        gd = times(d)
+        length = square / vecdot(d, gd + ridge[ids, None] * d).clamp_min(tiny)
+        x = torch.addcmul(x, d, length[:, None])
+        gx = torch.addcmul(gx, gd, length[:, None])
+        # From x, not by the usual recurrence: its rounding would let the residual look too small.
+        r = problem.c[ids] - gx - ridge[ids, None] * x
+        new = vecdot(r, r)
+        d = torch.addcmul(r, d, (new / square.clamp_min(tiny))[:, None])
+        stalled = 0 if bool((new < best).any()) else stalled + 1
+        square, best = new, torch.minimum(best, new)
+    now = torch.where(power[ids] > 0, square / (ridge[ids] * power[ids]).clamp_min(tiny), 0.0)
+    state.x[ids], state.gx[ids], gap[ids] = x, gx, now
+    return gap

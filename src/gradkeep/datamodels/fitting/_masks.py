@@ -14,6 +14,7 @@ from gradkeep.errors import DatamodelsError, StudyError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 _PACK_BYTES = 1 << 26
 _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
@@ -200,3 +201,53 @@ def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
     if seed < 0 or index < 0:
         raise StudyError("seeds and indices are at least 0", found=f"seed {seed}, index {index}")
     return np.random.Philox(np.random.SeedSequence([seed, index, purpose]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlantedData:
+    """`masks [m, n]`, `outputs [m, t]`, and the `weights [n, t]` and `bias [t]` they came from."""
+
+    masks: AnyArray
+    outputs: AnyArray
+    weights: AnyArray
+    bias: AnyArray
+
+
+@checked(DatamodelsError)
+def planted(
+    models: int,
+    examples: int,
+    targets: int,
+    *,
+    alpha: float = 0.5,
+    large: int = 5,
+    tail: float = 0.02,
+    explained: float = 0.8,
+    seed: int = 0,
+) -> PlantedData:
+    """Outputs = masks . weights + bias + noise, with `large` weights per target over a dense tail.
+
+    Every example is in a subset with probability `alpha`; `explained` is the part of an output's
+    variance that is no noise.
+
+    >>> data = planted(100, 20, 3)
+    >>> data.masks.shape, data.outputs.shape, data.weights.shape
+    ((100, 20), (100, 3), (20, 3))
+    """
+    for name, value in (("models", models), ("examples", examples), ("targets", targets)):
+        _arguments.count(name, value, error=DatamodelsError, least=1)
+    for name, value in (("large", large), ("seed", seed)):
+        _arguments.count(name, value, error=DatamodelsError)
+    _arguments.fraction("alpha", alpha, error=DatamodelsError)
+    _arguments.number("tail", tail, error=DatamodelsError, least=0)
+    _arguments.number("explained", explained, error=DatamodelsError, above=0, most=1)
+    rng = np.random.default_rng(seed)
+    masks = rng.random((models, examples)) < alpha
+    weights = rng.normal(0, tail, (examples, targets))
+    for target in range(targets):
+        chosen = rng.choice(examples, min(large, examples), replace=False)
+        weights[chosen, target] += rng.laplace(0, 0.5, len(chosen))
+    signal = masks.astype(np.float64) @ weights
+    noise = rng.standard_normal(signal.shape) * signal.std(axis=0) * np.sqrt(1 / explained - 1)
+    bias = rng.normal(0, 3, targets)
+    return PlantedData(masks, signal + noise + bias, weights, bias)

@@ -11,11 +11,9 @@ from gradkeep.datamodels.fitting._active_set import FEW, solve_by_active_sets
 from gradkeep.datamodels.fitting._l1 import (
     PenalizedProblem,
     SolverState,
-    coordinate_blocks,
-    descend,
+    conjugate,
     descend_by_blocks,
 )
-from gradkeep.datamodels.fitting._ridge import conjugate
 from gradkeep.datamodels.fitting._standardized import DenseGram
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._standardized import StandardizedRegression
 
 Penalty = Literal["l1", "elastic", "ridge", "means"]
-_FIRST_CURVATURE = 1.2
-"""Columns have variance 1, so no target's curvature is below 1; what is met is remembered."""
 _WORTH = 0.6
 """A working set below this part of all examples pays for its own matrix."""
 _ROUNDS = 4
@@ -73,10 +69,9 @@ class PathSolver:
         """No weights, or those of an earlier fit."""
         import torch
 
-        first = torch.full_like(standard.power, _FIRST_CURVATURE)
         if x is None:
-            return SolverState(torch.zeros_like(standard.c), torch.zeros_like(standard.c), first)
-        return SolverState(x.clone(), standard.gram.times(x), first)
+            return SolverState(torch.zeros_like(standard.c), torch.zeros_like(standard.c))
+        return SolverState(x.clone(), standard.gram.times(x))
 
     def solve(
         self,
@@ -119,10 +114,10 @@ class PathSolver:
             ids = inside.nonzero()[:, 0]
             if len(ids) > most or len(ids) == 0:
                 break
-            matrix = standard.gram.part(ids)
-            part = SolverState(state.x[:, ids], state.gx[:, ids], state.curvature)
+            matrix = DenseGram(standard.gram.part(ids))
+            part = SolverState(state.x[:, ids], state.gx[:, ids])
             narrow = PenalizedProblem(problem.c[:, ids], problem.power, problem.lam, problem.ridge)
-            descend_by_blocks(coordinate_blocks(matrix), narrow, part, **self._until)
+            descend_by_blocks(matrix.parts(), narrow, part, **self._until)
             state.x[:, ids] = part.x
             state.gx = standard.gram.times_some(part.x, ids)
             gap = problem.gap(state.x, _slope(problem, state))
@@ -135,9 +130,7 @@ class PathSolver:
             if bool((wider == inside).all()):
                 break
             inside = wider
-        if isinstance(standard.gram, DenseGram):
-            return descend_by_blocks(standard.gram.parts(), problem, state, **self._until)
-        return descend(standard.gram.times, problem, state, **self._until)
+        return descend_by_blocks(standard.gram.parts(), problem, state, **self._until)
 
 
 def _slope(problem: PenalizedProblem, state: SolverState) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,19 +21,6 @@ _ROWS = 1024
 _ALL = slice(None)
 
 
-class Gram(Protocol):
-    """The symmetric matrix `[n, n]` of a regression, wherever it is kept."""
-
-    def times(self, x: torch.Tensor) -> torch.Tensor:
-        """The products with rows `x [t, n]`, `[t, n]`."""
-
-    def part(self, ids: torch.Tensor) -> torch.Tensor:
-        """Its rows and columns of some examples, `[w, w]`."""
-
-    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The products with rows `x [t, w]` that are 0 but for some examples, `[t, n]`."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseGram:
     """The matrix in memory: 4 n^2 bytes in float32."""
@@ -44,8 +31,22 @@ class DenseGram:
     def parts(self) -> list[CoordinateBlock]:
         """The matrix in blocks, made at the first call: their eigenvalues cost n block^2."""
         if not self._parts:
-            self._parts.extend(coordinate_blocks(self.matrix))
+            self._parts.extend(coordinate_blocks(self))
         return self._parts
+
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+        return len(self.matrix)
+
+    @property
+    def most_rows(self) -> int:
+        """All rows are in memory."""
+        return max(1, len(self.matrix))
+
+    def rows_of(self, where: slice) -> torch.Tensor:
+        """Some rows, without a copy."""
+        return self.matrix[where]
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x G, one product for all targets."""
@@ -79,6 +80,7 @@ class CountedGram:
     dtype: torch.dtype
     device: str
     rows: int
+    _parts: list[CoordinateBlock] = field(default_factory=list, repr=False)
 
     def dense(self) -> DenseGram:
         """The whole matrix, made a panel at a time so that nothing else of its size exists."""
@@ -89,6 +91,26 @@ class CountedGram:
         for start in range(0, n, self.rows):
             out[start : start + self.rows] = self._rows(slice(start, start + self.rows))
         return DenseGram(out)
+
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+        return len(self.mean)
+
+    @property
+    def most_rows(self) -> int:
+        """Those of a panel."""
+        return max(1, self.rows)
+
+    def parts(self) -> list[CoordinateBlock]:
+        """The matrix in blocks whose rows are computed when they are needed."""
+        if not self._parts:
+            self._parts.extend(coordinate_blocks(self))
+        return self._parts
+
+    def rows_of(self, where: slice) -> torch.Tensor:
+        """Some rows, computed."""
+        return self._rows(where)
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x G, reading the counts once."""
@@ -142,7 +164,7 @@ class StandardizedRegression:
     or in none), times the square root of the variance that a prior allows the example.
     """
 
-    gram: Gram
+    gram: DenseGram | CountedGram
     c: torch.Tensor
     """`[t, n]`, the covariance of columns and targets."""
     power: torch.Tensor

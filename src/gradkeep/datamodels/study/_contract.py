@@ -16,7 +16,7 @@ from gradkeep._surroundings import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
 from gradkeep.errors import SchemaMismatch, StudyError
-from gradkeep.farm._progress import Progress, progress_of, recent_rate
+from gradkeep.farm._run import Progress, progress_of, recent_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,13 +6,17 @@ overwrites, and it returns only when the bytes are as durable as was asked.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from gradkeep.errors import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
+
 
 Durability = Literal["full", "process"]
 """`full` survives a power cut, `process` only the death of the process."""
@@ -21,8 +25,7 @@ QUARANTINE = "quarantine"
 """Where damaged files are moved, inside the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One name in a listing."""
 
     name: str
@@ -103,10 +106,6 @@ class Backend(ABC):
         """Move a damaged value to the quarantine, so that its name is free again."""
 
     @abstractmethod
-    def stamp(self, prefix: str) -> int | None:
-        """A number that changes when names below `prefix` come or go; None if unknown."""
-
-    @abstractmethod
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         """Keys of unfinished writes whose writer is gone, or is older than so many seconds."""
 
@@ -121,13 +120,6 @@ class Backend(ABC):
     def local_path(self, key: str) -> str | None:
         """The file that holds `key`, for libraries that want a path; None if there is no file."""
         return None
-
-    def replace_cache(self, key: str, data: bytes) -> bool:
-        """Put a value that may be overwritten and may be lost; False where that cannot be.
-
-        For caches only: nothing that a store promises rests on it.
-        """
-        return False
 
     def describe(self, key: str) -> str:
         """How messages name a key of this place."""
@@ -144,16 +136,12 @@ class Backend(ABC):
 
     def read(self, key: str) -> bytes:
         """The whole value, as bytes."""
-        opened = self.open(key)
-        try:
+        with contextlib.closing(self.open(key)) as opened:
             return opened.read(0, opened.size)
-        finally:
-            opened.close()
 
     def same_bytes(self, key: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Whether the value under `key` is exactly the joined `parts`."""
-        opened = self.open(key)
-        try:
+        with contextlib.closing(self.open(key)) as opened:
             if opened.size != sum(len(flat(part)) for part in parts):
                 return False
             at = 0
@@ -165,8 +153,6 @@ class Backend(ABC):
                         return False
                     at += len(piece)
             return True
-        finally:
-            opened.close()
 
 
 _COMPARE_BYTES = 1 << 22
@@ -176,3 +162,89 @@ def flat(part: Any) -> memoryview:
     """A buffer as plain bytes, without a copy."""
     view = memoryview(part)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+class Memory(Backend):
+    """Values in a dictionary; safe for threads, gone with the process."""
+
+    def __init__(self) -> None:
+        self.location = "memory:"
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def put_if_absent(
+        self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
+    ) -> bool:
+        value = b"".join(flat(part) for part in parts)
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                return True
+            present = self._values[key]
+        if present != value:
+            raise Conflict(
+                "the name is taken by other bytes; nothing was overwritten",
+                path=self.describe(key),
+                expected="the same bytes, or a free name",
+            )
+        return False
+
+    def open(self, key: str) -> Readable:
+        try:
+            return InMemory(self._values[key])
+        except KeyError:
+            raise FileNotFoundError(key) from None
+
+    def list(self, prefix: str) -> list[Entry]:
+        start = f"{prefix}/" if prefix else ""
+        found: dict[str, Entry] = {}
+        with self._lock:
+            items = list(self._values.items())
+        for key, value in items:
+            if key.startswith(start):
+                name, slash, _ = key[len(start) :].partition("/")
+                size = 0 if slash else len(value)
+                found[name] = Entry(name, size, is_folder=bool(slash))
+        return sorted(found.values(), key=lambda entry: entry.name)
+
+    def exists(self, key: str) -> bool:
+        return key in self._values
+
+    def delete(self, keys: Iterable[str], *, durability: Durability) -> int:
+        with self._lock:
+            return sum(self._values.pop(key, None) is not None for key in list(keys))
+
+    def move_aside(self, key: str) -> str:
+        aside = self.free_aside(key)
+        with self._lock:
+            self._values[aside] = self._values.pop(key)
+        return aside
+
+    def leftovers(self, *, older_than: float) -> Sequence[str]:
+        return ()
+
+
+class InMemory(Readable):
+    """A value that is a bytes object."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+        self.size = len(value)
+        self.identity = (id(value), len(value))
+        # An address can be used again by other bytes: never trust it beyond this handle.
+        self.settled = False
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self._value[offset : offset + length]
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        piece = self._value[offset : offset + len(buffer)]
+        if len(piece) != len(buffer):
+            raise EOFError(offset)
+        buffer[:] = piece
+
+    def map(self, soon: Sequence[tuple[int, int]] = ()) -> memoryview:
+        return memoryview(self._value)
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -23,11 +23,11 @@ from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
 from gradkeep.store.backends._plain_file import (
     PlainFile,
+    Syscalls,
     link_in_place,
     open_plain,
     unreadable,
 )
-from gradkeep.store.backends._syscalls import Syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -78,7 +78,8 @@ class LocalDisk(Backend):
         *,
         durability: Durability,
     ) -> bool:
-        temp = _temp_in(folder)
+        name = f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+        temp = os.path.join(folder, name)
         fd = self._calls.create(temp)
         try:
             try:
@@ -265,14 +266,6 @@ class LocalDisk(Backend):
             raise self._refusal(error, key) from error
         return aside
 
-    def stamp(self, prefix: str) -> int | None:
-        try:
-            return os.lstat(self._inside(prefix)).st_mtime_ns
-        except (FileNotFoundError, NotADirectoryError):
-            return 0
-        except OSError as error:
-            raise unreadable(self._path(prefix), error) from error
-
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         now = time.time()
         found = []
@@ -291,22 +284,6 @@ class LocalDisk(Backend):
 
     def local_path(self, key: str) -> str | None:
         return self._path(key)
-
-    def replace_cache(self, key: str, data: bytes) -> bool:
-        target = self._path(key)
-        temp = _temp_in(os.path.dirname(target))
-        try:
-            fd = self._calls.create(temp)
-            try:
-                self._write_all(fd, memoryview(data))
-            finally:
-                self._calls.close(fd)
-            self._calls.rename(temp, target)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._calls.unlink(temp)
-            return False
-        return True
 
     def _path(self, key: str) -> str:
         if not key:
@@ -363,10 +340,6 @@ class LocalDisk(Backend):
         )
 
 
-def _temp_in(folder: str) -> str:
-    return os.path.join(folder, f"{_TEMP}{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
-
-
 def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
     for item in found:
         if item.name.startswith(_TEMP):
@@ -379,7 +352,7 @@ def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:
             status = item.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue  # deleted since the listing began
-        yield Entry(item.name, status.st_size, is_folder=False, modified=status.st_mtime)
+        yield Entry(item.name, status.st_size, False, status.st_mtime)
 
 
 def _same_file(one: str, other: str) -> bool:

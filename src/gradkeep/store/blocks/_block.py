@@ -11,8 +11,15 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep.errors import Damaged, InvalidRows, MissingRows, NotSealed, StoreError
-from gradkeep.store.blocks._columns import Batch, Column, check_fill, filled
-from gradkeep.store.blocks._ids import IdIndex, as_ids, whole_numbers
+from gradkeep.store.blocks._columns import (
+    Batch,
+    Column,
+    IdIndex,
+    as_ids,
+    check_fill,
+    filled,
+    whole_numbers,
+)
 from gradkeep.store.blocks._manifest import (
     Manifest,
     SegmentEntry,
@@ -278,7 +285,10 @@ class Block:
         order = np.argsort(rows, kind="stable")
         ranked = rows[order]
         cuts = np.searchsorted(ranked, self.starts)
-        gathered = [_gathered(array, len(rows)) for array in arrays]
+        gathered = [
+            _GatheredRagged(array) if array.ragged else _GatheredRows(array, len(rows))
+            for array in arrays
+        ]
         for index in np.flatnonzero(np.diff(cuts)).tolist():
             within = ranked[cuts[index] : cuts[index + 1]] - self.starts[index]
             slots = order[cuts[index] : cuts[index + 1]]
@@ -288,10 +298,6 @@ class Block:
             for one in gathered:
                 one.add(segment, within, slots)
         return tuple(one.column(order) for one in gathered)
-
-
-def _gathered(array: Array, count: int) -> _GatheredRows | _GatheredRagged:
-    return _GatheredRagged(array) if array.ragged else _GatheredRows(array, count)
 
 
 class _GatheredRows:
@@ -341,13 +347,7 @@ class _GatheredRagged:
 
     def column(self, order: AnyArray) -> Column:
         """What was read, in the order that was asked for."""
-        return Column.join(self._array, self._parts).take(_inverse(order))
-
-
-def _inverse(order: AnyArray) -> AnyArray:
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    return back
+        return Column.join(self._array, self._parts).take(np.argsort(order))
 
 
 def _batches(

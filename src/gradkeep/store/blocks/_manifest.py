@@ -4,26 +4,35 @@ A manifest lists the segments of a version, and a version is never changed. Seal
 dropping rows and compaction all publish the next number with `put_if_absent`; who loses a race for
 a number reads again and tries the next.
 
-Versions are chained: each names the digest of its predecessor's manifest, and `_heads.py` keeps the
+Versions are chained: each names the digest of its predecessor's manifest, and `_records.py` keeps the
 digest of each a second time, elsewhere. A version that was recorded and is gone is damage.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
-from gradkeep.store import _document
-from gradkeep.store._document import LARGE_DOCUMENT, LARGEST_DOCUMENT
-from gradkeep.store._fields import LARGEST_WHOLE, Fields, read_document
-from gradkeep.store._heads import heads_of, record_head
-from gradkeep.store.blocks._ids import IdSet, whole_numbers
+from gradkeep.store._document import (
+    LARGE_DOCUMENT,
+    LARGEST_DOCUMENT,
+    LARGEST_WHOLE,
+    Count,
+    Record,
+    from_bytes,
+    not_ours,
+    read_bytes,
+    read_document,
+    to_bytes,
+)
+from gradkeep.store._records import heads_of, record_head
+from gradkeep.store.blocks._columns import IdSet, whole_numbers
 from gradkeep.store.blocks._packing import SUFFIX, pack_batch
 from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import Segment
@@ -42,37 +51,43 @@ _FILE = re.compile(r"(seg/(\d{6,18}|without-[0-9a-f]{32})|packed/\d{6,18})\.safe
 """What a manifest may name: segments of its own block, and nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentEntry:
+class SegmentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One segment of a version."""
 
     file: str
     """Its key below the block's folder."""
-    rows: int
-    bytes: int
+    rows: Count
+    bytes: Count
     xxh3: str
     """The digest of its header, which holds the digests of its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Record, frozen=True, omit_defaults=True):
     """One version of a block: its segments, in the order of their rows."""
 
     version: int
     schema_hash: str
     segments: tuple[SegmentEntry, ...]
-    written: tuple[int, ...]
+    written: tuple[Count, ...]
     """The rows of every numbered segment that was ever written, left out since or not."""
     previous: str | None = None
     """The digest of the manifest before this; None of the first, and of those of old stores."""
-    digest: str | None = field(default=None, compare=False)
-    """The digest of the manifest's own bytes, once they are known."""
 
     @property
     def identity(self) -> str:
         """A digest of the rows: equal for captures of the same bytes, whenever they were written."""
         parts = [self.schema_hash, *(segment.xxh3 for segment in self.segments)]
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+    def next_version(self, segments: tuple[SegmentEntry, ...]) -> Manifest:
+        """The version after this one, with other segments and no new rows."""
+        return Manifest(
+            version=self.version + 1,
+            schema_hash=self.schema_hash,
+            segments=segments,
+            written=self.written,
+            previous=self.digest,
+        )
 
     @property
     def next_segment(self) -> int:
@@ -129,7 +144,7 @@ def load_manifest(
     """A version's manifest, checked, and compared with what is `recorded` of it elsewhere."""
     name = manifest_key(folder, version)
     try:
-        fields = read_document(backend, name, most=LARGEST_DOCUMENT)
+        manifest = read_document(backend, name, Manifest, most=LARGEST_DOCUMENT)
     except FileNotFoundError:
         # Looked at afterwards: what is removed on purpose loses its record first.
         if version in heads_of(backend, folder):
@@ -141,7 +156,7 @@ def load_manifest(
             found=f"versions {have}",
             fix="older versions are removed by `gradkeep gc`; open the block without `version=`",
         ) from None
-    manifest = _manifest_of(fields)
+    _check_manifest(manifest, backend.describe(name))
     if manifest.version != version:
         raise Damaged(
             "a manifest under another's name",
@@ -161,30 +176,15 @@ def load_manifest(
     return manifest
 
 
-def _manifest_of(fields: Fields) -> Manifest:
-    fields.only(part.name for part in dataclasses.fields(Manifest) if part.name != "digest")
-    segments = []
-    for item in fields.objects("segments"):
-        item.only(part.name for part in dataclasses.fields(SegmentEntry))
-        entry = SegmentEntry(
-            item.text("file"), item.whole("rows"), item.whole("bytes"), item.text("xxh3")
-        )
-        if _FILE.fullmatch(entry.file) is None:
-            raise item.wrong(f"file: {entry.file!a} is not a segment of this block")
-        segments.append(entry)
-    manifest = Manifest(
-        version=fields.whole("version"),
-        schema_hash=fields.text("schema_hash"),
-        segments=tuple(segments),
-        written=fields.wholes("written"),
-        previous=fields.optional_text("previous"),
-        digest=fields.digest,
-    )
-    if len({entry.file for entry in segments}) < len(segments):
-        raise fields.wrong("a segment that is named twice")
+def _check_manifest(manifest: Manifest, path: str) -> None:
+    files = [entry.file for entry in manifest.segments]
+    for file in files:
+        if _FILE.fullmatch(file) is None:
+            raise not_ours(path, f"file: {file!a} is not a segment of this block"[:200])
+    if len(set(files)) < len(files):
+        raise not_ours(path, "a segment that is named twice")
     if max(manifest.rows, manifest.bytes, manifest.next_row) > LARGEST_WHOLE:
-        raise fields.wrong("more rows or bytes than can be counted")
-    return manifest
+        raise not_ours(path, "more rows or bytes than can be counted")
 
 
 def _lost(backend: Backend, folder: str, version: int) -> Damaged:
@@ -215,19 +215,14 @@ def latest_manifest(backend: Backend, folder: str) -> Manifest | None:
 
 def publish_manifest(
     backend: Backend, folder: str, manifest: Manifest, *, durability: Durability
-) -> bool:
+) -> Manifest:
     """Put the manifest under its number, then its record; raises `Conflict` if another took it."""
-    fields = dataclasses.asdict(manifest)
-    del fields["digest"]
-    if manifest.previous is None:
-        del fields["previous"]  # first manifests stay what they always were, byte for byte
-    data = _document.to_bytes(fields)
-    created = backend.put_if_absent(
-        manifest_key(folder, manifest.version), [data], durability=durability
-    )
+    # The first manifest has no `previous`, and stays what it always was, byte for byte.
+    data = to_bytes(manifest)
+    backend.put_if_absent(manifest_key(folder, manifest.version), [data], durability=durability)
     xxh3 = xxhash.xxh3_128_hexdigest(data)
     record_head(backend, folder, manifest.version, xxh3, durability=durability)
-    return created
+    return msgspec.structs.replace(manifest, digest=xxh3)
 
 
 def ensure_recorded(
@@ -288,28 +283,26 @@ def load_schema(backend: Backend, folder: str) -> Schema:
     """The schema of a block, checked."""
     key = schema_key(folder)
     try:
-        fields = read_document(backend, key, most=LARGE_DOCUMENT)
+        return read_schema(backend, key)
     except FileNotFoundError:
         raise StoreError(
             "there is no such block", path=backend.describe(folder), fix="see `gradkeep info STORE`"
         ) from None
-    return _schema_of(fields)
 
 
-_schemas: dict[str | None, Schema] = {}
+_schemas: dict[str, Schema] = {}
 _MOST_SCHEMAS = 64
 
 
-def _schema_of(fields: Fields) -> Schema:
-    """The schema of a document; the same bytes, which every opening of a block reads, are taken
-    apart and checked once."""
-    found = _schemas.get(fields.digest)
-    if found is None:
-        found = Schema.from_fields(fields.values, path=fields.path)
+def read_schema(backend: Backend, key: str) -> Schema:
+    """Read a schema; the same bytes, which every opening of a block reads, are checked once."""
+    data, path = read_bytes(backend, key, most=LARGE_DOCUMENT), backend.describe(key)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    if digest not in _schemas:
         if len(_schemas) >= _MOST_SCHEMAS:
             _schemas.clear()
-        _schemas[fields.digest] = found
-    return found
+        _schemas[digest] = Schema.from_fields(from_bytes(data, path=path), path=path)
+    return _schemas[digest]
 
 
 def segment_numbers(backend: Backend, folder: str) -> list[int]:
@@ -330,15 +323,14 @@ def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
     numbers = [number for number in segment_numbers(backend, folder) if number >= first]
     fresh = tuple(entry_of(backend, folder, number, schema=schema) for number in numbers)
     written = (() if newest is None else newest.written) + tuple(entry.rows for entry in fresh)
-    return Manifest(-1, schema.hash, segments + fresh, written)
+    return Manifest(version=-1, schema_hash=schema.hash, segments=segments + fresh, written=written)
 
 
-def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema) -> SegmentEntry:
+def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | None) -> SegmentEntry:
     """The manifest entry of a committed segment, from its header."""
     file = segment_file(number)
-    segment = Segment(backend, f"{folder}/{file}")
-    try:
-        if segment.schema_hash != schema.hash:
+    with contextlib.closing(Segment(backend, f"{folder}/{file}")) as segment:
+        if schema is not None and segment.schema_hash != schema.hash:
             raise Damaged(
                 "this segment belongs to another schema",
                 path=backend.describe(f"{folder}/{file}"),
@@ -346,8 +338,6 @@ def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema) -> S
                 expected=schema.hash,
             )
         return SegmentEntry(file, segment.rows, segment.size, segment.digest)
-    finally:
-        segment.close()
 
 
 def seal(
@@ -379,11 +369,8 @@ def seal(
             backend.ensure_durable(
                 f"{folder}/{entry.file}" for entry in fresh if entry.file not in own
             )
-        try:
-            publish_manifest(backend, folder, candidate, durability=durability)
-        except Conflict:
-            continue
-        return candidate
+        with contextlib.suppress(Conflict):  # another took the number: look again
+            return publish_manifest(backend, folder, candidate, durability=durability)
 
 
 def _candidate(
@@ -434,15 +421,12 @@ def _check_rows(
         )
     seen = IdSet()
     for index, entry in enumerate(candidate.segments):
-        segment = open_segment(backend, folder, entry, schema=schema)
-        try:
+        with contextlib.closing(open_segment(backend, folder, entry, schema=schema)) as segment:
             ids = segment.small("ids")
             repeated = seen.among(ids)
             seen.add(ids)
             short = entry.rows != schema.rows_per_segment
             last = index == len(candidate.segments) - 1
-        finally:
-            segment.close()
         if len(repeated):
             raise InvalidRows(
                 "ids occur in two segments",
@@ -490,8 +474,5 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
             file = f"{SEGMENTS}/{REWRITTEN}{packed.digest}{SUFFIX}"
             backend.put_if_absent(f"{folder}/{file}", packed.parts, durability=durability)
             kept.append(SegmentEntry(file, len(stay), packed.size, packed.digest))
-    manifest = dataclasses.replace(
-        newest, version=newest.version + 1, segments=tuple(kept), previous=newest.digest
-    )
-    publish_manifest(backend, folder, manifest, durability=durability)
-    return manifest
+    manifest = newest.next_version(tuple(kept))
+    return publish_manifest(backend, folder, manifest, durability=durability)

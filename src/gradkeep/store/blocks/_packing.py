@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._columns import Batch
     from gradkeep.store.blocks._encoding import AnyArray
     from gradkeep.store.blocks._schema import Array, Schema
+
 
 SUFFIX = ".safetensors"
 FORMAT = "gradkeep-segment-1"
@@ -49,17 +53,9 @@ _PAGE = 4096
 _SMALL_FILE = 1 << 20
 _CODES = {
     "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 DTYPES = {code: np.dtype(name) for name, code in _CODES.items()} | {"BF16": np.dtype("uint16")}
 
@@ -119,8 +115,8 @@ def pack(
         at = stop
         views.append(view)
     metadata.update(notes)
-    header = _seal_header(layout, payload=at)
-    return PackedSegment([header.blob, *views], len(header.blob) + at, header.digest)
+    header, digest = _seal_header(layout, payload=at)
+    return PackedSegment([header, *views], len(header) + at, digest)
 
 
 def pack_batch(schema: Schema, batch: Batch, *, first_row: int) -> PackedSegment:
@@ -170,19 +166,14 @@ def tensor_digest(digests: list[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    blob: bytes
-    digest: str
-
-
-def _seal_header(layout: dict[str, Any], *, payload: int) -> _Header:
+def _seal_header(layout: dict[str, Any], *, payload: int) -> tuple[bytes, str]:
+    """The bytes of a header and their digest."""
     text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
     step = 64 if payload < _SMALL_FILE else _PAGE
     text += b" " * (-(8 + len(text)) % step)
     blob = len(text).to_bytes(8, "little") + text
     digest = xxhash.xxh3_128_hexdigest(blob)
-    return _Header(blob[:DIGEST_AT] + digest.encode() + blob[DIGEST_END:], digest)
+    return blob[:DIGEST_AT] + digest.encode() + blob[DIGEST_END:], digest
 
 
 def _add_array(
@@ -218,3 +209,70 @@ def _add_array(
         hashed[name], checks = _digests_and_checks(view, len(values), rows * row_bytes)
         tensors.append((f"{name}#check", checks, "U64"))
     tensors.append((name, values, code))
+
+
+COUNT = re.compile(r"\d{1,18}")
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_METADATA = b'{"__metadata__":'
+_BETWEEN = b'"},"'  # what ends the metadata and begins the first tensor; no name holds a quote
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor lies in the file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says; every value has its type."""
+
+    metadata: dict[str, str]
+    extents: dict[str, Extent]
+    end: int
+    """Where the last tensor ends, and the file with it."""
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
+def read_header(text: bytes, base: int) -> Header:
+    """The header from its JSON; ValueError if gradkeep did not write it. Data begins at `base`."""
+    cut = text.find(_BETWEEN)
+    if cut < 0 or not text.startswith(_METADATA):
+        raise ValueError("it names no tensors")
+    metadata = msgspec.json.decode(text[len(_METADATA) : cut + 2], type=dict[str, str])
+    for name in ("rows", "first_row"):
+        if not COUNT.fullmatch(metadata.get(name, "")):
+            raise ValueError(f"it has no number {name!r}")
+    if "schema" not in metadata:
+        raise ValueError("it names no schema")
+    extents, end = _extents(b"{" + text[cut + 3 :], base)
+    if extents["ids"].shape != (int(metadata["rows"]),):
+        raise ValueError("its ids do not name every row")
+    return Header(metadata, extents, end)
+
+
+@lru_cache(maxsize=64)
+def _extents(text: bytes, base: int) -> tuple[dict[str, Extent], int]:
+    tensors = msgspec.json.decode(text, type=dict[str, _Tensor])
+    extents = {}
+    for name, tensor in tensors.items():
+        start, stop = tensor.data_offsets
+        if tensor.dtype not in DTYPES or not tensor.shape:
+            raise ValueError(f"tensor {name!r} has no dtype or shape")
+        dtype = DTYPES[tensor.dtype]
+        if math.prod(tensor.shape) * dtype.itemsize != stop - start:
+            raise ValueError(f"tensor {name!r} has another size than its shape says")
+        extents[name] = Extent(dtype, tuple(tensor.shape), base + start, base + stop)
+    ids = extents.get("ids")
+    if ids is None or ids.dtype != np.int64 or len(ids.shape) != 1:
+        raise ValueError("it has no ids")
+    return extents, max(extent.stop for extent in extents.values())

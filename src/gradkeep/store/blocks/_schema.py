@@ -6,18 +6,26 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Mapping  # noqa: TC003 - records are built from annotations
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from gradkeep._annotations import check_fields
+from gradkeep._arguments import writable
 from gradkeep.errors import Damaged, SchemaMismatch, StoreError
-from gradkeep.store._document import digest
-from gradkeep.store._fields import LARGEST_WHOLE, Fields
+from gradkeep.store._document import (
+    LARGEST_WHOLE,
+    Count,
+    Record,
+    digest,
+    not_ours,
+    parse_record,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 ArrayKind = Literal[
     "prefix", "suffix", "gradient", "projection", "embedding", "scalar", "mask", "data", "text"
@@ -80,7 +88,7 @@ class Array:
                 f"a name must not be empty, contain # / \\ : quotes or newlines, "
                 f"or be one of {', '.join(_RESERVED)}"
             )
-        if not self.name.isascii() and _is_broken(self.name + (self.layer or "")):
+        if not self.name.isascii() and not writable(self.name + (self.layer or "")):
             return "a name must be text that can be written as UTF-8, without lone surrogates"
         if self.dtype not in STORED_DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(STORED_DTYPES)}"
@@ -261,21 +269,24 @@ class Schema:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, path: str = "a schema") -> Schema:
         """The schema from its JSON fields; raises `Damaged` if they are not those of one."""
-        given = Fields(fields, path=path)
-        given.only(part.name for part in dataclasses.fields(cls) if part.init)
+        record = parse_record(_SchemaRecord, fields, path=path)
+        layers = tuple(parse_record(Layer, layer, path=path) for layer in record.layers)
+        for layer in layers:
+            if not _is_count(layer.parameters):
+                raise not_ours(path, f"layer {layer.name[:60]!r} of {layer.parameters} parameters")
         try:
             return cls(
-                arrays=tuple(_array_of(array) for array in given.objects("arrays")),
-                num_rows=given.optional_whole("num_rows"),
-                num_examples=given.optional_whole("num_examples"),
-                rows_per_segment=given.whole("rows_per_segment"),
-                layers=tuple(_layer_of(layer) for layer in given.objects("layers")),
-                fingerprints=given.scalars("fingerprints"),
+                arrays=tuple(parse_record(Array, array, path=path) for array in record.arrays),
+                num_rows=record.num_rows,
+                num_examples=record.num_examples,
+                rows_per_segment=record.rows_per_segment,
+                layers=layers,
+                fingerprints=record.fingerprints,
             )
         except Damaged:
             raise
         except StoreError as error:
-            raise given.wrong(error.what) from None
+            raise not_ours(path, error.what[:200]) from None
 
     def diff(self, wanted: Schema) -> list[str]:
         """One line for every difference between this, the stored schema, and the wanted one.
@@ -315,33 +326,17 @@ stored '1a', asked for '2b'"]
             )
 
 
-def _array_of(fields: Fields) -> Array:
-    fields.only(part.name for part in dataclasses.fields(Array))
-    return Array(
-        fields.text("name"),
-        fields.text("dtype"),
-        fields.wholes("shape"),
-        cast("ArrayKind", fields.text("kind")),
-        cast("Encoding", fields.text("encoding")),
-        fields.optional_text("layer"),
-        fields.flag("ragged"),
-        cast("Any", fields.optional_text("compression")),
-        cast("NanPolicy", fields.text("nan")),
-    )
-
-
-def _layer_of(fields: Fields) -> Layer:
-    fields.only(part.name for part in dataclasses.fields(Layer))
-    form = fields.mapping("form") if "form" in fields.values else {}
-    return Layer(fields.text("name"), fields.text("type"), fields.whole("parameters"), form)
+class _SchemaRecord(Record, frozen=True):
+    arrays: list[dict[str, Any]]
+    num_rows: Count | None
+    num_examples: Count | None
+    rows_per_segment: Count
+    layers: list[dict[str, Any]]
+    fingerprints: dict[str, str | int | float | bool | None]
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_WHOLE
-
-
-def _is_broken(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _fields_of(record: Array | Layer) -> dict[str, Any]:

@@ -7,9 +7,9 @@ times more than `preadv`, as each fault reads far ahead.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -17,12 +17,14 @@ from gradkeep.errors import Damaged
 from gradkeep.store.backends._backend import flat
 from gradkeep.store.blocks._columns import Column
 from gradkeep.store.blocks._encoding import decompress
-from gradkeep.store.blocks._header import COUNT, Extent, read_header
 from gradkeep.store.blocks._packing import (
+    COUNT,
     DIGEST_AT,
     DIGEST_END,
     OPENING,
+    Extent,
     block_digests,
+    read_header,
     tensor_digest,
 )
 
@@ -35,114 +37,6 @@ if TYPE_CHECKING:
 
 Pick = tuple[int, int, int]
 """Stored rows `[start, stop)` that go to row `at` of the result."""
-
-
-def damaged(path: str, part: str, what: str) -> Damaged:
-    """The error for a part of a segment that is not as it was written."""
-    return Damaged(
-        f"{part} {what}",
-        path=path,
-        fix="`gradkeep verify STORE --repair` moves the file aside; "
-        "run the work again to recreate it",
-    )
-
-
-def gather_plain(
-    file: Readable, extent: Extent, size: int, picks: Sequence[Pick], target: memoryview
-) -> None:
-    """Rows of `size` bytes that need no check, because their tensor was verified before."""
-    read_into, base = file.read_into, extent.start
-    for start, stop, at in picks:
-        read_into(target[at * size : (at + stop - start) * size], base + start * size)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRows:
-    """The rows of one tensor with an xxh3-64 for every group of them."""
-
-    file: Readable
-    path: str
-    name: str
-    extent: Extent
-    size: int
-    """Bytes of a row."""
-    group: int
-    """Rows that share a check."""
-    checks: list[int]
-
-    def gather(self, picks: Sequence[Pick], target: memoryview) -> None:
-        """Read whole groups, check them, and keep the rows that were picked."""
-        size, group = self.size, self.group
-        kept, piece = -1, target[:0]
-        for start, stop, at in picks:
-            row, to = start, at * size
-            while row < stop:
-                index, within = divmod(row, group)
-                until = min(stop, (index + 1) * group)
-                count = (until - row) * size
-                whole = min(
-                    group * size, self.extent.stop - self.extent.start - index * group * size
-                )
-                if count == whole:
-                    self._read(index, target[to : to + count])
-                else:
-                    if index != kept:
-                        piece = memoryview(bytearray(whole))
-                        self._read(index, piece)
-                        kept = index
-                    target[to : to + count] = piece[within * size : within * size + count]
-                to += count
-                row = until
-
-    def _read(self, index: int, buffer: memoryview) -> None:
-        self.file.read_into(buffer, self.extent.start + index * self.group * self.size)
-        if xxhash.xxh3_64_intdigest(buffer) != self.checks[index]:
-            what = f"does not fit its check for the rows from {index * self.group}"
-            raise damaged(self.path, f"tensor {self.name!r}", what)
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedRows:
-    """The compressed rows of one tensor."""
-
-    file: Readable
-    path: str
-    name: str
-    start: int
-    bounds: list[int]
-    checks: list[int] | None
-    """An xxh3-64 for every frame; None if reads are not verified."""
-    rows: int
-    """Rows of a frame; the last has fewer."""
-    total: int
-
-    def gather(self, picks: Sequence[Pick], out: AnyArray) -> None:
-        """Unpack the frames that hold the picked rows, each run of neighbours once."""
-        opened, content = -1, out[:0]
-        for start, stop, at in picks:
-            row = start
-            while row < stop:
-                index, within = divmod(row, self.rows)
-                if index != opened:
-                    shape = (min(self.rows, self.total - index * self.rows), *out.shape[1:])
-                    content, opened = np.empty(shape, out.dtype), index
-                    try:
-                        decompress(self._frame(index), content)
-                    except ValueError:  # more or fewer bytes than the rows have, or no frame at all
-                        what = f"cannot be unpacked at frame {index}"
-                        raise damaged(self.path, f"tensor {self.name!r}", what) from None
-                until = min(stop, (index + 1) * self.rows)
-                out[at : at + until - row] = content[within : within + until - row]
-                at += until - row
-                row = until
-
-    def _frame(self, index: int) -> bytes:
-        low, high = self.bounds[index], self.bounds[index + 1]
-        frame = self.file.read(self.start + low, high - low)
-        if self.checks is not None and xxhash.xxh3_64_intdigest(frame) != self.checks[index]:
-            what = f"does not fit its check for frame {index}"
-            raise damaged(self.path, f"tensor {self.name!r}", what)
-        return frame
 
 
 _verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
@@ -174,7 +68,7 @@ class Segment:
             self._known = _verified.setdefault((self.path, *self._file.identity), self._known)
         self._small: dict[str, AnyArray] = {}
         self._fitting: set[str] = set()
-        self._checked: dict[str, CheckedRows] = {}
+        self._checks: dict[str, list[int]] = {}
         self._digests: dict[str, tuple[int, list[str]]] = {}
 
     def _open_header(self) -> None:
@@ -194,7 +88,7 @@ class Segment:
             raise self._damage("the header", "does not fit its checksum")
         try:
             header = read_header(head[8:], 8 + length)
-        except ValueError as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             what = f"is not one that gradkeep wrote: {str(error)[:200]}"
             raise self._damage("the header", what) from None
         self.metadata, self.extents, end = header.metadata, header.extents, header.end
@@ -366,60 +260,93 @@ class Segment:
         scale = self.small(f"{array.name}#scale")[start:stop] if array.scaled else None
         return Column(array, self.values(array, start, stop), scale, offsets)
 
-    def _stored_rows(self, array: Array) -> int:
-        return int(self.small(f"{array.name}#offsets")[-1]) if array.ragged else self.rows
-
     def gather(self, array: Array, picks: Sequence[Pick], out: AnyArray) -> None:
         """Read stored rows `[start, stop)` of each pick to row `at` of `out`, verified.
 
         Reads only what it needs: one `preadv` per pick, or per group of rows that share a check.
         """
         self.require_form(array)
-        name, size = array.name, _row_bytes(array)
+        name = array.name
+        size = array.stored_dtype.itemsize * math.prod(array.stored_shape)
         target = flat(out.reshape(-1).view(np.uint8))
         try:
-            self._gather(array, picks, out, target, size)
+            if array.compression is not None:
+                self._gather_frames(array, picks, out)
+            elif not self._verify or (name, _ALL) in self._known:
+                read_into, base = self._file.read_into, self.extents[name].start
+                for start, stop, at in picks:
+                    read_into(target[at * size : (at + stop - start) * size], base + start * size)
+            elif f"check_rows:{name}" in self.metadata:
+                self._gather_checked(name, size, picks, target)
+            else:
+                values = self.small(name)
+                for start, stop, at in picks:
+                    out[at : at + stop - start] = values[start:stop]
         except EOFError:
             raise self._damage(f"tensor {name!r}", "is cut off") from None
 
-    def _gather(
-        self, array: Array, picks: Sequence[Pick], out: AnyArray, target: memoryview, size: int
+    def _gather_checked(
+        self, name: str, size: int, picks: Sequence[Pick], target: memoryview
     ) -> None:
-        name = array.name
-        if array.compression is not None:
-            self._frames(array).gather(picks, out)
-        elif not self._verify or (name, _ALL) in self._known:
-            gather_plain(self._file, self.extents[name], size, picks, target)
-        elif f"check_rows:{name}" in self.metadata:
-            self._checks(name, size).gather(picks, target)
-        else:
-            values = self.small(name)
-            for start, stop, at in picks:
-                out[at : at + stop - start] = values[start:stop]
-
-    def _checks(self, name: str, size: int) -> CheckedRows:
-        if name not in self._checked:
-            group = self._note(f"check_rows:{name}")
+        """Read whole groups of rows that share a check, check them, and keep the picked rows."""
+        group, extent = self._note(f"check_rows:{name}"), self.extents[name]
+        if name not in self._checks:
             # A list: comparing plain integers is several times faster than numpy's.
-            checks = self.small(f"{name}#check").tolist()
-            extent = self.extents[name]
-            self._checked[name] = CheckedRows(
-                self._file, self.path, name, extent, size, group, checks
-            )
-        return self._checked[name]
+            self._checks[name] = self.small(f"{name}#check").tolist()
+        checks = self._checks[name]
 
-    def _frames(self, array: Array) -> CompressedRows:
-        name = array.name
-        return CompressedRows(
-            file=self._file,
-            path=self.path,
-            name=name,
-            start=self.extents[name].start,
-            bounds=self.small(f"{name}#frames").tolist(),
-            checks=self.small(f"{name}#check").tolist() if self._verify else None,
-            rows=self._note(f"frame_rows:{name}"),
-            total=self._stored_rows(array),
-        )
+        def read(index: int, buffer: memoryview) -> None:
+            self._file.read_into(buffer, extent.start + index * group * size)
+            if xxhash.xxh3_64_intdigest(buffer) != checks[index]:
+                what = f"does not fit its check for the rows from {index * group}"
+                raise self._damage(f"tensor {name!r}", what)
+
+        opened, piece = -1, target[:0]
+        for start, stop, at in picks:
+            row, to = start, at * size
+            while row < stop:
+                index, within = divmod(row, group)
+                until = min(stop, (index + 1) * group)
+                count = (until - row) * size
+                whole = min(group * size, extent.stop - extent.start - index * group * size)
+                if count == whole:
+                    read(index, target[to : to + count])
+                else:
+                    if index != opened:
+                        piece = memoryview(bytearray(whole))
+                        read(index, piece)
+                        opened = index
+                    target[to : to + count] = piece[within * size : within * size + count]
+                to += count
+                row = until
+
+    def _gather_frames(self, array: Array, picks: Sequence[Pick], out: AnyArray) -> None:
+        """Unpack the frames that hold the picked rows, each run of neighbours once."""
+        name, rows = array.name, self._note(f"frame_rows:{array.name}")
+        base, bounds = self.extents[name].start, self.small(f"{name}#frames").tolist()
+        checks = self.small(f"{name}#check").tolist()
+        total = int(self.small(f"{name}#offsets")[-1]) if array.ragged else self.rows
+        opened, content = -1, out[:0]
+        for start, stop, at in picks:
+            row = start
+            while row < stop:
+                index, within = divmod(row, rows)
+                if index != opened:
+                    frame = self._file.read(base + bounds[index], bounds[index + 1] - bounds[index])
+                    if self._verify and xxhash.xxh3_64_intdigest(frame) != checks[index]:
+                        what = f"does not fit its check for frame {index}"
+                        raise self._damage(f"tensor {name!r}", what)
+                    shape = (min(rows, total - index * rows), *out.shape[1:])
+                    content, opened = np.empty(shape, out.dtype), index
+                    try:
+                        decompress(frame, content)
+                    except ValueError:  # more or fewer bytes than the rows have, or no frame at all
+                        what = f"cannot be unpacked at frame {index}"
+                        raise self._damage(f"tensor {name!r}", what) from None
+                until = min(stop, (index + 1) * rows)
+                out[at : at + until - row] = content[within : within + until - row]
+                at += until - row
+                row = until
 
     def check_everything(self) -> list[Damaged]:
         """Every tensor that is not as it was written."""
@@ -439,8 +366,9 @@ class Segment:
         self._map = None
 
     def _damage(self, part: str, what: str) -> Damaged:
-        return damaged(self.path, part, what)
-
-
-def _row_bytes(array: Array) -> int:
-    return array.stored_dtype.itemsize * math.prod(array.stored_shape)
+        return Damaged(
+            f"{part} {what}",
+            path=self.path,
+            fix="`gradkeep verify STORE --repair` moves the file aside; "
+            "run the work again to recreate it",
+        )

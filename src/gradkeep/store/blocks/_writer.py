@@ -18,7 +18,7 @@ import numpy as np
 from gradkeep.errors import Conflict, InvalidRows, MissingRows, StoreError
 from gradkeep.store import _document
 from gradkeep.store.blocks._block import Block
-from gradkeep.store.blocks._ids import IdSet, as_ids
+from gradkeep.store.blocks._columns import IdSet, as_ids
 from gradkeep.store.blocks._incoming import SegmentBuffer, checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     latest_manifest,
@@ -241,7 +241,7 @@ class Writer:
         at = 0
         while at < len(ids):
             number = self._number(self._position)
-            count = min(len(ids) - at, self._end_of(number) - self._position)
+            count = min(len(ids) - at, self._start_of(number + 1) - self._position)
             chunk = slice(at, at + count)
             if number in self._done:
                 self._compare(number, ids[chunk])
@@ -259,7 +259,7 @@ class Writer:
                     self._fill(ids[chunk], arrays, chunk)
             at += count
             self._position += count
-            if self._filling is not None and self._position == self._end_of(number):
+            if self._filling is not None and self._position == self._start_of(number + 1):
                 self._hand_over()
 
     def _fill(self, ids: AnyArray, arrays: Mapping[str, AnyArray | Ragged], chunk: slice) -> None:
@@ -292,12 +292,13 @@ class Writer:
         self._await_background()
         filling, self._filling = self._filling, None
         number = self._number(filling.first_row)
-        self._under_way = self._pool.submit(self._commit, number, filling)
-        self._done.add(number)
 
-    def _commit(self, number: int, filling: SegmentBuffer) -> SegmentBuffer:
-        self._put(number, filling.pack())
-        return filling
+        def commit() -> SegmentBuffer:
+            self._put(number, filling.pack())
+            return filling
+
+        self._under_way = self._pool.submit(commit)
+        self._done.add(number)
 
     def _put(self, number: int, packed: PackedSegment) -> None:
         file = segment_file(number)
@@ -398,23 +399,18 @@ class Writer:
         if number not in self._present:
             return
         start = self._position - self._start_of(number)
-        stored = self._stored_ids(number)[start : start + len(ids)]
+        key = f"{self.folder}/{segment_file(number)}"
+        with contextlib.closing(Segment(self._backend, key)) as segment:
+            stored = segment.small("ids")[start : start + len(ids)]
         if not np.array_equal(stored, ids):
             raise InvalidRows(
                 "the rows come in another order than when this block was begun",
-                path=self._backend.describe(f"{self.folder}/{segment_file(number)}"),
+                path=self._backend.describe(key),
                 found=f"ids {ids[:5].tolist()} ... at row {self._position}",
                 expected=f"ids {stored[:5].tolist()} ...",
                 fix="give the rows in the same order (no shuffling without a fixed seed), "
                 "or write to another capture name",
             )
-
-    def _stored_ids(self, number: int) -> AnyArray:
-        segment = Segment(self._backend, f"{self.folder}/{segment_file(number)}")
-        try:
-            return segment.small("ids")
-        finally:
-            segment.close()
 
     def _mine(self, number: int) -> bool:
         if self._share.segments is not None:
@@ -433,12 +429,9 @@ class Writer:
         beyond = number - len(self._starts) + 1
         return self._starts[-1] + beyond * self.schema.rows_per_segment
 
-    def _end_of(self, number: int) -> int:
-        return self._start_of(number + 1)
-
     def _rows_of(self, number: int) -> int:
         """The rows of a segment, where that is known; of the last one, only with `num_rows`."""
-        end = self._end_of(number)
+        end = self._start_of(number + 1)
         if self.schema.num_rows is not None:
             end = min(end, self.schema.num_rows)
         return end - self._start_of(number)

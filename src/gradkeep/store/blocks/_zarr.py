@@ -7,6 +7,7 @@ Only the last chunk is copied, as Zarr wants it padded to full size.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -105,11 +106,10 @@ class _Chunks(Mapping[str, Any]):
 def _chunk(block: Block, array: Array, index: int, rows: int) -> AnyArray:
     """The bytes of one chunk: mapped, or copied and padded if the segment is shorter."""
     entry = block.manifest.segments[index]
-    segment = open_segment(block.backend, block.folder, entry, schema=block.schema)
-    try:
+    with contextlib.closing(
+        open_segment(block.backend, block.folder, entry, schema=block.schema)
+    ) as segment:
         values = segment.view(array.name)
-    finally:
-        segment.close()
     if entry.rows < rows:
         padding = np.full((rows - entry.rows, *array.shape), _fill(array), values.dtype)
         values = np.concatenate([values, padding])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from gradkeep._display import (
     describe_rows,
@@ -17,12 +17,18 @@ from gradkeep._display import (
     text_table,
 )
 from gradkeep.errors import GradkeepError
-from gradkeep.store.catalog._catalog import current_catalog
+from gradkeep.store.catalog._scan import (
+    BlockFacts,
+    BlockKind,
+    scan_blocks,
+    scan_checkpoints,
+    scan_runs,
+)
 from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
     from gradkeep.store._store import Store
-    from gradkeep.store.catalog._scan import BlockFacts, CheckpointFacts, RunFacts
+    from gradkeep.store.catalog._scan import CheckpointFacts, RunFacts
 
 _COLUMNS = ("kind", "name", "rows", "size", "dense", "ratio", "state", "modified (UTC)")
 _RIGHT = {2, 3, 4, 5}
@@ -70,9 +76,9 @@ class StoreInfo:
     scores: tuple[BlockFacts, ...]
     row_sets: tuple[RowSetInfo, ...]
     bases: tuple[BlockFacts, ...] = ()
-    evaluations: tuple[BlockFacts, ...] = ()
     moments: tuple[BlockFacts, ...] = ()
     """What lies beside captures that keep layers dense: `gk.query.KeptMoments`."""
+    evaluations: tuple[BlockFacts, ...] = ()
 
     @property
     def captures(self) -> tuple[BlockFacts, ...]:
@@ -112,16 +118,16 @@ class StoreInfo:
     def title(self) -> str:
         """One line: where, how much of what, how large."""
         counts = [
-            _count(len(self.captures), "capture"),
+            _count(len(self.captures), "capture", "captures"),
             _count(len(self.scores), "scores", "scores"),
-            _count(len(self.row_sets), "row set"),
+            _count(len(self.row_sets), "row set", "row sets"),
         ]
-        if self.moments:
-            counts.append(_count(len(self.moments), "set of moments", "sets of moments"))
-        if self.bases:
-            counts.append(_count(len(self.bases), "basis", "bases"))
-        if self.evaluations:
-            counts.append(_count(len(self.evaluations), "evaluation"))
+        for blocks, one, many in (
+            (self.moments, "set of moments", "sets of moments"),
+            (self.bases, "basis", "bases"),
+            (self.evaluations, "evaluation", "evaluations"),
+        ):
+            counts += [_count(len(blocks), one, many)] if blocks else []
         return f"Store {self.location!r}: {', '.join(counts)}, {format_size(self.bytes)}"
 
     def __repr__(self) -> str:
@@ -150,29 +156,18 @@ class StoreInfo:
 
     def to_fields(self) -> dict[str, Any]:
         """The tree as JSON fields."""
-        return {
-            "location": self.location,
-            "uuid": self.uuid,
-            "bytes": self.bytes,
-            "dense_bytes": self.dense_bytes,
-            "ratio": self.ratio,
-            "runs": [_run_fields(run) for run in self.runs],
-            "scores": [_block_fields(block) for block in self.scores],
-            "row_sets": [_row_set_fields(item) for item in self.row_sets],
-            "bases": [_block_fields(block) for block in self.bases],
-            "moments": [_block_fields(block) for block in self.moments],
-            "evaluations": [_block_fields(block) for block in self.evaluations],
-        }
+        sizes = {name: getattr(self, name) for name in ("bytes", "dense_bytes", "ratio")}
+        return {"location": self.location, "uuid": self.uuid, **sizes, **_to_fields(self)}
 
 
 def store_info(store: Store) -> StoreInfo:
-    """Look at a store: what the catalog knows, and where the workers on sets of rows are now."""
-    with current_catalog(store) as catalog:
-        captures, scores = catalog.blocks("capture"), catalog.blocks("scores")
-        row_sets, bases = catalog.blocks("rows"), catalog.blocks("basis")
-        evaluations = catalog.blocks("evaluation")
-        runs = {run.name: run for run in catalog.runs()}
-        checkpoints = catalog.checkpoints()
+    """Look at a store: what its files say, and where the workers on sets of rows are now."""
+    of_kind: dict[str, list[BlockFacts]] = {kind: [] for kind in get_args(BlockKind)}
+    for block in scan_blocks(store.backend):
+        of_kind[block.kind].append(block)
+    captures, bases = of_kind["capture"], of_kind["basis"]
+    runs = {run.name: run for run in scan_runs(store.backend)}
+    checkpoints = scan_checkpoints(store.backend)
     names = dict.fromkeys([*runs, *(str(capture.address.run) for capture in captures)])
     return StoreInfo(
         location=store.location,
@@ -188,10 +183,10 @@ def store_info(store: Store) -> StoreInfo:
             )
             for name in sorted(names)
         ),
-        scores=tuple(scores),
-        row_sets=tuple(_row_set(store, facts) for facts in row_sets),
+        scores=tuple(of_kind["scores"]),
+        row_sets=tuple(_row_set(store, facts) for facts in of_kind["rows"]),
         bases=tuple(one for one in bases if one.address.word == "basis"),
-        evaluations=tuple(evaluations),
+        evaluations=tuple(of_kind["evaluation"]),
         moments=tuple(one for one in bases if one.address.word == "moments"),
     )
 
@@ -218,39 +213,22 @@ def _row_set(store: Store, facts: BlockFacts) -> RowSetInfo:
     return RowSetInfo(facts, counts.done, counts.leased, counts.failed, counts.pending)
 
 
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
-def _run_fields(run: RunInfo) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "record": None if run.record is None else dataclasses.asdict(run.record),
-        "checkpoints": [
-            {
-                "name": checkpoint.name,
-                "record": None
-                if checkpoint.record is None
-                else dataclasses.asdict(checkpoint.record),
-                "captures": [_block_fields(block) for block in checkpoint.captures],
-            }
-            for checkpoint in run.checkpoints
-        ],
-    }
-
-
-def _block_fields(block: BlockFacts) -> dict[str, Any]:
-    fields = dataclasses.asdict(block)
-    address = fields.pop("address")
-    return {
-        **address,
-        "folder": block.address.folder,
-        **fields,
-        "dense_bytes": block.dense_bytes,
-        "ratio": block.ratio,
-    }
-
-
-def _row_set_fields(item: RowSetInfo) -> dict[str, Any]:
-    counts = {state: getattr(item, state) for state in _ROW_STATES}
-    return {**_block_fields(item.facts), **counts}
+def _to_fields(value: Any) -> Any:
+    """A tree of dataclasses as JSON fields; blocks with what follows from their facts."""
+    if isinstance(value, RowSetInfo):
+        counts = {state: getattr(value, state) for state in _ROW_STATES}
+        return {**_to_fields(value.facts), **counts}
+    if isinstance(value, BlockFacts):
+        fields = dataclasses.asdict(value)
+        derived = {"dense_bytes": value.dense_bytes, "ratio": value.ratio}
+        return {**fields.pop("address"), "folder": value.address.folder, **fields, **derived}
+    if isinstance(value, tuple):
+        return [_to_fields(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        names = [part.name for part in dataclasses.fields(value)]
+        return {name: _to_fields(getattr(value, name)) for name in names}
+    return value

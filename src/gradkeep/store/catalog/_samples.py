@@ -124,41 +124,12 @@ def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, pa
         raise Damaged(
             "this Parquet file cannot be read", path=path, found=str(error)[:200]
         ) from error
-    wanted = _scalars(block)
-    texts = _texts(block)
-    if found.column_names != [*labels, *wanted, *texts] or len(found) != len(block):
-        return False
-    if any(found.column(name).to_pylist() != values for name, values in texts.items()):
-        return False
-    return all(
-        set(found.column(name).unique().to_pylist()) <= {value} for name, value in labels.items()
-    ) and all(_same_values(found.column(name), values) for name, values in wanted.items())
-
-
-def _same_values(column: Any, wanted: np.ndarray[Any, Any]) -> bool:
-    """Whether an Arrow column holds these values; read from its memory, as `to_numpy` loads pandas."""
-    if column.null_count or str(column.type) != _ARROW_NAMES.get(
-        wanted.dtype.name, wanted.dtype.name
-    ):
-        return False
-    at = 0
-    for chunk in column.chunks:
-        part = wanted[at : at + len(chunk)]
-        at += len(chunk)
-        memory = np.frombuffer(chunk.buffers()[1] or b"", np.uint8)
-        if wanted.dtype == np.bool_:
-            bits = np.unpackbits(memory, bitorder="little")
-            values = bits[chunk.offset : chunk.offset + len(chunk)].view(np.bool_)
-        else:
-            size = wanted.dtype.itemsize
-            start = chunk.offset * size
-            values = memory[start : start + len(chunk) * size].view(wanted.dtype)
-        if not np.array_equal(values, part, equal_nan=wanted.dtype.kind == "f"):
-            return False
-    return True
-
-
-_ARROW_NAMES = {"float16": "halffloat", "float32": "float", "float64": "double"}
+    wanted = samples_table(block, labels)
+    # As text: NaN is not equal to itself.
+    return found.column_names == wanted.column_names and all(
+        str(found.column(name).to_pylist()) == str(wanted.column(name).to_pylist())
+        for name in wanted.column_names
+    )
 
 
 def ensure_samples(

@@ -7,17 +7,15 @@ with the reason.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from gradkeep.errors import Damaged, GradkeepError
+from gradkeep.errors import GradkeepError
 from gradkeep.store._keys import (
     BASES,
     BLOCKS,
     EVALUATIONS,
-    HEADS,
     ROWS,
     RUNS,
     SCORES,
@@ -29,12 +27,13 @@ from gradkeep.store._records import read_checkpoint, read_run
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
     SEGMENTS,
-    is_number,
+    entry_of,
     latest_manifest,
     load_schema,
     manifest_key,
     numbered_files,
     schema_key,
+    segment_file,
 )
 from gradkeep.store.blocks._packing import SUFFIX
 from gradkeep.store.blocks._segment import Segment
@@ -42,10 +41,10 @@ from gradkeep.store.rows._row_files import LOOSE, PACKED, SIZES
 from gradkeep.store.rows._rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from gradkeep.store.backends._backend import Backend, Entry
-    from gradkeep.store.blocks._manifest import Manifest
+    from gradkeep.store.blocks._manifest import Manifest, SegmentEntry
     from gradkeep.store.blocks._schema import Array, Schema
 
 BlockKind = Literal["capture", "scores", "rows", "basis", "evaluation"]
@@ -77,8 +76,7 @@ class BlockAddress:
             return f"{BLOCKS}/{self.run}/{self.checkpoint}/{self.split}/{self.name}"
         if self.kind == "basis":
             return self.basis.folder
-        # Of a catalogue that is odd the kind may be any word: what is looked up then is not there.
-        return f"{_NAMED.get(self.kind, ROWS)}/{self.name}"
+        return f"{_NAMED[self.kind]}/{self.name}"
 
     @property
     def word(self) -> str:
@@ -95,20 +93,6 @@ class BlockAddress:
     def basis(self) -> BasisKey:
         """The key of a basis."""
         return BasisKey(str(self.checkpoint), run=str(self.run), capture=self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentFacts:
-    """One segment that holds rows of a block."""
-
-    file: str
-    """Its key below the block's folder."""
-    rows: int
-    bytes: int
-    xxh3: str
-    sealed: bool
-    """Whether the newest version names it; else it was committed since."""
-    modified: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +182,6 @@ class CheckpointFacts:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedBlock:
-    """One block and its segments."""
-
-    facts: BlockFacts
-    segments: tuple[SegmentFacts, ...]
-
-
 _T = TypeVar("_T")
 
 
@@ -249,189 +225,138 @@ def folders(backend: Backend, prefix: str) -> list[str]:
     return [item.name for item in backend.list(prefix) if item.is_folder and is_name(item.name)]
 
 
-def watched_folders(backend: Backend, address: BlockAddress) -> list[str]:
-    """The folders whose names decide what a scan of this block finds."""
-    folder = address.folder
-    if address.kind != "rows":
-        return [folder, f"{folder}/{MANIFESTS}", f"{folder}/{SEGMENTS}", f"{HEADS}/{folder}"]
-    loose = [f"{folder}/{LOOSE}/{name}" for name in folders(backend, f"{folder}/{LOOSE}")]
-    parts = (MANIFESTS, PACKED, SIZES, LOOSE)
-    return [folder, *(f"{folder}/{part}" for part in parts), *loose, f"{HEADS}/{folder}"]
+def scan_blocks(backend: Backend, *kinds: BlockKind) -> list[BlockFacts]:
+    """What the files of every block of these kinds (or any) say, by folder.
 
-
-def scan_block(
-    backend: Backend, address: BlockAddress, known: Mapping[str, SegmentFacts] | None = None
-) -> ScannedBlock | None:
-    """What the files of one block say; None if there are none.
-
-    `known` are segments of an earlier scan: a file is immutable, so one with the same name, size
-    and time is not opened again. Costs a listing, a manifest, and a header per new segment.
+    Costs a listing and a manifest per block, and a header for every segment that no version names.
     """
-    scan = _BlockScan(backend, address, {} if known is None else known)
-    if not any(scan.listed.values()):
-        return None
-    sealed = scan.sealed()
-    if address.kind == "rows":
-        return ScannedBlock(scan.facts(sealed, rows=scan.done_rows()), tuple(sealed))
-    fresh = scan.fresh()
-    if scan.version is None:
-        return ScannedBlock(scan.facts(fresh), tuple(fresh))
-    unsealed = sum(segment.rows for segment in fresh)
-    return ScannedBlock(scan.facts(sealed, unsealed_rows=unsealed), (*sealed, *fresh))
+    facts = (_BlockScan(backend, address).facts() for address in block_addresses(backend, *kinds))
+    return sorted((one for one in facts if one is not None), key=lambda one: one.address.folder)
 
 
 class _BlockScan:
     """One block while it is looked at: what is there, and the first thing that is wrong."""
 
-    def __init__(
-        self, backend: Backend, address: BlockAddress, known: Mapping[str, SegmentFacts]
-    ) -> None:
-        self.folder = address.folder
-        self.problem: str | None = None
-        self.listed = self._listed(backend, address)
-        self._backend, self._address, self._known = backend, address, known
-        self._schema = self._load_schema()
-        self.version = max(numbered_files(self._files(MANIFESTS), ".json"), default=None)
-        self._manifest = self._load_manifest()
+    def __init__(self, backend: Backend, address: BlockAddress) -> None:
+        self._backend, self._address, self._folder = backend, address, address.folder
+        self._problem: str | None = None
+        parts = (MANIFESTS, PACKED, SIZES) if address.kind == "rows" else (MANIFESTS, SEGMENTS)
+        self._top = self._list(self._folder)
+        self._files = {part: self._list(f"{self._folder}/{part}") for part in parts}
+        self._loose: list[Entry] = []
+        if address.kind == "rows":
+            place = f"{self._folder}/{LOOSE}"
+            names = self._attempt(place, lambda: folders(backend, place)) or ()
+            self._loose = [entry for name in names for entry in self._list(f"{place}/{name}")]
 
-    def _listed(self, backend: Backend, address: BlockAddress) -> dict[str, Sequence[Entry]]:
-        watched = self._attempt(self.folder, lambda: watched_folders(backend, address))
-        parts = [self.folder, *(f"{self.folder}/{x}" for x in (MANIFESTS, SEGMENTS, PACKED, SIZES))]
-        found: dict[str, Sequence[Entry]] = dict.fromkeys(parts, ())
-        for name in watched or ():
-            found[name] = self._attempt(name, partial(_files, backend, name)) or ()
-        return found
-
-    def sealed(self) -> list[SegmentFacts]:
-        """The segments that the newest version names."""
-        if self._manifest is None:
-            return []
-        part = PACKED if self._address.kind == "rows" else SEGMENTS
-        there = {f"{part}/{entry.name}": entry for entry in self._files(part)}
-        found = []
-        for entry in self._manifest.segments:
-            file = there.get(entry.file)
-            if file is None:
-                self._note(f"{self.folder}/{entry.file}", f"missing, with {entry.rows} rows")
-            elif file.size != entry.bytes:
-                what = f"{file.size} bytes instead of {entry.bytes}"
-                self._note(f"{self.folder}/{entry.file}", what)
-            when = 0.0 if file is None else file.modified
-            found.append(
-                SegmentFacts(
-                    entry.file, entry.rows, entry.bytes, entry.xxh3, sealed=True, modified=when
-                )
+    def facts(self) -> BlockFacts | None:
+        """All that was found, the problem included; None if there is nothing."""
+        parts = (self._top, *self._files.values(), self._loose)
+        entries = [entry for part in parts for entry in part]
+        if not entries:
+            return None
+        schema = self._load_schema()
+        version = max(numbered_files(self._files[MANIFESTS], ".json"), default=None)
+        manifest = self._load_manifest(version or 0, schema)
+        segments = list(manifest.segments) if manifest is not None else []
+        others = self._check_files(segments)
+        unsealed: list[SegmentEntry] = []
+        if self._address.kind == "rows":
+            done = self._attempt(self._folder, lambda: Rows(self._backend, self._folder).done())
+            rows = 0 if done is None else len(done)
+            num_rows: int | None = max(
+                numbered_files(self._files[SIZES], ".json", digits=12), default=0
             )
-        return found
-
-    def fresh(self) -> list[SegmentFacts]:
-        """The segments that were committed after the newest version, from their headers."""
-        first = 0 if self._manifest is None else self._manifest.next_segment
-        if self.version is not None and self._manifest is None:
-            return []  # which ones are new is written in a manifest that cannot be read
-        found = []
-        for entry in self._files(SEGMENTS):
-            name = entry.name.removesuffix(SUFFIX)
-            if name != entry.name and is_number(name) and int(name) >= first:
-                segment = self._attempt(
-                    f"{self.folder}/{SEGMENTS}/{entry.name}", partial(self._from_header, entry)
-                )
-                found += [] if segment is None else [segment]
-        return found
-
-    def done_rows(self) -> int:
-        """How many rows of a set of rows are done."""
-        read = self._attempt(
-            self.folder, lambda: len(Rows(self._backend, self.folder).done().tolist())
-        )
-        return 0 if read is None else read
-
-    def facts(
-        self, segments: Sequence[SegmentFacts], *, rows: int | None = None, unsealed_rows: int = 0
-    ) -> BlockFacts:
-        """All that was found, the problem included."""
-        schema = self._schema
-        entries = [entry for files in self.listed.values() for entry in files]
-        loose = [
-            entry for name in self.listed if f"/{LOOSE}/" in name for entry in self.listed[name]
-        ]
-        layers = self._layers(segments)  # may still find a problem
+        else:
+            num_rows = None if schema is None else schema.num_rows
+            if version is None or manifest is not None:
+                first = 0 if manifest is None else manifest.next_segment
+                unsealed = self._from_headers((x for x in others if x >= first), schema)
+            if version is None:
+                segments, unsealed = unsealed, []
+            rows = sum(segment.rows for segment in segments)
+        stored = sum(one.bytes for one in segments) + sum(entry.size for entry in self._loose)
+        layers = self._layers(schema, segments)  # may still find a problem
         return BlockFacts(
             address=self._address,
-            state="unreadable" if self.problem else "open" if self.version is None else "sealed",
-            problem=self.problem,
-            version=self.version,
-            rows=sum(segment.rows for segment in segments) if rows is None else rows,
-            num_rows=self._expected_rows(),
-            unsealed_rows=unsealed_rows,
+            state="unreadable" if self._problem else "open" if version is None else "sealed",
+            problem=self._problem,
+            version=version,
+            rows=rows,
+            num_rows=num_rows,
+            unsealed_rows=sum(segment.rows for segment in unsealed),
             num_segments=len(segments),
-            data_bytes=sum(item.bytes for item in segments) + sum(item.size for item in loose),
+            data_bytes=stored,
             bytes=sum(entry.size for entry in entries),
-            modified=min(max(0.0, *(entry.modified for entry in entries), 0.0), LATEST),
+            modified=min(max(0.0, max(entry.modified for entry in entries)), LATEST),
             schema_hash=None if schema is None else schema.hash,
             fingerprints={} if schema is None else schema.fingerprints,
             layers=layers,
             arrays=() if schema is None else schema.arrays,
         )
 
-    def _expected_rows(self) -> int | None:
-        if self._address.kind != "rows":
-            return None if self._schema is None else self._schema.num_rows
-        return max(numbered_files(self._files(SIZES), ".json", digits=12), default=0)
+    def _list(self, folder: str) -> list[Entry]:
+        listed = self._attempt(folder, lambda: self._backend.list(folder)) or ()
+        return [entry for entry in listed if not entry.is_folder]
+
+    def _check_files(self, segments: Sequence[SegmentEntry]) -> list[int]:
+        """Note segments of the newest version that are not there; return the numbers of others."""
+        part = PACKED if self._address.kind == "rows" else SEGMENTS
+        others = {entry.name: entry for entry in self._files[part]}
+        for segment in segments:
+            entry = others.pop(segment.file.partition("/")[2], None)
+            if entry is None:
+                what = f"missing, with {segment.rows} rows"
+                self._note(f"{self._folder}/{segment.file}", what)
+            elif entry.size != segment.bytes:
+                what = f"{entry.size} bytes instead of {segment.bytes}"
+                self._note(f"{self._folder}/{segment.file}", what)
+        return numbered_files(others.values(), SUFFIX)
+
+    def _from_headers(self, numbers: Iterable[int], schema: Schema | None) -> list[SegmentEntry]:
+        """The segments that were committed after the newest version."""
+        backend, folder = self._backend, self._folder
+        entries = [
+            self._attempt(
+                f"{folder}/{segment_file(number)}",
+                partial(entry_of, backend, folder, number, schema=schema),
+            )
+            for number in numbers
+        ]
+        return [entry for entry in entries if entry is not None]
 
     def _load_schema(self) -> Schema | None:
-        key = schema_key(self.folder)
-        if not any(f"{self.folder}/{entry.name}" == key for entry in self.listed[self.folder]):
+        key = schema_key(self._folder)
+        if not any(f"{self._folder}/{entry.name}" == key for entry in self._top):
             self._note(key, "it is gone")
             return None
-        return self._attempt(key, lambda: load_schema(self._backend, self.folder))
+        return self._attempt(key, lambda: load_schema(self._backend, self._folder))
 
-    def _load_manifest(self) -> Manifest | None:
-        def load() -> Manifest | None:
-            manifest = latest_manifest(self._backend, self.folder)
-            if manifest is None:
-                return None
-            if self._schema is not None and manifest.schema_hash != self._schema.hash:
-                raise Damaged("the manifest belongs to another schema")
-            return manifest
+    def _load_manifest(self, version: int, schema: Schema | None) -> Manifest | None:
+        key = manifest_key(self._folder, version)
+        manifest = self._attempt(key, lambda: latest_manifest(self._backend, self._folder))
+        if manifest is not None and schema is not None and manifest.schema_hash != schema.hash:
+            self._note(key, "the manifest belongs to another schema")
+            return None
+        return manifest
 
-        return self._attempt(manifest_key(self.folder, self.version or 0), load)
-
-    def _from_header(self, entry: Entry) -> SegmentFacts:
-        file = f"{SEGMENTS}/{entry.name}"
-        known = self._known.get(file)
-        if known is not None and (known.bytes, known.modified) == (entry.size, entry.modified):
-            return dataclasses.replace(known, sealed=False)
-        segment = Segment(self._backend, f"{self.folder}/{file}")
-        segment.close()
-        if self._schema is not None and segment.schema_hash != self._schema.hash:
-            raise Damaged("it belongs to another schema")
-        return SegmentFacts(
-            file, segment.rows, segment.size, segment.digest, sealed=False, modified=entry.modified
-        )
-
-    def _layers(self, segments: Sequence[SegmentFacts]) -> tuple[LayerFacts, ...]:
-        if self._schema is None or not self._schema.layers:
+    def _layers(
+        self, schema: Schema | None, segments: Sequence[SegmentEntry]
+    ) -> tuple[LayerFacts, ...]:
+        if schema is None or not schema.layers:
             return ()
-        sizes = {array.name: float(array.row_bytes) for array in self._schema.arrays}
-        if segments and any(array.ragged or array.compression for array in self._schema.arrays):
-            key = f"{self.folder}/{segments[0].file}"
-            measured = self._attempt(key, lambda: _measured(self._backend, key))
-            sizes |= {} if measured is None else measured
+        sizes = {array.name: float(array.row_bytes) for array in schema.arrays}
+        if segments and any(array.ragged or array.compression for array in schema.arrays):
+            key = f"{self._folder}/{segments[0].file}"
+            sizes |= self._attempt(key, lambda: _measured(self._backend, key)) or {}
+        of_layer = dict.fromkeys((layer.name for layer in schema.layers), 0.0)
+        for array in schema.arrays:
+            if array.layer in of_layer:
+                of_layer[array.layer] += sizes[array.name]
         return tuple(
-            LayerFacts(
-                layer.name,
-                layer.type,
-                layer.parameters,
-                sum(
-                    sizes[array.name] for array in self._schema.arrays if array.layer == layer.name
-                ),
-            )
-            for layer in self._schema.layers
+            LayerFacts(layer.name, layer.type, layer.parameters, of_layer[layer.name])
+            for layer in schema.layers
         )
-
-    def _files(self, part: str) -> Sequence[Entry]:
-        return self.listed[f"{self.folder}/{part}"]
 
     def _attempt(self, key: str, read: Callable[[], _T]) -> _T | None:
         """What `read` returns; None, and a problem noted, if a file is damaged or gone."""
@@ -445,8 +370,8 @@ class _BlockScan:
 
     def _note(self, key: str, what: str) -> None:
         # The first problem only: later ones tend to follow from it.
-        if self.problem is None:
-            self.problem = f"{key}: {what}"
+        if self._problem is None:
+            self._problem = f"{key}: {what}"
 
 
 def _measured(backend: Backend, key: str) -> dict[str, float]:
@@ -467,26 +392,29 @@ def scan_runs(backend: Backend) -> list[RunFacts]:
         try:
             run = read_run(backend, name)
             if run is not None:
-                found.append(RunFacts(name, run.config, run.code, run.data))
+                found.append(RunFacts(name, run.config, _printable(run.code), _printable(run.data)))
         except GradkeepError as error:
             found.append(RunFacts(name, problem=f"{RUNS}/{name}/run.json: {error.what}"))
     return found
 
 
 def scan_checkpoints(backend: Backend) -> list[CheckpointFacts]:
-    """All recorded checkpoints of all runs, readable or not, by name."""
+    """All recorded checkpoints of all runs, readable or not, by run, step and name."""
     found = []
     for run in folders(backend, RUNS):
         for name in folders(backend, f"{RUNS}/{run}/ckpt"):
             try:
                 x = read_checkpoint(backend, run, name)
                 if x is not None:
-                    found.append(CheckpointFacts(run, name, x.weights, x.step, x.lr, x.parent))
+                    weights, parent = _printable(x.weights), _printable(x.parent)
+                    found.append(CheckpointFacts(run, name, weights, x.step, x.lr, parent))
             except GradkeepError as error:
                 problem = f"{RUNS}/{run}/ckpt/{name}/ckpt.json: {error.what}"
                 found.append(CheckpointFacts(run, name, problem=problem))
-    return found
+    # Those without a step first.
+    return sorted(found, key=lambda x: (x.run, x.step is not None, x.step or 0, x.name))
 
 
-def _files(backend: Backend, prefix: str) -> list[Entry]:
-    return [entry for entry in backend.list(prefix) if not entry.is_folder]
+def _printable(text: str | None) -> str | None:
+    """The text without halves of surrogate pairs, which documents keep but nothing can show."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()

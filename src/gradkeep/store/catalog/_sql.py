@@ -13,6 +13,7 @@ different scalars: what one of them lacks is NULL there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,17 +26,20 @@ import numpy as np
 from gradkeep._display import html_table, text_table
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import Damaged, MissingExtra, SqlError
-from gradkeep.store.catalog._catalog import current_catalog
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
+from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradkeep.store._store import Store
+    from gradkeep.store.backends._backend import Backend
     from gradkeep.store.catalog._scan import BlockFacts, CheckpointFacts, RunFacts
 
 _SHOWN_ROWS = 20
 _SHOWN_CHARACTERS = 60
+
+_Record = TypeVar("_Record", "RunFacts", "CheckpointFacts")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -101,89 +105,7 @@ def _cell(value: object, width: int | None) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-_Record = TypeVar("_Record", "RunFacts", "CheckpointFacts")
-
-
-@dataclass(frozen=True, slots=True)
-class SqlView:
-    """A table by name; `load` gives an Arrow table or data set of that schema."""
-
-    name: str
-    schema: Any
-    load: Callable[[], Any]
-
-
-def samples_view(store: Store, captures: Sequence[BlockFacts]) -> SqlView:
-    """A row for every sample of the newest version of every capture."""
-    sealed = [capture for capture in captures if capture.version is not None]
-    schema = _samples_schema(sealed)
-    return SqlView("samples", schema, lambda: _all_samples(store, sealed, schema))
-
-
-def captures_view(found: Sequence[BlockFacts]) -> SqlView:
-    """A row for every capture, sealed or not."""
-    names = ("run", "checkpoint", "split", "capture")
-    schema = _schema({**dict.fromkeys(names, "string"), **_BLOCK})
-    return SqlView(
-        "captures",
-        schema,
-        lambda: _table(
-            schema,
-            (
-                (x.address.run, x.address.checkpoint, x.address.split, x.address.name, *_block(x))
-                for x in found
-            ),
-        ),
-    )
-
-
-def scores_view(found: Sequence[BlockFacts]) -> SqlView:
-    """A row for every block of saved scores."""
-    schema = _schema({"name": "string", **_BLOCK})
-    return SqlView(
-        "scores", schema, lambda: _table(schema, ((x.address.name, *_block(x)) for x in found))
-    )
-
-
-def runs_view(found: Sequence[RunFacts]) -> SqlView:
-    """A row for every recorded run."""
-    schema = _schema(dict.fromkeys(("run", "config", "code", "data"), "string"))
-    return SqlView(
-        "runs",
-        schema,
-        lambda: _table(
-            schema,
-            ((x.name, json.dumps(x.config), x.code, x.data) for x in _readable(found)),
-        ),
-    )
-
-
-def checkpoints_view(found: Sequence[CheckpointFacts]) -> SqlView:
-    """A row for every recorded checkpoint."""
-    schema = _schema(
-        {"run": "string", "checkpoint": "string", "weights": "string", "step": "int64"}
-        | {"lr": "float64", "parent": "string"}
-    )
-    return SqlView(
-        "checkpoints",
-        schema,
-        lambda: _table(
-            schema,
-            ((x.run, x.name, x.weights, x.step, x.lr, x.parent) for x in _readable(found)),
-        ),
-    )
-
-
-def _readable(found: Sequence[_Record]) -> Sequence[_Record]:
-    """The records; raises if one cannot be read, as an answer without it would be wrong."""
-    for record in found:
-        if record.problem is not None:
-            raise Damaged(
-                record.problem, fix="`gradkeep verify STORE --repair` moves the file aside"
-            )
-    return found
-
-
+_CAPTURE = dict.fromkeys(("run", "checkpoint", "split", "capture"), "string")
 _BLOCK = {
     "state": "string",
     "problem": "string",
@@ -203,18 +125,55 @@ _BLOCK = {
 }
 
 
-def _block(facts: BlockFacts) -> tuple[object, ...]:
+def _captures(backend: Backend) -> Iterator[dict[str, object]]:
+    for facts in scan_blocks(backend, "capture"):
+        yield facts.address.capture.labels | _block(facts)
+
+
+def _scores(backend: Backend) -> Iterator[dict[str, object]]:
+    for facts in scan_blocks(backend, "scores"):
+        yield {"name": facts.address.name} | _block(facts)
+
+
+def _runs(backend: Backend) -> Iterator[dict[str, object]]:
+    for run in scan_runs(backend):
+        config = json.dumps(_readable(run).config)
+        yield {"run": run.name, "config": config, "code": run.code, "data": run.data}
+
+
+def _checkpoints(backend: Backend) -> Iterator[dict[str, object]]:
+    for checkpoint in scan_checkpoints(backend):
+        yield {"checkpoint": checkpoint.name} | dataclasses.asdict(_readable(checkpoint))
+
+
+_TABLES: dict[str, tuple[dict[str, str], Callable[[Backend], Iterator[dict[str, object]]]]] = {
+    "captures": (_CAPTURE | _BLOCK, _captures),
+    "scores": ({"name": "string"} | _BLOCK, _scores),
+    "runs": (dict.fromkeys(("run", "config", "code", "data"), "string"), _runs),
+    "checkpoints": (
+        {"run": "string", "checkpoint": "string", "weights": "string", "step": "int64"}
+        | {"lr": "float64", "parent": "string"},
+        _checkpoints,
+    ),
+}
+"""The columns of each table but `samples`, and what gives its rows."""
+
+
+def _readable(record: _Record) -> _Record:
+    """The record; raises if it cannot be read, as an answer without it would be wrong."""
+    if record.problem is not None:
+        raise Damaged(record.problem, fix="`gradkeep verify STORE --repair` moves the file aside")
+    return record
+
+
+def _block(facts: BlockFacts) -> dict[str, object]:
     when = datetime.fromtimestamp(facts.modified, UTC).replace(tzinfo=None)
-    return (
-        *(facts.state, facts.problem, facts.version, facts.rows),
-        *(facts.num_rows, facts.unsealed_rows, facts.num_segments, facts.bytes),
-        *(facts.data_bytes, facts.dense_bytes, facts.ratio, len(facts.layers)),
-        *(
-            when if facts.modified else None,
-            facts.schema_hash,
-            json.dumps(dict(facts.fingerprints)),
-        ),
-    )
+    return {name: getattr(facts, name, None) for name in _BLOCK} | {
+        "segments": facts.num_segments,
+        "layers": len(facts.layers),
+        "modified": when if facts.modified else None,
+        "fingerprints": json.dumps(dict(facts.fingerprints)),
+    }
 
 
 def _schema(columns: dict[str, str]) -> Any:
@@ -227,15 +186,6 @@ def _schema(columns: dict[str, str]) -> Any:
         "timestamp": pa.timestamp("us"),
     }
     return pa.schema([(name, known[kind]) for name, kind in columns.items()])
-
-
-def _table(schema: Any, rows: Iterable[tuple[object, ...]]) -> Any:
-    import pyarrow as pa
-
-    lines = list(rows)
-    columns = [[line[at] for line in lines] for at in range(len(schema))]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _all_samples(store: Store, sealed: Sequence[BlockFacts], schema: Any) -> Any:
@@ -256,11 +206,8 @@ def _parquet(store: Store, capture: BlockFacts) -> Any:
     address, backend = capture.address, store.backend
     name = find_samples(backend, address.folder, capture.version)
     if name is not None:
-        file = backend.open(name)
-        try:
+        with contextlib.closing(backend.open(name)) as file:
             data = file.map()
-        finally:
-            file.close()
         check_samples(data, name.rpartition("/")[2], path=backend.describe(name))
         return data
     block = store.read(address.capture, version=capture.version)
@@ -367,18 +314,17 @@ def _views_in(connection: Any, query: str) -> set[str]:
 
 
 def _register(connection: Any, store: Store, wanted: set[str]) -> None:
-    with current_catalog(store) as catalog:
-        views = (
-            samples_view(store, catalog.blocks("capture")),
-            captures_view(catalog.blocks("capture")),
-            scores_view(catalog.blocks("scores")),
-            runs_view(catalog.runs()),
-            checkpoints_view(catalog.checkpoints()),
-        )
-    for view in views:
-        # Views that the query does not name are there, for SHOW and DESCRIBE, but empty.
-        content = view.load() if view.name in wanted else view.schema.empty_table()
-        connection.register(view.name, content)
+    """Register all views; those that the query does not name are empty, for SHOW and DESCRIBE."""
+    import pyarrow as pa
+
+    for name, (columns, rows) in _TABLES.items():
+        listed = list(rows(store.backend)) if name in wanted else []
+        connection.register(name, pa.Table.from_pylist(listed, schema=_schema(columns)))
+    captures = scan_blocks(store.backend, "capture")
+    sealed = [capture for capture in captures if capture.version is not None]
+    schema = _samples_schema(sealed)
+    samples = _all_samples(store, sealed if "samples" in wanted else [], schema)
+    connection.register("samples", samples)
 
 
 def _whole_numbers(table: Any) -> Any:

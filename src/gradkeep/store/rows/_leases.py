@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradkeep.errors import Conflict, Damaged, LeaseLost
-from gradkeep.store import _document
-from gradkeep.store._fields import read_document
+from gradkeep.store._document import Finite, Record, read_document, to_bytes
 from gradkeep.store.blocks._manifest import is_number
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 LEASES = "claims"
 ROWS_PER_FOLDER = 1024
-LEASE_FIELDS = ("owner", "token", "expires")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,14 @@ class Lease:
     def expired(self) -> bool:
         """Whether somebody else may take the row now."""
         return time.time() >= self.expires
+
+
+class LeaseRecord(Record, frozen=True):
+    """What a lease file holds."""
+
+    owner: str
+    token: str
+    expires: Finite
 
 
 def default_owner() -> str:
@@ -66,14 +72,11 @@ def lease_numbers(backend: Backend, folder: str, bucket: int) -> dict[int, list[
 
 def load_lease(backend: Backend, folder: str, row: int, number: int) -> Lease | None:
     """A lease; None if it is gone or unreadable, which for a lease is the same."""
-    name = lease_key(folder, row, number)
     try:
-        fields = read_document(backend, name)
-        fields.only(LEASE_FIELDS)
-        owner, token = fields.text("owner"), fields.text("token")
-        return Lease(row, number, owner, token, fields.number("expires"))
+        record = read_document(backend, lease_key(folder, row, number), LeaseRecord)
     except (FileNotFoundError, Damaged):
         return None
+    return Lease(row, number, record.owner, record.token, record.expires)
 
 
 def take_lease(
@@ -81,12 +84,10 @@ def take_lease(
 ) -> Lease | None:
     """Put the lease with this number; None if somebody else was first."""
     lease = Lease(row, number, owner, secrets.token_hex(8), round(time.time() + seconds, 3))
-    fields = {"owner": owner, "token": lease.token, "expires": lease.expires}
+    data = to_bytes(LeaseRecord(owner=owner, token=lease.token, expires=lease.expires))
     try:
         # A lease lost to a power cut is a lease that ended: no fsync is worth waiting for.
-        backend.put_if_absent(
-            lease_key(folder, row, number), [_document.to_bytes(fields)], durability="process"
-        )
+        backend.put_if_absent(lease_key(folder, row, number), [data], durability="process")
     except Conflict:
         return None
     return lease

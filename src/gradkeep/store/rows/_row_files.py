@@ -8,8 +8,9 @@ else it is missing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
+import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,12 +18,19 @@ import xxhash
 
 from gradkeep import _annotations, _arguments
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
-from gradkeep.store import _document
-from gradkeep.store._fields import read_document
-from gradkeep.store._heads import record_head
+from gradkeep.store._document import Count, Record, read_document, to_bytes
+from gradkeep.store._keys import HEADS
+from gradkeep.store._records import record_head
 from gradkeep.store.blocks._block import Block
-from gradkeep.store.blocks._columns import Batch, Column, Ragged, check_fill, filled
-from gradkeep.store.blocks._ids import as_ids, whole_numbers
+from gradkeep.store.blocks._columns import (
+    Batch,
+    Column,
+    Ragged,
+    as_ids,
+    check_fill,
+    filled,
+    whole_numbers,
+)
 from gradkeep.store.blocks._incoming import checked_rows, stored_arrays
 from gradkeep.store.blocks._manifest import (
     Manifest,
@@ -36,18 +44,56 @@ from gradkeep.store.blocks._manifest import (
     numbered_files,
     publish_manifest,
 )
-from gradkeep.store.blocks._packing import SUFFIX, PackedSegment, StoredArray, pack, pack_batch
+from gradkeep.store.blocks._packing import SUFFIX, StoredArray, pack, pack_batch
 from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
-from gradkeep.store.rows._loose_rows import read_loose_rows
-from gradkeep.store.rows._row_records import record_row, row_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._encoding import AnyArray
-    from gradkeep.store.blocks._schema import Schema
+    from gradkeep.store.blocks._schema import Array, Schema
+
+
+_NAME = re.compile(r"(\d{6,18})-[0-9a-f]{32}")
+
+
+def row_record_key(folder: str, part: str, row: int, digest: str) -> str:
+    """Return the name of the record of a row (part `rows`) or of a failed attempt (part `failed`)."""
+    return f"{HEADS}/{folder}/{part}/{row // ROWS_PER_FOLDER:06d}/{row:06d}-{digest}"
+
+
+def record_row(backend: Backend, folder: str, part: str, row: int, digest: str) -> str:
+    """Record what was put, and return the name of the record."""
+    key = row_record_key(folder, part, row, digest)
+    backend.put_if_absent(key, [b""], durability="process")
+    return key
+
+
+def recorded_number(key: str) -> int:
+    """Return the row that a record is about."""
+    return int(key.rpartition("/")[2].partition("-")[0])
+
+
+def row_records(
+    backend: Backend, folder: str, part: str, rows: Collection[int] | None = None
+) -> list[str]:
+    """List the records of these rows, or of all."""
+    place = f"{HEADS}/{folder}/{part}"
+    wanted = None if rows is None else set(rows)
+    if wanted is None:
+        buckets = [entry.name for entry in backend.list(place) if entry.is_folder]
+    else:
+        buckets = [f"{one:06d}" for one in sorted({row // ROWS_PER_FOLDER for row in wanted})]
+    found = []
+    for bucket in buckets:
+        for entry in backend.list(f"{place}/{bucket}"):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and (wanted is None or int(match[1]) in wanted):
+                found.append(f"{place}/{bucket}/{entry.name}")
+    return found
+
 
 LOOSE = "rows"
 PACKED = "packed"
@@ -57,6 +103,12 @@ _MOST_ROWS = 1 << 40
 """Each row is a file of its own at first: no place holds more."""
 
 _log = logging.getLogger("gradkeep")
+
+
+class SizeRecord(Record, frozen=True):
+    """How many rows a set is to have."""
+
+    num_rows: Count
 
 
 class RowFiles:
@@ -84,7 +136,8 @@ class RowFiles:
     @property
     def num_rows(self) -> int:
         """How many rows there are to be; the largest size that was ever set."""
-        largest = max(_sizes(self._backend, self.folder), default=0)
+        listed = self._backend.list(f"{self.folder}/{SIZES}")
+        largest = max(numbered_files(listed, ".json", digits=_SIZE_DIGITS), default=0)
         if largest > self._known_size:
             self._check_size(largest)
             self._known_size = largest
@@ -93,7 +146,7 @@ class RowFiles:
     def _check_size(self, size: int) -> None:
         """Raise `Damaged` if the record of a size is another's under its name, as after a rename."""
         try:
-            told = read_document(self._backend, size_key(self.folder, size)).whole("num_rows")
+            told = read_document(self._backend, size_key(self.folder, size), SizeRecord).num_rows
         except (StoreError, FileNotFoundError):
             return  # the name says it all; `verify` tells of the rest
         if told != size:
@@ -224,7 +277,10 @@ class RowFiles:
             names = _arguments.texts("names", names, error=StoreError)
         self._refresh_packed()
         if fill is not None:
-            return self._read_filled(wanted, names, fill=fill)
+            check_fill(fill, self._arrays(names), path=self.path)
+            there = np.isin(wanted, self.done())
+            found = self.read(wanted[there], names)
+            return Batch(wanted, tuple(filled(column, there) for column in found.columns))
         batches, order = self._collect(wanted, names)
         columns = tuple(
             Column.join(array, [batch.column(array.name) for batch in batches]).take(order)
@@ -263,12 +319,6 @@ class RowFiles:
             )
         return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
 
-    def _read_filled(self, wanted: AnyArray, names: Sequence[str] | None, *, fill: float) -> Batch:
-        check_fill(fill, self._arrays(names), path=self.path)
-        there = np.isin(wanted, self.done())
-        found = self.read(wanted[there], names)
-        return Batch(wanted, tuple(filled(column, there) for column in found.columns))
-
     @_annotations.checked(StoreError)
     def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
         """Move done rows from their own files into packed segments; returns how many moved.
@@ -304,7 +354,9 @@ class RowFiles:
                     waiting = None  # others may have put rows since
                     continue
                 packed = pack_batch(self.schema, self.read(rows), first_row=0)
-                if not self._put_packed(key, packed):
+                try:
+                    self._backend.put_if_absent(key, packed.parts, durability=self._durability)
+                except Conflict:  # another process packed other rows under this number
                     rows = None
             # Whoever finds a packed file that no manifest names yet, finishes the work of the one
             # that wrote it.
@@ -332,23 +384,13 @@ class RowFiles:
                 rows.append(row)
         return rows
 
-    def _put_packed(self, key: str, packed: PackedSegment) -> bool:
-        try:
-            self._backend.put_if_absent(key, packed.parts, durability=self._durability)
-        except Conflict:
-            return False  # another process packed other rows under this number; that is adopted
-        return True
-
     def _adopt(self, newest: Manifest | None, file: str, *, written_here: bool) -> bool:
         """Publish a version with one more packed file; False if another process was first."""
-        segment = Segment(self._backend, f"{self.folder}/{file}")
-        try:
+        with contextlib.closing(Segment(self._backend, f"{self.folder}/{file}")) as segment:
             damage = segment.check_everything()
             if damage:
                 raise damage[0]
             entry = SegmentEntry(file, segment.rows, segment.size, segment.digest)
-        finally:
-            segment.close()
         if self._durability == "full" and not written_here:
             # Whoever wrote it may have died before its fsync, and its rows' own files go next.
             self._backend.ensure_durable([f"{self.folder}/{file}"])
@@ -432,10 +474,8 @@ def drop_packed_file(backend: Backend, folder: str, key: str) -> bool:
     kept = tuple(entry for entry in segments if f"{folder}/{entry.file}" != key)
     if newest is None or kept == segments:
         return False
-    manifest = dataclasses.replace(
-        newest, version=newest.version + 1, segments=kept, previous=newest.digest
-    )
-    return publish_manifest(backend, folder, manifest, durability="full")
+    publish_manifest(backend, folder, newest.next_version(kept), durability="full")
+    return True
 
 
 def check_size(num_rows: int, *, path: str) -> None:
@@ -452,7 +492,7 @@ def check_size(num_rows: int, *, path: str) -> None:
 
 def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durability) -> None:
     """Record a new number of rows; of several, the largest counts."""
-    data = _document.to_bytes({"num_rows": num_rows})
+    data = to_bytes(SizeRecord(num_rows=int(num_rows)))
     backend.put_if_absent(size_key(folder, num_rows), [data], durability=durability)
     xxh3 = xxhash.xxh3_128_hexdigest(data)
     record_head(backend, f"{folder}/{SIZES}", num_rows, xxh3, durability=durability)
@@ -461,10 +501,6 @@ def set_size(backend: Backend, folder: str, num_rows: int, *, durability: Durabi
 def size_key(folder: str, num_rows: int) -> str:
     """The name of the record of a number of rows."""
     return f"{folder}/{SIZES}/{num_rows:0{_SIZE_DIGITS}d}.json"
-
-
-def _sizes(backend: Backend, folder: str) -> Iterator[int]:
-    yield from numbered_files(backend.list(f"{folder}/{SIZES}"), ".json", digits=_SIZE_DIGITS)
 
 
 def _one_row(value: Any) -> Any:
@@ -491,3 +527,76 @@ def _same(column: Column, stored: StoredArray) -> bool:
         and equal(column.scale, stored.encoded.scale)
         and equal(column.offsets, stored.offsets)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the files read so far hold of one array."""
+
+    array: Array
+    values: list[memoryview | bytes] = field(default_factory=list)
+    scales: list[memoryview] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, segment: Segment) -> None:
+        array = self.array
+        if array.ragged:
+            self.lengths.append(int(segment.small(f"{array.name}#offsets")[-1]))
+        if array.scaled:
+            self.scales.append(segment.stored_bytes(f"{array.name}#scale"))
+        if array.compression is None:
+            self.values.append(segment.stored_bytes(array.name))
+        else:
+            self.values.append(segment.column(array).values.tobytes())
+
+    def column(self) -> Column:
+        array = self.array
+        # A bytearray, not bytes: torch takes only what it may write to.
+        joined = np.frombuffer(bytearray().join(self.values), array.stored_dtype)
+        count = sum(self.lengths) if array.ragged else len(self.values)
+        scale = offsets = None
+        if array.scaled:
+            scale = np.frombuffer(bytearray().join(self.scales), np.float32)
+        if array.ragged:
+            offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
+        return Column(array, joined.reshape(count, *array.stored_shape), scale, offsets)
+
+
+def read_loose_rows(
+    backend: Backend,
+    schema: Schema,
+    arrays: Sequence[Array],
+    files: Iterable[tuple[int, str]],
+    *,
+    verify: bool,
+) -> Batch:
+    """The rows of these files, each `(row, key)`, verified; those whose file is gone are left out."""
+    found: list[int] = []
+    pieces = [_Pieces(array) for array in arrays]
+    plain = not any(array.ragged or array.compression for array in arrays)
+    fitting: object = None
+    for row, key in files:
+        try:
+            # There can be millions of them: what is remembered of each would add up.
+            segment = Segment(backend, key, verify=verify, remember=False)
+        except FileNotFoundError:
+            continue
+        try:
+            ids = segment.stored_bytes("ids")
+            if segment.schema_hash != schema.hash or ids != row.to_bytes(8, "little"):
+                raise Damaged(
+                    "this file is not the row its name says",
+                    path=segment.path,
+                    fix="`gradkeep verify STORE --repair` moves it aside",
+                )
+            # Files of one schema share what was understood of their headers.
+            if not plain or segment.extents is not fitting:
+                for array in arrays:
+                    segment.require_form(array)
+                fitting = segment.extents
+            for piece in pieces:
+                piece.add(segment)
+        finally:
+            segment.close()
+        found.append(row)
+    return Batch(np.array(found, np.int64), tuple(piece.column() for piece in pieces))

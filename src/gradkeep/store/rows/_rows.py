@@ -7,6 +7,7 @@ traceback and tried again, but not for ever.
 from __future__ import annotations
 
 import contextlib
+import json
 import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,10 +17,10 @@ import xxhash
 
 from gradkeep import _annotations
 from gradkeep._arguments import number, refused
+from gradkeep._display import head_and_tail
 from gradkeep.errors import InvalidRows, StoreError
-from gradkeep.store import _document
-from gradkeep.store._fields import read_document
-from gradkeep.store.blocks._ids import whole_numbers
+from gradkeep.store._document import Count, Record, read_document, to_bytes
+from gradkeep.store.blocks._columns import whole_numbers
 from gradkeep.store.blocks._manifest import is_number, numbered_files
 from gradkeep.store.blocks._packing import SUFFIX
 from gradkeep.store.blocks._segment import Segment
@@ -35,8 +36,7 @@ from gradkeep.store.rows._leases import (
     renew_lease,
     take_lease,
 )
-from gradkeep.store.rows._row_files import LOOSE, RowFiles
-from gradkeep.store.rows._row_records import record_row, recorded_number, row_records
+from gradkeep.store.rows._row_files import LOOSE, RowFiles, record_row, recorded_number, row_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -44,10 +44,17 @@ if TYPE_CHECKING:
 RowStateName = Literal["pending", "leased", "done", "failed"]
 
 FAILED = "failed"
-FAILURE_FIELDS = ("row", "owner", "error")
 _MOST_STATES = 1 << 24
 LONGEST_ERROR = 64 << 10
-"""Characters of an error's text that are kept: half of them from its beginning, half from its end."""
+"""Bytes of an error's text that are kept: half of them from its beginning, half from its end."""
+
+
+class FailureRecord(Record, frozen=True):
+    """One failed attempt of a row."""
+
+    row: Count
+    owner: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,11 @@ class RowCounts:
     leased: int
     failed: int
     pending: int
+
+    @property
+    def unfinished(self) -> int:
+        """Rows that are neither done nor failed too often."""
+        return self.leased + self.pending
 
 
 class Rows(RowFiles):
@@ -184,16 +196,16 @@ class Rows(RowFiles):
     def fail(self, lease: Lease, error: BaseException | str) -> None:
         """Record a failed attempt with its traceback and end the lease."""
         text = error if isinstance(error, str) else _traceback(error)
-        fields = {"row": lease.row, "owner": lease.owner, "error": shortened(text)}
+        record = FailureRecord(row=lease.row, owner=lease.owner, error=shortened(text))
         # Named by the lease's token: two workers that fail the same row are two attempts.
         name = f"{lease.row}-{lease.token}.json"
         key = f"{self.folder}/{FAILED}/{lease.row // ROWS_PER_FOLDER:06d}/{name}"
-        data = _document.to_bytes(fields)
+        data = to_bytes(record)
         self._backend.put_if_absent(key, [data], durability=self._durability)
         digest = xxhash.xxh3_128_hexdigest(data)
-        record = record_row(self._backend, self.folder, FAILED, lease.row, digest)
+        recorded = record_row(self._backend, self.folder, FAILED, lease.row, digest)
         if not self._backend.exists(key):  # forgotten by `retry` before it was recorded
-            self._backend.delete([record], durability="process")
+            self._backend.delete([recorded], durability="process")
         release_lease(self._backend, self.folder, lease)
 
     @_annotations.checked(StoreError)
@@ -263,7 +275,8 @@ class Rows(RowFiles):
         for row, names in self._failures(bucket).items():
             for name in names:
                 with contextlib.suppress(StoreError, FileNotFoundError):
-                    note = read_document(backend, f"{self.folder}/{FAILED}/{bucket:06d}/{name}")
+                    key = f"{self.folder}/{FAILED}/{bucket:06d}/{name}"
+                    note = read_document(backend, key, FailureRecord)
                     if note.digest not in digests:
                         record_row(backend, self.folder, FAILED, row, str(note.digest))
 
@@ -304,7 +317,7 @@ class Rows(RowFiles):
     def _last_error(self, row: int, names: list[str]) -> str:
         key = f"{self.folder}/{FAILED}/{row // ROWS_PER_FOLDER:06d}/{names[-1]}"
         try:
-            return read_document(self._backend, key).text("error")
+            return read_document(self._backend, key, FailureRecord).error
         except FileNotFoundError:
             return "forgotten meanwhile, so that the row is tried again"
 
@@ -328,11 +341,13 @@ def shortened(text: str) -> str:
     >>> len(shortened("x" * 10**6)) < LONGEST_ERROR + 100
     True
     """
-    half = LONGEST_ERROR // 2
-    if len(text) > LONGEST_ERROR:
-        left_out = len(text) - 2 * half
-        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    most = LONGEST_ERROR
+    while True:
+        cut = head_and_tail(text, most).replace("\0", "\\x00")
+        cut = cut.encode("utf-8", "backslashreplace").decode()
+        if len(json.dumps(cut, ensure_ascii=False).encode()) <= LONGEST_ERROR + 2:
+            return cut
+        most = most * 3 // 4  # wide letters and line breaks take more than a byte
 
 
 def _traceback(error: BaseException) -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.dtr.experiments._config import DtrExperiment
     from gradkeep.compat.dtr.experiments._trial import Trial, TrialWork
-    from gradkeep.farm._progress import Progress
+    from gradkeep.farm._run import Progress
     from gradkeep.remat.simulator._sweep import SweepRow
 
 Result = dict[str, Any]

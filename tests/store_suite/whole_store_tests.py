@@ -20,7 +20,7 @@ from gradkeep.errors import (
     SchemaMismatch,
     StoreError,
 )
-from gradkeep.testing._examples import ExampleRow, batch_of, check, check_column, ids_of, schema
+from store_suite.examples import ExampleRow, batch_of, check, check_column, ids_of, schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from gradkeep.store import Backend
-from gradkeep.testing._backend_tests import BackendTests
-from gradkeep.testing._state_machines import BlockStateMachine, RowsStateMachine
-from gradkeep.testing._whole_store_tests import WholeStoreTests
+from gradkeep.testing import StoreTests
+from store_suite.backend_tests import BackendTests
+from store_suite.state_machines import BlockStateMachine, RowsStateMachine
+from store_suite.whole_store_tests import WholeStoreTests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,9 +48,6 @@ class SubfolderBackend(Backend):
     def move_aside(self, key: str) -> str:
         return self._backend.move_aside(self._key(key))
 
-    def stamp(self, prefix: str) -> int | None:
-        return self._backend.stamp(self._key(prefix))
-
     def leftovers(self, *, older_than: float) -> Sequence[str]:
         start = f"{self._folder}/"
         found = self._backend.leftovers(older_than=older_than)
@@ -65,13 +63,8 @@ class SubfolderBackend(Backend):
         return f"{self._folder}/{key}" if key else self._folder
 
 
-class StoreTests(BackendTests, WholeStoreTests):
-    """Subclass it as `TestMyPlace` and override `backend`."""
-
-    @pytest.fixture
-    def backend(self) -> Backend:
-        """A place that is empty at the start of every test."""
-        raise NotImplementedError("override this fixture: it returns an empty place")
+class FullStoreTests(StoreTests, BackendTests, WholeStoreTests):
+    """Subclass it and override `backend`."""
 
     @pytest.mark.parametrize(
         "machine", [BlockStateMachine, RowsStateMachine], ids=["block", "rows"]

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import gradkeep.store as gs
 from gradkeep.errors import Conflict, InvalidRows, LeaseLost, MissingRows, NotSealed, StoreError
-from gradkeep.testing._examples import ExampleRow, batch_of, check, ids_of, schema
-from gradkeep.testing._whole_store_tests import KEY, append, holds
+from store_suite.examples import ExampleRow, batch_of, check, ids_of, schema
+from store_suite.whole_store_tests import KEY, append, holds
 
 if TYPE_CHECKING:
     from gradkeep.store import Backend, Block, Lease, Rows, Writer

@@ -190,15 +190,6 @@ class BackendTests:
         assert [backend.read(key) for key in aside] == [b"first", b"second", b"third"]
         assert {key.partition("/")[0] for key in aside} == {"quarantine"}
 
-    def test_a_stamp_changes_with_the_names_if_there_is_one(self, backend: Backend) -> None:
-        put(backend, "folder/a", b"1")
-        before = backend.stamp("folder")
-        if before is None:
-            return
-        assert backend.stamp("folder") == before
-        backend.delete(["folder/a"], durability="process")
-        assert backend.stamp("folder") != before
-
     def test_finished_writes_leave_nothing_over(self, backend: Backend) -> None:
         put(backend, "a", b"1")
         put(backend, "a", b"1")

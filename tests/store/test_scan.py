@@ -1,10 +1,8 @@
-"""The catalog says what the files say, at any moment, and can be thrown away."""
+"""What a scan of the files says of runs, checkpoints and blocks."""
 
-import itertools
 import os
-import sqlite3
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,8 @@ from hypothesis import strategies as st
 import gradkeep as gk
 from gradkeep.store import LocalDisk, Memory, Store, gc, verify
 from gradkeep.store._keys import CATALOG
-from gradkeep.store.backends._syscalls import Syscalls
-from gradkeep.store.catalog import _catalog
+from gradkeep.store.backends._plain_file import Syscalls
+from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
 LAYERS = (gk.store.Layer("fc", "Linear", 100),)
 FACTOR = gk.store.Array("fc.prefix", shape=(4,), kind="prefix", layer="fc")
@@ -58,38 +56,8 @@ def store(tmp_path):
     return gk.open(tmp_path / "store", durability="process")
 
 
-@contextmanager
-def rebuilt(store):
-    with store.rebuild_catalog() as catalog:
-        yield catalog
-
-
-def facts(store, kind="capture"):
-    with store.catalog() as catalog:
-        return catalog.blocks(kind)
-
-
-OLD_TIMES = itertools.count(10**17)
-
-
-def settle(store):
-    """Give every folder an old, new-to-us time, as if it had last changed long ago."""
-    for folder, _, _ in os.walk(store.location):
-        if os.stat(folder).st_mtime_ns > 10**18:
-            old = next(OLD_TIMES)
-            os.utime(folder, ns=(old, old))
-
-
-class Counting(LocalDisk):
-    """Remembers which keys were opened."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.opened = []
-
-    def open(self, key):
-        self.opened.append(key)
-        return super().open(key)
+def facts(store, *kinds):
+    return scan_blocks(store.backend, *kinds)
 
 
 class ReadOnlyCalls(Syscalls):
@@ -132,9 +100,6 @@ def test_rows_after_the_newest_version_count_apart(store):
     writer.close()
     (found,) = facts(store)
     assert (found.state, found.rows, found.unsealed_rows, found.num_segments) == ("sealed", 8, 8, 2)
-    with store.catalog() as catalog:
-        segments = catalog.segments(key().folder)
-    assert [segment.sealed for segment in segments] == [True, True, False, False]
 
 
 def test_ragged_and_compressed_layers_are_measured(store):
@@ -200,8 +165,7 @@ def test_damaged_records_are_found_too(store):
     store.add_checkpoint(gk.store.Checkpoint("main", "final", "w"))
     for name in ("run.json", "ckpt/final/ckpt.json"):
         Path(store.location, "runs/main", name).write_text("{}")
-    with store.catalog() as catalog:
-        (run,), (checkpoint,) = catalog.runs(), catalog.checkpoints()
+    (run,), (checkpoint,) = scan_runs(store.backend), scan_checkpoints(store.backend)
     assert "run.json: " in run.problem
     assert "ckpt.json: " in checkpoint.problem
 
@@ -210,118 +174,39 @@ def test_folders_that_gradkeep_did_not_make_are_passed_over(store):
     write(store, key(), 4)
     for name in ("blocks/.trash/a/b/c", "blocks/main/final/train/a b", "scores/empty"):
         Path(store.location, name).mkdir(parents=True)
-    with store.catalog() as catalog:
-        assert len(catalog.blocks()) == 1
+    assert len(facts(store)) == 1
     assert store.captures() == [key()]
 
 
-def test_a_deleted_capture_leaves_the_catalog(store):
+def test_a_deleted_capture_is_not_listed(store):
     write(store, key(), 4)
     assert facts(store)
     store.delete(key())
     assert not facts(store)
 
 
-def test_rebuilding_gives_the_same_dump(store):
-    write(store, key(), 10)
-    write_open(store, key("b"), 8)
-    store.add_run(gk.store.Run("main", config={"lr": 0.1}))
-    settle(store)
-    with rebuilt(store) as one, rebuilt(store) as two, store.catalog() as three:
-        dumps = [list(catalog.connection.iterdump()) for catalog in (one, two, three)]
-    assert dumps[0] == dumps[1] == dumps[2]
-
-
-def test_the_file_is_plain_sqlite_without_a_write_ahead_log(store):
-    write(store, key(), 10)
-    assert facts(store)
-    file = Path(store.location, CATALOG)
-    assert file.read_bytes()[18:20] == b"\x01\x01"  # the format versions of the rollback journal
-    connection = sqlite3.connect(file)
-    assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
-    assert connection.execute("select sum(rows) from segments").fetchall() == [(10,)]
-    connection.close()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"x", b"\0" * 5000, b"SQLite format 3\0" * 400, "cut", "other store"]
-)
-def test_a_catalog_that_cannot_be_used_is_made_again(store, tmp_path, content):
-    write(store, key(), 10)
-    with store.catalog() as catalog:
-        dump = catalog.dump()
-    file = Path(store.location, CATALOG)
-    if content == "cut":
-        content = file.read_bytes()[:-100]
-    elif content == "other store":
-        other = gk.open(tmp_path / "other")
-        assert facts(other) == []
-        content = Path(other.location, CATALOG).read_bytes()
-    file.write_bytes(content)
-    with store.catalog() as catalog:
-        assert catalog.dump() == dump
-    assert _catalog.load_catalog(store) is not None
-
-
-def test_every_flipped_byte_of_the_catalog_is_noticed(store):
+@pytest.mark.parametrize("how", ["file", "folder"])
+def test_a_catalog_of_earlier_versions_does_no_harm(store, how):
     write(store, key(), 4)
-    assert facts(store)
-    file = Path(store.location, CATALOG)
-    good = file.read_bytes()
-    for at in np.random.default_rng(0).integers(0, len(good), 100).tolist():
-        bad = bytearray(good)
-        bad[at] ^= 1 << (at % 8)
-        file.write_bytes(bad)
-        assert _catalog.load_catalog(store) is None
-
-
-def test_a_folder_in_the_place_of_the_catalog_does_no_harm(store):
-    write(store, key(), 4)
-    Path(store.location, CATALOG).mkdir()
+    catalog = Path(store.location, CATALOG)
+    catalog.mkdir() if how == "folder" else catalog.write_bytes(b"SQLite format 3")
     assert len(facts(store)) == 1
-    assert _catalog.load_catalog(store) is None
+    assert verify(store.backend).healthy
+    assert not verify(store.backend).unknown
 
 
-def test_a_store_that_may_only_be_read_has_a_catalog_in_memory(store):
+def test_a_store_that_may_only_be_read_is_scanned(store):
     write(store, key(), 10)
     frozen = Store(LocalDisk(store.location, syscalls=ReadOnlyCalls()))
     assert facts(frozen)[0].rows == 10
-    assert not Path(store.location, CATALOG).exists()
 
 
-def test_a_store_in_memory_has_a_catalog():
+def test_a_store_in_memory_is_scanned():
     store = gk.open(Memory())
     write(store, key(), 10)
     assert facts(store)[0].rows == 10
     write(store, key(), 4, extend=True)
     assert facts(store)[0].rows == 14
-
-
-def test_blocks_that_did_not_change_are_not_looked_at_again(store):
-    for checkpoint in "abc":
-        write_open(store, key(checkpoint), 8)
-    settle(store)
-    assert len(facts(store)) == 3
-    counting = Counting(store.location)
-    again = Store(counting)
-    counting.opened.clear()
-    assert len(facts(again)) == 3
-    assert counting.opened == [CATALOG]
-
-
-def test_of_a_growing_block_only_the_new_headers_are_read(store):
-    write_open(store, key(), 40)
-    assert facts(store)
-    write_open_more = store.write(key(), schema(num_rows=1000))
-    write_open_more.append(*rows(0, 44))
-    write_open_more.flush()
-    write_open_more.close()
-    counting = Counting(store.location)
-    again = Store(counting)
-    counting.opened.clear()
-    assert facts(again)[0].rows == 44
-    headers = [name for name in counting.opened if name.endswith(".safetensors")]
-    assert headers == [f"{key().folder}/seg/000010.safetensors"]
 
 
 def test_a_change_within_one_tick_of_the_clock_is_seen(store):
@@ -334,59 +219,6 @@ def test_a_change_within_one_tick_of_the_clock_is_seen(store):
     assert facts(store)[0].rows == 8
 
 
-def test_a_catalog_may_be_written_by_many_at_once(store):
-    write(store, key(), 10)
-    one, two = _catalog.rebuilt_catalog(store), _catalog.rebuilt_catalog(store)
-    assert _catalog.save_catalog(store, one)
-    assert _catalog.save_catalog(store, two)
-    one.close()
-    two.close()
-    assert facts(store)[0].rows == 10
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing after it runs."""
-
-
-class KilledAt(Syscalls):
-    def __init__(self, step):
-        self._left = step
-
-    def __getattribute__(self, name):
-        call = super().__getattribute__(name)
-        if name.startswith("_") or not callable(call):
-            return call
-
-        def counted(*args):
-            if self._left < 0:
-                raise Killed
-            self._left -= 1
-            if self._left < 0:
-                raise Killed
-            return call(*args)
-
-        return counted
-
-
-@pytest.mark.parametrize("step", range(5))
-def test_a_kill_while_the_catalog_is_written_leaves_a_good_store(store, step):
-    write(store, key(), 4)
-    with store.catalog() as catalog:
-        old = catalog.dump()
-    write(store, key("b"), 4)
-    dying = Store(LocalDisk(store.location, syscalls=KilledAt(step)))
-    try:
-        _catalog.rebuilt_catalog(dying).close()
-    except Killed:
-        left = _catalog.load_catalog(store)
-        assert left is not None
-        assert left.dump() == old
-    else:
-        assert step == 4
-    assert len(facts(store)) == 2
-    assert verify(store.backend).healthy
-
-
 def test_two_thousand_segments_are_scanned_quickly(store):
     writer = store.write(key(), gk.store.Schema((FACTOR,), rows_per_segment=1, layers=LAYERS))
     for start in range(0, 2000, 500):
@@ -395,8 +227,7 @@ def test_two_thousand_segments_are_scanned_quickly(store):
     writer.flush()
     writer.close()
     begin = time.process_time()
-    with rebuilt(store) as catalog:
-        assert catalog.blocks()[0].num_segments == 2000
+    assert facts(store)[0].num_segments == 2000
     assert time.process_time() - begin < 2  # about 0.1 when nothing else runs
 
 
@@ -407,7 +238,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("extend"), NAMES, st.integers(1, 6)),
     st.tuples(st.sampled_from(["drop", "delete", "scores", "checkpoint", "lose"]), NAMES),
     st.tuples(st.just("row"), st.integers(0, 5)),
-    st.tuples(st.sampled_from(["compact", "grow", "gc", "settle", "repair"])),
+    st.tuples(st.sampled_from(["compact", "grow", "gc", "repair"])),
 )
 
 
@@ -439,8 +270,6 @@ def apply(store, name, *values):
         store.rows("farm").grow(6)
     elif name == "gc":
         gc(store)
-    elif name == "settle":
-        settle(store)
     elif name == "repair":
         verify(store.backend, repair=True)
 
@@ -451,16 +280,23 @@ def apply(store, name, *values):
     deadline=None,
 )
 @given(operations=st.lists(OPERATIONS, max_size=12))
-def test_refreshing_finds_what_rebuilding_finds(tmp_path_factory, operations):
+def test_facts_are_what_reading_finds(tmp_path_factory, operations):
     store = gk.open(tmp_path_factory.mktemp("store"), durability="process")
     for operation in operations:
         with suppress(gk.GradkeepError, FileNotFoundError):
             apply(store, *operation)
-        with store.catalog() as refreshed:
-            found = refreshed.dump()
-        assert _catalog.load_catalog(store).dump() == found
-        file = Path(store.location, CATALOG)
-        kept = file.read_bytes()
-        with rebuilt(store) as catalog:
-            assert catalog.dump() == found
-        file.write_bytes(kept)  # go on from what refreshing left
+        blocks = {block.address.folder: block for block in facts(store)}
+        farm = [f"datamodels/{name}" for name in store.row_sets()]
+        assert set(blocks) >= {*(block.folder for block in store.blocks()), *farm}
+        for name in store.row_sets():
+            rows_, block = store.rows(name), blocks[f"datamodels/{name}"]
+            assert (block.rows, block.num_rows) == (len(rows_.done()), rows_.num_rows)
+        for where in store.blocks():
+            block = blocks[where.folder]
+            if block.state == "sealed":
+                manifest, live = store.read(where).manifest, store.read(where, live=True)
+                assert (block.rows, block.version) == (manifest.rows, manifest.version)
+                assert block.data_bytes == manifest.bytes
+                assert block.unsealed_rows == len(live) - manifest.rows
+            elif block.state == "open":
+                assert block.rows == len(store.read(where, live=True))
