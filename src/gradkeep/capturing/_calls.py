@@ -16,7 +16,7 @@ from gradkeep.remat import stash
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from gradkeep.remat import StashedTensor
+    from gradkeep.remat.planned._session import StashedTensor
 
 
 @dataclass(slots=True, eq=False)

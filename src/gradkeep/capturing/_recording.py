@@ -34,7 +34,7 @@ from gradkeep.capturing.rules._rules import (
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.query._layers import select_layers
-from gradkeep.remat import budget_is_active
+from gradkeep.remat.planned._session import budget_is_active
 
 if TYPE_CHECKING:
     import os
