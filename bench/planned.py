@@ -21,9 +21,9 @@ import torch
 import gradkeep as gk
 from bench._planned_models import SUBJECTS, subject
 from gradkeep.errors import BudgetError
-from gradkeep.remat.planned._recording_mode import RecordingMode
+from gradkeep.remat._tensors import beside_compiler
+from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
-from gradkeep.remat.tracing._tensors import beside_compiler
 
 RATIOS = (0.8, 0.6, 0.5, 0.4)
 BARS = {0.8: 1.10, 0.6: 1.20, 0.5: 1.25, 0.4: 1.35}

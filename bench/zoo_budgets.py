@@ -40,8 +40,8 @@ from torch.utils._pytree import tree_leaves
 
 import gradkeep as gk
 from gradkeep.errors import BudgetError, BudgetWarning, GradkeepError
-from gradkeep.remat.planned._report import explain_plan
-from gradkeep.remat.tracing._tensors import has_storage
+from gradkeep.remat._tensors import has_storage
+from gradkeep.remat.planned._memory_budget import explain_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep._budgets import parse_budget, parse_bytes
-from gradkeep.capturing._adam import AdamState
+from gradkeep.capturing._weights import AdamState
 from gradkeep.errors import BudgetError
 
 

@@ -27,12 +27,9 @@ NAMES = {
         near_duplicates neighbours planted similarity top values verify_removals
     """,
     "gradkeep.remat": """
-        Action BudgetPoint BudgetReport DroppedActivation Explanation Graph Heuristic MemoryBudget
-        MemoryEvent OnlineReport Op Optimum Policy Program ProgramStep Recorder Schedule
-        SimulationResult StashedTensor StepKind Storage Timeline budget_is_active chain checked chen
-        collapse_aliases eliminate_constants heuristic heuristics keep_all keeping memory_budget
-        merge_tuples optimal read_log record register revolve simplify simulate stash
-        unlimited_peak
+        BudgetPoint BudgetReport Explanation Graph Heuristic MemoryBudget Optimum Program Recorder
+        SimulationResult chain chen heuristic heuristics keep_all memory_budget optimal read_log record
+        register revolve simplify simulate stash unlimited_peak
     """,
     "gradkeep.errors": """
         AttributionError BudgetError BudgetWarning CaptureError Conflict Damaged DataError

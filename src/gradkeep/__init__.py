@@ -21,19 +21,16 @@ if TYPE_CHECKING:
     from gradkeep.attribution._suspects import suspects
     from gradkeep.attribution._text_similarity import text_similarity
     from gradkeep.attribution._tokens import attribute_tokens
-    from gradkeep.capturing._adam import read_adam
     from gradkeep.capturing._capture import capture
+    from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._plan import plan
     from gradkeep.capturing._recording import recording
     from gradkeep.capturing._report import Captured, CaptureWarning, layers
-    from gradkeep.capturing._weights import Weights
-    from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing._weights import Weights, read_adam
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerRule, register_layer_rule
-    from gradkeep.capturing.tasks._completions import completions
-    from gradkeep.capturing.tasks._language import LanguageModelling
-    from gradkeep.capturing.tasks._supervised import Classification, Regression
-    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.capturing.tasks._language import LanguageModelling, completions
+    from gradkeep.capturing.tasks._tasks import Classification, Measured, Regression, Task
     from gradkeep.curvature._project import project
     from gradkeep.curvature._sketches import Projection
     from gradkeep.errors import GradkeepError
@@ -59,28 +56,28 @@ _SUBPACKAGES = (
 _MODULES = {
     "CaptureWarning": "gradkeep.capturing._report",
     "Captured": "gradkeep.capturing._report",
-    "Classification": "gradkeep.capturing.tasks._supervised",
+    "Classification": "gradkeep.capturing.tasks._tasks",
     "GradkeepError": "gradkeep.errors",
-    "Keep": "gradkeep.capturing.coordinates._keep",
+    "Keep": "gradkeep.capturing._keep",
     "LanguageModelling": "gradkeep.capturing.tasks._language",
-    "LayerGradients": "gradkeep.capturing.rules._gradients",
+    "LayerGradients": "gradkeep.capturing.rules._layers",
     "LayerRule": "gradkeep.capturing.rules._rules",
-    "Measured": "gradkeep.capturing.tasks._task",
+    "Measured": "gradkeep.capturing.tasks._tasks",
     "Method": "gradkeep.attribution._method",
     "Preview": "gradkeep._preview",
     "Projection": "gradkeep.curvature._sketches",
-    "Regression": "gradkeep.capturing.tasks._supervised",
+    "Regression": "gradkeep.capturing.tasks._tasks",
     "Scorer": "gradkeep.attribution._method",
     "Scores": "gradkeep.attribution._scores",
     "Store": "gradkeep.store",
-    "Task": "gradkeep.capturing.tasks._task",
+    "Task": "gradkeep.capturing.tasks._tasks",
     "Weights": "gradkeep.capturing._weights",
     "attribute": "gradkeep.attribution._attribute",
     "attribute_once": "gradkeep.attribution._once",
     "attribute_tokens": "gradkeep.attribution._tokens",
     "capture": "gradkeep.capturing._capture",
     "combine": "gradkeep.attribution._scores",
-    "completions": "gradkeep.capturing.tasks._completions",
+    "completions": "gradkeep.capturing.tasks._language",
     "gradients": "gradkeep.query",
     "groups": "gradkeep.evaluate._groups",
     "layers": "gradkeep.capturing._report",
@@ -89,7 +86,7 @@ _MODULES = {
     "open": "gradkeep.store",
     "plan": "gradkeep.capturing._plan",
     "project": "gradkeep.curvature._project",
-    "read_adam": "gradkeep.capturing._adam",
+    "read_adam": "gradkeep.capturing._weights",
     "recording": "gradkeep.capturing._recording",
     "register_layer_rule": "gradkeep.capturing.rules._rules",
     "register_method": "gradkeep.attribution._registry",

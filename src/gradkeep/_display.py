@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import math
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,3 +127,25 @@ def describe_state(block: ShownBlock) -> str:
     if block.kind == "rows" and block.state != "unreadable":
         return "complete" if block.rows == block.num_rows else "open"
     return block.state
+
+
+def to_json_types(value: Any) -> Any:
+    """Convert dataclasses, arrays and numbers to the types of JSON; NaN and infinity become None.
+
+    >>> to_json_types({"a": (1, float("nan"))})
+    {'a': [1, None]}
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # an array of numpy, or one of its numbers
+        return to_json_types(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: to_json_types(getattr(value, field.name)) for field in fields}
+    if isinstance(value, dict):
+        return {str(name): to_json_types(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_types(item) for item in value]
+    return value.hex() if isinstance(value, bytes) else str(value)

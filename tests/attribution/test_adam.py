@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing._adam import read_adam
+from gradkeep.capturing._weights import read_adam
 from gradkeep.errors import AttributionError
 
 

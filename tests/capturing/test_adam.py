@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.capturing._adam import read_adam
+from gradkeep.capturing._weights import read_adam
 from gradkeep.errors import CaptureError
 
 

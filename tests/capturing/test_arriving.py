@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradkeep.capturing._arriving import told_of_gradients
-from gradkeep.capturing.rules._units import units_of
+from gradkeep.capturing._proofs import told_of_gradients
+from gradkeep.capturing.rules._rules import units_of
 from gradkeep.data import GPT
 
 

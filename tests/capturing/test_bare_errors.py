@@ -27,7 +27,7 @@ def single_gradients(model, task, weight, x=X):
     return torch.stack([torch.autograd.grad(loss, weight)[0].to_dense() for loss in rows])
 
 
-@pytest.mark.filterwarnings("ignore::gradkeep.capturing.CaptureWarning")
+@pytest.mark.filterwarnings("ignore::gradkeep.capturing._report.CaptureWarning")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_inputs_of_a_half_precision_model(store, dtype):
     model, x = classifier().to(dtype), X.to(dtype)

@@ -10,9 +10,13 @@ from torch import nn
 import gradkeep as gk
 from gradkeep.capturing import _replay
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import row_footprint, rows_within
-from gradkeep.capturing.coordinates._maker import CoordinateMaker
+from gradkeep.capturing._coordinates import CoordinateMaker
+from gradkeep.capturing._first_batch import (
+    CaptureSettings,
+    prepare_capture,
+    row_footprint,
+    rows_within,
+)
 from gradkeep.data import GPT
 from gradkeep.errors import AttributionError, BudgetError, CaptureError, QueryError
 from gradkeep.factors._registry import form_from_fields

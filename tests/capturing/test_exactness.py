@@ -22,7 +22,8 @@ def oracle(model, batch, task, of=None):
     """Per-sample gradients `[B, P]` in float64, one sample at a time."""
     wide = copy.deepcopy(model).double()
     batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
-    return flat(per_sample_gradients(wide, Tracer(wide, task, of).target, batch))
+    tracer = Tracer(wide, task, of)
+    return flat(per_sample_gradients(wide, lambda _, rows: tracer.measure(rows)[1], batch))
 
 
 def kept(store, model, batch, task, *, split="train", batch_size=3, **options):

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing import _first_moments, _replay
+from gradkeep.capturing import _moments, _row_making
 from gradkeep.curvature._kept_moments import KeptMoments
 
 KEY = gk.store.CaptureKey("final", "train")
-ROWS = _first_moments.FIRST_ROWS
+ROWS = _moments.FIRST_ROWS
 
 
 def network():
@@ -102,7 +102,7 @@ def test_what_keeps_no_such_layer_dense_has_none(tmp_path, options):
 
 @pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_TOGETHER", "_MOST_ROWS"])
 def test_large_ones_are_not_kept(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(_first_moments, limit, 0)
+    monkeypatch.setattr(_moments, limit, 0)
     captured(tmp_path, batches(40))
     assert not gk.open(tmp_path).has(KEY.moments)
 
@@ -116,14 +116,14 @@ def test_a_byte_budget_bounds_them(tmp_path):
 def test_an_interrupted_capture_ends_with_the_same_bytes(tmp_path, after, monkeypatch):
     loader, options = batches(size=6), {"memory_budget": "300KB"}
     captured(tmp_path / "whole", loader, **options)
-    calls, original = iter(range(150)), _replay.append_rows
+    calls, original = iter(range(150)), _row_making.RowFeed.add
 
     def torn(*given):
         if next(calls) == after:
             raise KeyboardInterrupt
         return original(*given)
 
-    monkeypatch.setattr(_replay, "append_rows", torn)
+    monkeypatch.setattr(_row_making.RowFeed, "add", torn)
     with pytest.raises(KeyboardInterrupt):
         captured(tmp_path / "torn", loader, **options)
     monkeypatch.undo()
@@ -230,7 +230,7 @@ def test_long_names_and_names_with_dots_have_their_own_place():
 
 
 def test_rows_that_are_no_numbers_leave_the_layer_without(tmp_path):
-    moments = _first_moments.FirstMoments
+    moments = _moments.FirstMoments
     original = moments.of
 
     def broken(self, piece, measured):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing._function import fingerprint_function
+from gradkeep.capturing._audit import fingerprint_function
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import SchemaMismatch
 

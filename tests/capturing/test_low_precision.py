@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradkeep as gk
-from gradkeep.capturing._at_hand import weights_at_hand
-from gradkeep.capturing._stand_ins import WeightSource
+from gradkeep.capturing._readiness import WeightSource, weights_at_hand
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.errors import CaptureError
 

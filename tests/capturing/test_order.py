@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 import gradkeep as gk
-from gradkeep.capturing._reading import filled_batches
+from gradkeep.capturing._order import filled_batches
 from gradkeep.errors import CaptureError
 
 KEY = gk.store.CaptureKey("final", "train")

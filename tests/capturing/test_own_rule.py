@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing.rules._gradients import by_sample
+from gradkeep.capturing.rules._layers import by_sample
 from gradkeep.capturing.rules._rules import layer_rules, unregister_layer_rule
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows

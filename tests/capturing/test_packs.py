@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradkeep as gk
-from gradkeep.capturing._packed import documents_of
-from gradkeep.capturing._unpacking import Unpacking
+from gradkeep.capturing._sequences import Unpacking, documents_of
 from gradkeep.errors import CaptureError
 
 LENGTHS = (5, 3, 4, 6, 2, 4)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradkeep.capturing._pooling import fast_pooling
+from gradkeep.capturing._tracer import fast_pooling
 
 
 def both(pool, x, weights):

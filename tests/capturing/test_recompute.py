@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradkeep as gk
-from gradkeep.capturing import _capture, _replay
+from gradkeep.capturing import _replay
 from gradkeep.capturing._calls import _ends, fill, watching
 from gradkeep.data import model
 from gradkeep.errors import BudgetError
@@ -15,13 +15,13 @@ from gradkeep.errors import BudgetError
 def budgets(monkeypatch):
     """The memory budgets that captures make."""
     made = []
-    plain = _capture.remat.memory_budget
+    plain = _replay.remat.memory_budget
 
     def noted(*args, **kwargs):
         made.append(plain(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(_capture.remat, "memory_budget", noted)
+    monkeypatch.setattr(_replay.remat, "memory_budget", noted)
     return made
 
 

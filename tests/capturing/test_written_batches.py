@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradkeep as gk
 from gradkeep.capturing._batches import copied
-from gradkeep.capturing._reading import batches_within
+from gradkeep.capturing._order import batches_within
 from gradkeep.data import GPT
 
 

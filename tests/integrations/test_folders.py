@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import gradkeep as gk
-from gradkeep.capturing._adam import read_adam
-from gradkeep.capturing._weights import load_weights, put_weights
+from gradkeep.capturing._weights import load_weights, put_weights, read_adam
 from gradkeep.errors import CaptureError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -112,7 +112,7 @@ def test_a_second_training_into_the_same_run_is_refused_before_it_starts(tmp_pat
 
 
 def test_wrong_arguments_are_refused(tmp_path):
-    with pytest.raises(CaptureError, match="no moment"):
+    with pytest.raises(CaptureError):
         callback(tmp_path, at="save")
     with pytest.raises(CaptureError, match="at least 1"):
         callback(tmp_path, every=0)

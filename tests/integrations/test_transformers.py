@@ -156,7 +156,7 @@ def test_a_resumed_training_goes_on_with_its_captures(tmp_path):
 def test_arguments_that_the_training_decides_are_refused(tmp_path):
     with pytest.raises(CaptureError, match="the training decides"):
         GradkeepTrainerCallback(tmp_path, loaders(), task=gk.Classification(), split="train")
-    with pytest.raises(CaptureError, match="no moment"):
+    with pytest.raises(CaptureError):
         GradkeepTrainerCallback(tmp_path, loaders(), task=gk.Classification(), at="step")
     with pytest.raises(CaptureError, match="no loaders"):
         GradkeepTrainerCallback(tmp_path, {}, task=gk.Classification())

@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradkeep.remat import Op, Program, ProgramStep, StepKind
+from gradkeep.remat import Program
+from gradkeep.remat.simulator._program import Op, ProgramStep, StepKind
 
 if TYPE_CHECKING:
     import random
 
-    from gradkeep.remat import Policy
+    from gradkeep.remat.simulator._core import Policy
 
 
 @dataclass(eq=False)

@@ -267,16 +267,14 @@ def test_a_hidden_change_is_found_where_the_changed_tensor_is_made_again():
 
 
 def test_only_a_full_check_sees_all(monkeypatch):
-    from gradkeep.remat.planned import _fingerprint
+    from gradkeep.remat._rerun import ContentHash
 
     assert memory_budget(0.6, check="sampled")._planner.settings.check == "sampled"
     with pytest.raises(BudgetError, match="check cannot be"):
         memory_budget(0.6, check="some")
     made = []
-    real = _fingerprint.ContentHash.of
-    monkeypatch.setattr(
-        _fingerprint.ContentHash, "of", lambda self, base: made.append(1) or real(self, base)
-    )
+    real = ContentHash.of
+    monkeypatch.setattr(ContentHash, "of", lambda self, base: made.append(1) or real(self, base))
     make = model_with(made_per_call)
     same(trained(make, memory_budget(0.7, check="sampled")), trained(make))
     assert not made

@@ -7,17 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_remat import plain_simulate
 
-from gradkeep.remat import (
-    Op,
-    Program,
-    ProgramStep,
-    StepKind,
-    Timeline,
-    chain,
-    heuristics,
-    simulate,
-    unlimited_peak,
-)
+from gradkeep.remat import Program, chain, heuristics, simulate, unlimited_peak
+from gradkeep.remat.simulator._program import Op, ProgramStep, StepKind
+from gradkeep.remat.simulator._simulate import Timeline
 
 PLAIN = ("dtr", "dtr-eq", "dtr-local", "msps", "largest", "lru")
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from gradkeep.errors import LogError
-from gradkeep.remat import StepKind, read_log, simulate, unlimited_peak
+from gradkeep.remat import read_log, simulate, unlimited_peak
+from gradkeep.remat.simulator._program import StepKind
 
 
 def line(instruction, **values):

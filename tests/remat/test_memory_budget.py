@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import threading
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import gradkeep as gk
 from gradkeep.errors import BudgetError, RematError, StepChanged
 from gradkeep.remat.planned import _planner
-from gradkeep.remat.planned._plan_cache import digest_of
 
 memory_budget = functools.partial(gk.memory_budget, effort=0.05)
 leaves_its_plan = pytest.mark.filterwarnings(
@@ -646,20 +644,6 @@ def test_saved_plans_are_used_after_two_recordings_of_the_step(
     done = second.report()
     assert (done.recorded, done.planned, done.kept) == (recordings, 7 - recordings, 0)
     assert second._planner.last.compiled.states == first._planner.last.compiled.states
-
-
-def test_plans_saved_with_the_digest_of_a_whole_step_are_still_used(tmp_path, monkeypatch):
-    batches = [images(s) for s in range(7)]
-    first = memory_budget(0.6)
-    epoch(Cnn(), batches, first)
-    first.save(tmp_path / "plans.json")
-    held = json.loads((tmp_path / "plans.json").read_text())
-    held["plans"][0]["digest"] = digest_of(first._planner.last.compiled.trace, whole=True)
-    (tmp_path / "plans.json").write_text(json.dumps(held))
-    monkeypatch.setattr(_planner, "search_plan", None)
-    second = memory_budget(0.6).load(tmp_path / "plans.json")
-    epoch(Cnn(), batches, second)
-    assert second.report().planned == 4
 
 
 def test_a_saved_plan_that_does_not_fit_the_budget_is_not_used(tmp_path):

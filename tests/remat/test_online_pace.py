@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from gradkeep.data.architectures._catalog import build
-from gradkeep.remat.online._pace import Pace
-from gradkeep.remat.online._runtime import OnlineRuntime
+from gradkeep.remat.online._runtime import OnlineRuntime, Pace
 
 
 @pytest.mark.parametrize("name", ["lstm", "treelstm"])

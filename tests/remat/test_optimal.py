@@ -9,17 +9,11 @@ from plain_remat import training_program
 
 from gradkeep.errors import RematError
 from gradkeep.remat import (
-    Action,
     Graph,
-    Op,
     Program,
-    ProgramStep,
-    StepKind,
     chain,
-    checked,
     chen,
     keep_all,
-    keeping,
     optimal,
     read_log,
     revolve,
@@ -27,6 +21,8 @@ from gradkeep.remat import (
     simulate,
     unlimited_peak,
 )
+from gradkeep.remat.simulator._program import Op, ProgramStep, StepKind
+from gradkeep.remat.simulator._schedule import Action, checked, keeping
 
 HEURISTICS = ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
 

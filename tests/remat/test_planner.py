@@ -12,8 +12,10 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import BudgetError
+from gradkeep.remat._rerun import TensorRef
+from gradkeep.remat._tensors import Geometry, beside_compiler
 from gradkeep.remat.planned._autograd_graph import GraphBelow
-from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment
+from gradkeep.remat.planned._evaluate import PlanEvaluator, Treatment, problem_of
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._planned_step import unpack
 from gradkeep.remat.planned._planner import (
@@ -22,16 +24,14 @@ from gradkeep.remat.planned._planner import (
     StepPlanner,
     floor_of,
 )
-from gradkeep.remat.planned._problem import problem_of
-from gradkeep.remat.planned._recording_mode import RecordingMode
 from gradkeep.remat.planned._search import (
     ForwardCut,
     crossings,
     evenly,
     groups_of,
-    roles_of,
     search_plan,
 )
+from gradkeep.remat.planned._session import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
 from gradkeep.remat.planned._trace import (
     MadeValue,
@@ -43,17 +43,15 @@ from gradkeep.remat.planned._trace import (
     TraceEvent,
     agreed_trace,
 )
-from gradkeep.remat.tracing._rerun import TensorRef
-from gradkeep.remat.tracing._tensors import Geometry, beside_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory budget:gradkeep.errors.BudgetWarning")
 
 SAME = {
-    (6, 1, 0.75): ("33300300000000300", 635),
-    (6, 1, 0.5): ("33200343300301400", 805),
-    (8, 2, 0.6): ("00300300333300333000300", 690),
-    (12, 3, 0.6): ("00033300033300300333000300333000000", 1257),
-    (12, 3, 0.25): ("44222143211100122133100242233100200", 932),
+    (6, 1, 0.75): ("33300300000000300", 499),
+    (6, 1, 0.5): ("33400344400040400", 702),
+    (8, 2, 0.6): ("00300300333300333000300", 591),
+    (12, 3, 0.6): ("00033300033300300333000300333000000", 1151),
+    (12, 3, 0.25): ("44222143211100122133100242233100200", 914),
 }
 """Plans by layers, seed and share of the peak, and how many plans were looked at."""
 
@@ -328,21 +326,6 @@ def test_a_late_value_made_early_on_the_way_is_made_again_and_stays_near_its_las
     assert seconds == sorted(seconds)
 
 
-def test_units_of_one_role_are_made_alike_at_different_places(large):
-    roles = roles_of(large)
-    trace, candidates = large.trace, large.candidates
-    assert sorted(i for role in roles for unit in role for i in unit) == [*range(len(candidates))]
-
-    def made_by(index):
-        return trace.operations[trace.values[candidates[index].value].maker].name
-
-    for role in roles:
-        assert len({tuple(made_by(i) for i in unit) for unit in role}) == 1
-        assert len({tuple(candidates[i].size for i in unit) for unit in role}) == 1
-        firsts = [candidates[unit[0]].first_pack for unit in role]
-        assert firsts == sorted(firsts)
-
-
 def test_cuts_are_where_few_values_cross(large):
     cuts = crossings(large)
     sizes = {candidate.value: candidate.size for candidate in large.candidates}
@@ -412,16 +395,17 @@ def test_a_step_that_followed_its_plan_counts():
     assert counts.reasons == []
 
 
-def test_a_plan_is_forgotten_after_two_misses_in_a_row():
+def test_a_plan_is_doubted_after_two_misses_in_a_row():
     planner, plan = StepPlanner(BudgetSettings(0.5)), plan_of()
     planner.plans.append(plan)
     planner.finished(plan, run_of("another layer"))
-    assert planner.plans == [plan]
+    assert not planner.wants_recording
     planner.finished(plan, run_of())
     planner.finished(plan, run_of("another layer"))
-    assert planner.plans == [plan], "not in a row"
+    assert not planner.wants_recording, "not in a row"
     planner.finished(plan, run_of("one more layer"))
-    assert planner.plans == []
+    assert plan.doubtful
+    assert planner.wants_recording
     assert (planner.counts.kept, planner.counts.planned) == (3, 1)
     assert planner.counts.reasons == ["another layer", "another layer", "one more layer"]
     assert planner.last is plan
@@ -469,9 +453,10 @@ def test_the_latest_plan_that_fits_comes_first():
 
 @pytest.mark.parametrize(
     ("recorded", "planned", "online"),
-    [(39, 0, False), (40, 19, True), (40, 20, False), (41, 19, True), (60, 31, False)],
+    [(15, 0, False), (16, 7, True), (16, 8, False), (17, 7, True), (60, 31, False)],
 )
-def test_half_of_the_steps_should_follow_plans_after_forty_recordings(recorded, planned, online):
+@pytest.mark.filterwarnings("ignore::gradkeep.errors.BudgetWarning")
+def test_half_of_the_steps_should_follow_plans_after_sixteen_recordings(recorded, planned, online):
     planner = StepPlanner(BudgetSettings(0.5))
     planner.counts.recorded, planner.counts.planned = recorded, planned
     nothing = SimpleNamespace(peak=77, slots=())
@@ -580,13 +565,13 @@ def test_by_itself_it_turns_online_then():
     assert len(done.reasons) == 2
 
 
-def test_too_many_kinds_of_steps_turn_online_after_forty_recordings():
+def test_too_many_kinds_of_steps_turn_online_after_sixteen_recordings():
     budget = gk.memory_budget(0.9)
     net = nn.Linear(16, 16)
     for rows in range(1, 45):
         steps(budget, net, 1, torch.ones(rows, 16))
     done = budget.report()
-    assert (done.recorded, done.online, done.planned) == (41, 3, 0)
+    assert (done.recorded, done.online, done.planned) == (17, 27, 0)
 
 
 def test_the_floor_is_what_a_budget_needs_at_least():

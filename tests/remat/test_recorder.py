@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from gradkeep.data.architectures._catalog import build
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, record, unlimited_peak
-from gradkeep.remat.tracing._log_recorder import LoggedCall, LoggedStep
+from gradkeep.remat._log_recorder import LoggedCall, LoggedStep
 
 SIZES = {
     "resnet20": {},

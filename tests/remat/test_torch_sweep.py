@@ -91,7 +91,7 @@ def test_functions_and_modules_train_to_the_same_bits_or_are_refused(sweep):
 def test_every_way_to_take_memory_unwritten_is_known():
     import torch
 
-    from gradkeep.remat.tracing._rerun import leaves_unwritten
+    from gradkeep.remat._rerun import leaves_unwritten
 
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     # Quantized tensors are never made again.

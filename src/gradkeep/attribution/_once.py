@@ -15,14 +15,14 @@ from gradkeep._progress import progress as shown
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
+from gradkeep.capturing._audit import buffers_kept, is_steady
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
-from gradkeep.capturing._capture import capture, task_batches
+from gradkeep.capturing._capture import capture
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._readiness import ready
-from gradkeep.capturing._steadiness import buffers_kept, is_steady
-from gradkeep.capturing.coordinates._moments import measure_moments
-from gradkeep.capturing.rules._gradients import LayerGradients
+from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._moments import measure_moments
+from gradkeep.capturing._readiness import in_mode, ready
+from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._arithmetic import RESTORED
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._tracer import Tracer
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Durability
 

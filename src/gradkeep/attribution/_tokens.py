@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.query import Gradients
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Store

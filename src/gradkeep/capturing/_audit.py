@@ -1,26 +1,26 @@
-"""Spot checks while a capture runs: some rows of later batches against autograd, run apart from the rest.
-
-What is captured of a row must be the gradient of that row alone, wherever it lies in its batch and
-whichever rows are beside it. Shapes do not show it: a model may sort its rows, drop those beyond a
-capacity, or change after the first batches. So a few rows of odd batches, of the second and the last
-one, and of as many others as a small share of the time allows, run again without the others.
-"""
+"""Checks that a row is the model's own: the same in every pass, alone, and by the same function."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
+import re
+import sys
+import sysconfig
 import time
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 
-from gradkeep.capturing._arriving import told_of_gradients
-from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._proofs import rows_moved
-from gradkeep.capturing.tasks._task import losses_alone
+from gradkeep.capturing._batches import batch_size, digests, leaves, rows_of, to_device, with_leaves
+from gradkeep.capturing._proofs import rows_moved, told_of_gradients
+from gradkeep.capturing._readiness import device_of, draws_at_random
+from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -28,22 +28,167 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._tracer import Traced, Tracer
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Task
 
     Projection = Callable[[LayerUnit, Tensor], Tensor]
 
-_ODD, _MOST_ODD = 4, 8
-"""Rows that are checked of a batch with a new shape, and of how many such batches."""
-_FEW, _SHARE = 8, 16
-"""Of other batches a sixteenth of the rows, at most so many."""
-_TIME_SHARE, _FREE_SECONDS = 0.01, 0.002
-"""How much of a capture's time checks may take, beside those that are always made."""
+_LEFT_OUT = re.compile(r"device|path|name|dtype|implementation|version|loss|cache|dropout|forward")
+_OF_CONFIGURATIONS = re.compile(r"act|eps|norm|scal|slope|temperature")
+_INSTALLED = tuple(
+    {sysconfig.get_paths()[kind] for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+)
+
+
+def fingerprint_function(model: nn.Module) -> str:
+    """A digest that is another one where a model with the same weights computes something else.
+
+    It begins with the version of Python, whose compiler decides what code names.
+    """
+    digest = xxhash.xxh3_128()
+    for path, module in model.named_modules():
+        digest.update(f"{path} {type(module).__qualname__}\n".encode())
+        for line in _described(module):
+            digest.update(f"  {line}\n".encode())
+    return f"{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}"
+
+
+def _described(module: nn.Module) -> Iterator[str]:
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or _LEFT_OUT.search(name.lower()):
+            continue
+        told = _value(value)
+        if told is not None:
+            yield f"{name} {told}"
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            yield from _configuration(name, value)
+    for function in _own_functions(type(module)):
+        yield f"{function.__name__} {' '.join(_names(function.__code__))}"
+
+
+def _value(value: Any) -> str | None:
+    """What is told of a setting; None of flags, counters, sizes, tensors and modules."""
+    if isinstance(value, float | str):
+        return repr(value)
+    if isinstance(value, types.FunctionType):
+        own = " ".join(_names(value.__code__)) if _is_own(value) else ""
+        return f"{value.__qualname__} {own}"
+    if isinstance(value, types.BuiltinFunctionType):
+        return str(value.__qualname__)
+    return None
+
+
+def _configuration(name: str, value: Any) -> Iterator[str]:
+    for key, inner in sorted(vars(value).items(), key=lambda item: str(item[0])):
+        key = str(key).lower()
+        if _OF_CONFIGURATIONS.search(key) and not _LEFT_OUT.search(key):
+            told = _value(inner)
+            if told is not None:
+                yield f"{name}.{key} {told}"
+
+
+def _own_functions(kind: type) -> Iterator[types.FunctionType]:
+    """The functions of a class and its bases that no installed package brings, by name."""
+    for base in kind.__mro__:
+        for name, function in sorted(vars(base).items()):
+            is_function = isinstance(function, types.FunctionType) and name != "__init__"
+            if is_function and _is_own(function):
+                yield function
+
+
+def _is_own(function: types.FunctionType) -> bool:
+    return not inspect.getfile(function).startswith(_INSTALLED)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """What code refers to: names, numbers with a fraction and texts, in its inner functions too."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= set(_names(constant))
+        elif isinstance(constant, float):
+            found.add(repr(constant))
+    return sorted(found)
+
+
+def run_apart(
+    model: nn.Module, task: Task, batch: Any, rows: slice, tracer: Tracer | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Run rows of a batch without the others: their losses, and what a tracer differentiates."""
+    some = to_device(rows_of(batch, rows.start, rows.stop), device_of(model))
+    if tracer is None:
+        return losses_alone(task, model, some).losses.detach(), None
+    measured, target = tracer.measure(some)
+    return measured.losses.detach(), target
+
+
+def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bool:
+    """Whether rows can be made again; an error where it was not said that they need not, and where rows mix.
+
+    What is kept of a row is kept under its id alone. A model that counts its calls, carries a state from
+    batch to batch or draws at random gives the same row another gradient each time, one that looks at
+    the whole batch another one beside other rows. Cost: three forward passes of a few rows.
+    """
+    if draws_at_random(model):
+        return False  # which has been asked for
+    count = min(4, batch_size(batch))
+    one, _ = run_apart(model, task, batch, slice(0, count))
+    if one.shape != (count,):
+        return True  # which is refused where rows are made
+    again, _ = run_apart(model, task, batch, slice(0, count))
+    # Shares of the mean loss that a second pass may be off, and one with other rows beside it:
+    # products of other sizes round otherwise, with 16 bits inside of a model by a hundredth.
+    if not _near(one, again, 1e-3):
+        if mode == "train":
+            return False
+        raise CaptureError(
+            "the model gives the same samples other losses when it is run again",
+            found="a state that it keeps between calls (a counter, a running mean, hidden states), or "
+            "numbers drawn at random",
+            expected="losses that depend on weights and sample alone, so that a row can be made again",
+            fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
+        )
+    few = min(2, count - 1)
+    if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], 1e-2):
+        raise CaptureError(
+            "a sample's loss depends on the others of its batch",
+            found="other losses of the same samples without the rest of the batch",
+            expected="a loss per sample that depends on that sample alone",
+            fix="capture in eval mode (mode='eval'), without statistics over the batch; a sample must stay "
+            "at its place in the batch",
+        )
+    return True
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """The model's buffers, up to 256 MiB, are in the end what they were."""
+    room, kept = 256 << 20, []
+    for buffer in model.buffers():
+        room -= buffer.nbytes
+        if room >= 0 and not buffer.is_meta and not buffer.is_inference():
+            kept.append((buffer, buffer._version, buffer.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, before in kept:
+                if buffer._version != version:
+                    buffer.copy_(before)
+
+
+def _near(one: Tensor, other: Tensor, by: float) -> bool:
+    one, other = one.double(), other.double()
+    limit = by * float(one.abs().nan_to_num().mean()) + 1e-6
+    return one.shape == other.shape and bool(
+        torch.allclose(one, other, rtol=by, atol=limit, equal_nan=True)
+    )
+
+
 _DOUBTED, _LOOSE = 1e-6, 0.3
 """Relative errors that are accepted in double precision, and where a model keeps to fewer bits."""
-_CHANGED = 1e-2
-"""Share by which a loss may change while a capture runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,15 +235,18 @@ class RowAudit:
         """How many rows of a batch are checked; none of the first one, which is proved."""
         rows, self._batches = batch_size(batch), self._batches + 1
         shape = tuple(x.shape for x in leaves(batch) if isinstance(x, torch.Tensor | np.ndarray))
-        is_new = shape not in self._odd and len(self._odd) <= _MOST_ODD
+        is_new = shape not in self._odd and len(self._odd) <= 8
         self._odd |= {shape} if is_new else set()
         is_last, self.is_last = self.is_last, False
         if self._batches == 1:
             return 0
-        few = max(1, min(_FEW, rows // _SHARE))
+        # Of other batches a sixteenth of the rows, at most so many.
+        few = max(1, min(8, rows // 16))
         if is_new:
-            return max(few, min(rows, _ODD))
-        allowed = max(_FREE_SECONDS, _TIME_SHARE * self._total)
+            # Rows that are checked of a batch with a new shape, and of how many such batches.
+            return max(few, min(rows, 4))
+        # How much of a capture's time checks may take, beside those that are always made.
+        allowed = max(0.002, 0.01 * self._total)
         each = self.seconds / max(1, self.checks)
         within = self.seconds + each <= allowed
         return few if is_last or self._batches == 2 or within else 0
@@ -107,13 +255,13 @@ class RowAudit:
         self, ids: Any, batch: Any, losses: Tensor, traced: Traced | None, part: slice
     ) -> None:
         found = self._differences(batch, losses, traced, part)
-        if not found.loss_differs and not found.layers:
+        if found.row is None and not found.layers:
             return
         sure = self._differences_in_double(batch, part, found)
-        if sure.loss_differs:
-            row = part.start + sure.row
+        if sure.row is not None:
             raise CaptureError(
-                f"the loss of sample {int(ids[row])} is another one without the rest of its batch",
+                f"the loss of sample {int(ids[part.start + sure.row])} is another one without the rest "
+                "of its batch",
                 found="samples that influence each other in a later batch (a capacity that overflows, "
                 "statistics over the batch), or a model that changes while it is captured",
                 expected="a loss per sample that depends on that sample alone",
@@ -126,27 +274,21 @@ class RowAudit:
     def _tolerance(self) -> float:
         """The relative error of a pass over some rows, in the precision that the model computes in."""
         proofs = None if self.tracer is None else self.tracer.proofs
-        return (
-            1e-3 if proofs is None else 10 * proofs.tolerance if proofs.tolerance < 1e-3 else 1e-3
-        )
+        return 1e-3 if proofs is None or proofs.tolerance >= 1e-3 else 10 * proofs.tolerance
 
     def _differences(
         self, batch: Any, losses: Tensor, traced: Traced | None, part: slice, within: float = 0.0
     ) -> _Differences:
-        some = to_device(rows_of(batch, part.start, part.stop), self.device)
-        count = part.stop - part.start
-        if self.tracer is None or traced is None:
-            alone = losses_alone(self.task, self.model, some).losses
-            return _compared_losses(losses[part], alone, losses, within or 1e-3)
-        measured, target = self.tracer.measure(some)
+        tracer = None if traced is None else self.tracer
+        alone, target = run_apart(self.model, self.task, batch, part, tracer)
+        found = _compared_losses(losses, alone, part, within or 1e-3)
+        if tracer is None or traced is None or target is None:
+            return found
         near = within or self._slack * self._tolerance()
-        found = _compared_losses(losses[part], measured.losses, losses, within or 1e-3)
-        weights = torch.rand(count, generator=torch.Generator().manual_seed(1)).add_(0.5).to(target)
-        units = {unit for unit in self.tracer.units if unit.rule != "whole"}
+        draws = torch.rand(len(target), generator=torch.Generator().manual_seed(1))
+        weights = draws.add_(0.5).to(target)
 
         def arrived(unit: LayerUnit, truth: Tensor) -> None:
-            if unit not in units or traced is None:
-                return
             piece = traced.pieces[unit]
             rows = piece.rows.take(part.start, part.stop).widened()
             own = piece.form.weighted_sum(rows, weights.unsqueeze(0).to(rows.example))[0]
@@ -155,9 +297,9 @@ class RowAudit:
             if not error <= near * max(scale, float(own.norm())):
                 found.layers.append(unit.name)
 
-        unused = told_of_gradients((target * weights).sum(), list(units), arrived)
-        for unit in unused:
-            piece = traced.pieces[unit]
+        units = [unit for unit in tracer.units if unit.rule != "whole"]
+        for unit in told_of_gradients((target * weights).sum(), units, arrived):
+            piece = traced.pieces[unit]  # the rows alone do not use it
             lengths = piece.form.squared_norms(piece.rows.take(part.start, part.stop).widened())
             if bool((lengths > 0).any()):
                 found.layers.append(unit.name)
@@ -178,7 +320,7 @@ class RowAudit:
     def _again(self, batch: Any, part: slice, within: float) -> _Differences:
         """Capture the whole batch once more, and compare some of its rows with themselves run apart."""
         if self.tracer is None:
-            losses = losses_alone(self.task, self.model, to_device(batch, self.device)).losses
+            losses, _ = run_apart(self.model, self.task, batch, slice(0, batch_size(batch)))
             return self._differences(batch, losses, None, part, within)
         traced = self.tracer.run(batch, device=self.device)
         project, self.project = self.project, None
@@ -192,27 +334,26 @@ class RowAudit:
 class _Differences:
     """What came out otherwise when some rows ran apart."""
 
-    loss_differs: bool
-    row: int = 0
+    row: int | None
     """The first of the rows whose loss differs."""
     layers: list[str] = field(default_factory=list)
 
 
-def _compared_losses(one: Tensor, other: Tensor, batch: Tensor, within: float) -> _Differences:
-    left, right = one.detach().double(), other.detach().double()
-    size = float(batch.detach().abs().nan_to_num().double().mean())
-    wrong = (left - right).abs() > within * (right.abs() + 0.1 * size) + 1e-12
-    return _Differences(bool(wrong.any()), int(wrong.int().argmax()) if wrong.any() else 0)
+def _compared_losses(batch: Tensor, alone: Tensor, part: slice, within: float) -> _Differences:
+    batch, alone = batch.detach().double(), alone.double()
+    size = float(batch.abs().nan_to_num().mean())
+    wrong = (batch[part] - alone).abs() > within * (alone.abs() + 0.1 * size) + 1e-12
+    return _Differences(int(wrong.int().argmax()) if wrong.any() else None)
 
 
 def check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise unless the first rows of a capture come out at its end as they did at its begin."""
+    """Raise unless the first rows of a capture come out at its end as they did at its beginning."""
     for name in ("loss", "norm"):
         if name not in before:
             continue
         was, now = (np.asarray(values[name], np.float64) for values in (before, after))
-        limit = _CHANGED * float(np.abs(was).mean()) + 1e-6
-        if not np.allclose(was, now, rtol=_CHANGED, atol=limit, equal_nan=True):
+        limit = 1e-2 * float(np.abs(was).mean()) + 1e-6
+        if not np.allclose(was, now, rtol=1e-2, atol=limit, equal_nan=True):
             raise CaptureError(
                 f"the {name} of the first samples is another one at the end of the capture",
                 found=np.array2string(now, precision=6),
@@ -220,6 +361,40 @@ def check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
                 fix="capture a model that does not change while it runs: no counters, caches or running "
                 "means; nothing was sealed, so delete this capture before you capture again",
             )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstRows:
+    """The first rows of a capture, by which a worker knows that it makes the same."""
+
+    contents: np.ndarray[Any, np.dtype[np.uint64]]
+    """Fingerprints of the first batch."""
+    values: dict[str, np.ndarray[Any, Any]]
+    """Losses and lengths of its first rows."""
+
+    @classmethod
+    def of(cls, first: Any, values: Mapping[str, Any]) -> FirstRows:
+        """Describe the first batch, and the values of a few of its rows."""
+        names = [name for name in ("loss", "norm") if name in values]
+        return cls(digests(first), {name: np.asarray(values[name]) for name in names})
+
+    def check(self, other: FirstRows) -> None:
+        """Raise unless a worker sees the same data and makes the same numbers of it."""
+        if not np.array_equal(self.contents, other.contents):
+            raise CaptureError(
+                "this worker sees other data than the process that began the capture",
+                found="other fingerprints of the first batch",
+                fix="let every worker read the same files; what was kept stays as it is",
+            )
+        for name, mine in self.values.items():
+            if not np.allclose(mine, other.values[name], rtol=1e-3, atol=1e-4):
+                raise CaptureError(
+                    f"this worker makes another {name} of the first rows: its code is not that of "
+                    "the process that began the capture",
+                    found=np.array2string(other.values[name], precision=6),
+                    expected=np.array2string(mine, precision=6),
+                    fix="install the same versions of model, task and packages everywhere",
+                )
 
 
 @contextlib.contextmanager

@@ -108,7 +108,9 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
                 arrays.append(np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8))
         elif isinstance(leaf, list | tuple) and len(leaf) == count:
             told.append(leaf)
-    if sum(part.shape[1] for part in arrays) <= _JOINED:
+    # Bytes of a sample up to which it is cheaper to join its parts than to hash one after the
+    # other.
+    if sum(part.shape[1] for part in arrays) <= 4096:
         arrays = [_joined(arrays)] if len(arrays) > 1 else arrays
     parts = [(part.reshape(-1).data, part.shape[1]) for part in arrays]
     if len(parts) == 1 and not told:
@@ -116,10 +118,6 @@ def digests(batch: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
         samples = (whole[at : at + width] for at in range(0, count * width, width))
         return np.fromiter(map(xxhash.xxh3_64_intdigest, samples), np.uint64, count)
     return np.array([_digest(parts, told, row) for row in range(count)], np.uint64)
-
-
-_JOINED = 4096
-"""Bytes of a sample up to which it is cheaper to join its parts than to hash one after the other."""
 
 
 class _Scratch(threading.local):

@@ -16,7 +16,7 @@ from gradkeep.remat import stash
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from gradkeep.remat import StashedTensor
+    from gradkeep.remat.planned._session import StashedTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,8 @@ def watching(
     calls: list[LayerCall] = []
 
     def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        is_spread = module in spread and _is_shared(args[0], rows)
+        # Positions `[T]` or `[1, T]`, not the samples' own.
+        is_spread = module in spread and (args[0].dim() == 1 or args[0].shape[0] != rows)
         if is_spread:
             args, output = (spread_to(args[0], rows), *args[1:]), spread_to(output, rows)
         outputs = [t for t in _tensors(output) if t.requires_grad]
@@ -144,22 +145,14 @@ def spread_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return one.expand(rows, *one.shape[1:])
 
 
-def _is_shared(tensor: torch.Tensor, rows: int) -> bool:
-    """Whether a tensor of positions is `[T]` or `[1, T]` and not one of the samples' own."""
-    return tensor.dim() == 1 or tensor.shape[0] != rows
-
-
-def _spread_shape(shape: torch.Size, rows: int) -> torch.Size:
-    return torch.Size((rows, *(shape[1:] if shape[0] == 1 else shape)))
-
-
 def call_pattern(calls: Iterable[LayerCall], rows: int, *, spread: bool = False) -> tuple[Any, ...]:
     """What a rule's validity depends on: one row or several, one call or several, their shapes."""
     seen = []
     for call in calls:
         pair = call.given, call.shapes[0]
         if spread:
-            pair = (_spread_shape(pair[0], rows), _spread_shape(pair[1], rows))
+            one, other = (torch.Size(s[1:] if s[0] == 1 else s) for s in pair)
+            pair = torch.Size((rows, *one)), torch.Size((rows, *other))
         seen.append(tuple((len(shape), _size_class(shape, rows)) for shape in pair))
     return (rows == 1, len(seen) > 1, frozenset(seen)) if seen else ()
 
@@ -203,16 +196,12 @@ def fill(
                 if edge.node not in ends:
                     handle = edge.node.register_prehook(_passing(call, index, arrived))
                     stack.callback(handle.remove)
-        last = [
-            (call, index, edge)
-            for call in calls
-            for index, edge in enumerate(call.edges)
-            if edge.node in ends
-        ]
+        indexed = [(call, index) for call in calls for index in range(len(call.edges))]
+        last = [(call, index) for call, index in indexed if call.edges[index].node in ends]
         gradients = torch.autograd.grad(
-            target.sum(), [edge for _, _, edge in last], allow_unused=True
+            target.sum(), [call.edges[index] for call, index in last], allow_unused=True
         )
-    for (call, index, _), gradient in zip(last, gradients, strict=True):
+    for (call, index), gradient in zip(last, gradients, strict=True):
         call.suffixes[index] = gradient
 
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
 import gradkeep.store as gs
-from gradkeep import remat
 from gradkeep._arguments import count, flag, instance, number, one_of, optional, texts
-from gradkeep._budgets import parse_budget
 from gradkeep._preview import Preview
-from gradkeep.capturing._columns import column_choice
-from gradkeep.capturing._crew import Crew
+from gradkeep.capturing._distributed import DistributedCapture
 from gradkeep.capturing._first_batch import CaptureSettings
-from gradkeep.capturing._loader import batches_of
 from gradkeep.capturing._readiness import uncompiled
-from gradkeep.capturing._replay import Replay
-from gradkeep.capturing._sequence_checks import sequence_checks
-from gradkeep.capturing._unpacking import unpacking_for
+from gradkeep.capturing._replay import CaptureRequest, Replay
 from gradkeep.capturing._weights import Source, Weights, load_weights, put_weights
-from gradkeep.capturing.tasks._task import Task
+from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
 from gradkeep.farm._run import check_place
 
@@ -32,18 +25,43 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._first_batch import KeepChoice
-    from gradkeep.capturing._loader import Batches, Ids
-    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._proofs import Uncovered
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing._rule_choice import Uncovered
+    from gradkeep.capturing._row_making import Columns
     from gradkeep.farm._run import Engine
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Encoding, Store
 
 Checkpoints = Mapping[str, "Weights | Source"]
+
+
+class CaptureOptions(TypedDict, total=False):
+    """Further arguments of `capture`, for type checkers."""
+
+    run: str
+    name: str
+    layers: LayerChoice
+    encoding: Encoding
+    keep: KeepChoice
+    tolerance: float
+    of: GradientOf | None
+    uncovered: Uncovered
+    mode: Mode | None
+    ids: Ids | None
+    embeddings: Sequence[str]
+    columns: Columns | None
+    preview: Preview | None
+    memory_budget: float | str | None
+    resume: bool
+    step: int | None
+    lr: float | None
+    workers: int | None
+    engine: Engine | None
+    progress: bool
 
 
 @overload
@@ -55,26 +73,7 @@ def capture(
     task: Task,
     split: str,
     checkpoints: str = ...,
-    run: str = ...,
-    name: str = ...,
-    layers: LayerChoice = ...,
-    encoding: Encoding = ...,
-    keep: KeepChoice = ...,
-    tolerance: float = ...,
-    of: GradientOf | None = ...,
-    uncovered: Uncovered = ...,
-    mode: Mode | None = ...,
-    ids: Ids | None = ...,
-    embeddings: Sequence[str] = ...,
-    columns: Columns | None = ...,
-    preview: Preview | None = ...,
-    memory_budget: float | str | None = ...,
-    resume: bool = ...,
-    step: int | None = ...,
-    lr: float | None = ...,
-    workers: int | None = ...,
-    engine: Engine | None = ...,
-    progress: bool = ...,
+    **options: Unpack[CaptureOptions],
 ) -> Captured: ...
 
 
@@ -87,26 +86,7 @@ def capture(
     task: Task,
     split: str,
     checkpoints: Checkpoints,
-    run: str = ...,
-    name: str = ...,
-    layers: LayerChoice = ...,
-    encoding: Encoding = ...,
-    keep: KeepChoice = ...,
-    tolerance: float = ...,
-    of: GradientOf | None = ...,
-    uncovered: Uncovered = ...,
-    mode: Mode | None = ...,
-    ids: Ids | None = ...,
-    embeddings: Sequence[str] = ...,
-    columns: Columns | None = ...,
-    preview: Preview | None = ...,
-    memory_budget: float | str | None = ...,
-    resume: bool = ...,
-    step: int | None = ...,
-    lr: float | None = ...,
-    workers: int | None = ...,
-    engine: Engine | None = ...,
-    progress: bool = ...,
+    **options: Unpack[CaptureOptions],
 ) -> list[Captured]: ...
 
 
@@ -189,7 +169,7 @@ def capture(
     optional(one_of, "mode", mode, words=("eval", "train"), error=CaptureError)
     named = (checkpoints,) if isinstance(checkpoints, str) else _checked(checkpoints)
     keys = [gs.CaptureKey(label, split, run, name) for label in named]
-    order = ReplayOrder(
+    request = CaptureRequest(
         model=model,
         loader=loader,
         task=task,
@@ -202,10 +182,11 @@ def capture(
         mode=mode,
     )
     check_place(workers, engine, least=1)
-    crew = None if workers is None and engine is None else Crew(order, workers, engine)
-    replay = order.replay(gs.open(store), resume=resume, progress=progress)
+    shared = workers is not None or engine is not None
+    distributed = DistributedCapture(request, workers, engine) if shared else None
+    replay = Replay(request, gs.open(store), resume=resume, progress=progress)
     if isinstance(checkpoints, str):
-        return replay.one(keys[0], step=step, lr=lr, crew=crew)
+        return replay.capture(keys[0], step=step, lr=lr, distributed=distributed)
     original = {key: value.clone() for key, value in model.state_dict().items()}
     done = []
     try:
@@ -213,54 +194,12 @@ def capture(
             weights = given if isinstance(given, Weights) else Weights(given)
             model.load_state_dict(original)  # an adapter goes on the base that the model came with
             put_weights(model, load_weights(weights.source), name=key.checkpoint)
-            done.append(replay.one(key, step=weights.step, lr=weights.lr, crew=crew))
+            done.append(
+                replay.capture(key, step=weights.step, lr=weights.lr, distributed=distributed)
+            )
     finally:
         model.load_state_dict(original)
     return done
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplayOrder:
-    """All that a replay is made of but the store, as it travels to workers."""
-
-    model: nn.Module
-    loader: Iterable[Any]
-    task: Task
-    settings: CaptureSettings
-    embeddings: tuple[str, ...]
-    ids: Ids | None
-    columns: Columns | None
-    preview: Preview | None
-    memory_budget: float | str | None
-    mode: Mode | None
-
-    def replay(self, store: Store, *, resume: bool, progress: bool) -> Replay:
-        """The replay, once loader, ids and choices are seen to be right."""
-        given = self.memory_budget
-        budget = None if given is None else parse_budget(given)
-        return Replay(
-            store=store,
-            model=self.model,
-            batches=task_batches(
-                self.loader,
-                self.model,
-                self.task,
-                self.mode,
-                ids=self.ids,
-                columns=self.columns,
-                preview=self.preview,
-            ),
-            task=self.task,
-            settings=self.settings,
-            embeddings=self.embeddings,
-            budget=budget if isinstance(budget, int) else None,
-            recompute=remat.memory_budget(budget, mode="planned")
-            if isinstance(budget, float)
-            else None,
-            resume=resume,
-            progress=progress,
-            mode=self.mode,
-        )
 
 
 def _checked(checkpoints: object) -> Checkpoints:
@@ -279,23 +218,3 @@ def _checked(checkpoints: object) -> Checkpoints:
         expected = "a state dict, a file or a folder"
         instance("checkpoints", source, kinds, error=CaptureError, expected=expected)
     return found
-
-
-def task_batches(
-    loader: Iterable[Any],
-    model: nn.Module,
-    task: Task,
-    mode: Mode | None,
-    *,
-    ids: Ids | None = None,
-    columns: Any = None,
-    preview: Preview | None = None,
-) -> Batches:
-    """The batches of a loader as a task takes them: packs taken apart, tokens and labels checked."""
-    return batches_of(
-        loader,
-        ids,
-        unpacking=unpacking_for(model, task, mode),
-        checks=sequence_checks(model, task),
-        columns=column_choice(columns, preview),
-    )

@@ -3,26 +3,145 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.capturing._adjustments import Adjustments, BatchUnlikeFirst
+from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
 from gradkeep.errors import CaptureError
 from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.factors._outer import Outer, OuterRows
-from gradkeep.factors._tied import TiedRows
+from gradkeep.factors._tied import Tied, TiedRows
 from gradkeep.store import Array, Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradkeep.capturing.rules._gradients import LayerGradients
-    from gradkeep.capturing.rules._units import LayerUnit
+    from torch import Tensor
+
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
-    from gradkeep.factors._outer import Outer
     from gradkeep.store import Encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Layers, by name, that a later batch showed to need more than the first one did."""
+
+    single: frozenset[str] = frozenset()
+    """Captured by passes over single samples."""
+    dense: frozenset[str] = frozenset()
+    """Kept dense, as their factors change their shape."""
+    ragged: frozenset[str] = frozenset()
+    """Kept with any number of positions, though the first batch had one of each row."""
+    late: frozenset[str] = frozenset()
+    """Not used by the first batch; zero in rows that do not use them."""
+
+    def __or__(self, other: Adjustments) -> Adjustments:
+        parts = {f.name: getattr(self, f.name) | getattr(other, f.name) for f in _FIELDS}
+        return Adjustments(**parts)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) for f in _FIELDS)
+
+    def to_text(self) -> str:
+        """A text that a schema can hold."""
+        parts = {f.name: sorted(getattr(self, f.name)) for f in _FIELDS}
+        return json.dumps({name: names for name, names in parts.items() if names}, sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> Adjustments:
+        """Parse what a schema holds; nothing is adjusted where it holds no text."""
+        known = {f.name for f in _FIELDS}
+        try:
+            given = json.loads(text) if text else {}
+            return cls(**{name: frozenset(names) for name, names in given.items() if name in known})
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise CaptureError(
+                "the adjustments of an earlier capture cannot be read",
+                found=text[:100],
+                fix="delete that capture, or use another name=",
+            ) from None
+
+
+_FIELDS = dataclasses.fields(Adjustments)
+NO_ADJUSTMENTS = Adjustments()
+
+
+class BatchUnlikeFirst(CaptureError):
+    """A batch that the choices made on the first one do not fit; a capture begins again adjusted."""
+
+    def __init__(
+        self,
+        what: str,
+        adjustments: Adjustments = NO_ADJUSTMENTS,
+        candidates: frozenset[str] = frozenset(),
+        **parts: Any,
+    ) -> None:
+        super().__init__(what, **parts)
+        self.adjustments = adjustments
+        self.candidates = candidates
+        """Further layers that no batch has used so far, where one of them ran for the first time."""
+
+
+def in_form(piece: LayerGradients, form: AnyForm) -> LayerGradients:
+    """The same gradients in that form, exactly; unchanged where they have factors or it has no room."""
+    if piece.form.kind == form.kind:
+        return piece
+    if isinstance(form, Dense):
+        return LayerGradients(form, DenseRows(piece.form.restore(piece.rows)))
+    if not isinstance(piece.rows, DenseRows):
+        return piece
+    values = piece.rows.values
+    if isinstance(form, Outer) and not form.ones:
+        return LayerGradients(form, _outer(form, values))
+    if isinstance(form, Lookup):
+        return LayerGradients(form, _lookup(form, values))
+    if isinstance(form, Tied):
+        return LayerGradients(form, _tied(form, values))
+    return piece
+
+
+def _outer(form: Outer, values: Tensor) -> OuterRows:
+    """A position for each input of the layer, and one that makes up for the bias: none if it is zero."""
+    rows, used = len(values), (values != 0).any(1)
+    size = form.d_in * form.d_out
+    shape = (-1, form.d_in, form.d_out) if form.transposed else (-1, form.d_out, form.d_in)
+    weight = values[used, :size].reshape(shape)
+    g = weight if form.transposed else weight.mT  # [U, d_in, d_out]
+    x = torch.eye(form.d_in, dtype=values.dtype, device=values.device).expand(len(g), -1, -1)
+    if form.bias:
+        rest = values[used, size:] - g.sum(1)
+        g = torch.cat([g, rest.unsqueeze(1)], 1)
+        x = torch.cat([x, x.new_zeros(len(g), 1, form.d_in)], 1)
+    each = torch.zeros(rows, dtype=torch.int64)
+    each[used.cpu()] = g.shape[1]
+    return OuterRows(x.reshape(-1, form.d_in), g.reshape(-1, form.d_out), _offsets(each))
+
+
+def _lookup(form: Lookup, values: Tensor) -> LookupRows:
+    """A token for each row of the table that is not zero."""
+    table = values[:, : form.rows * form.width].reshape(len(values), form.rows, form.width)
+    used = (table != 0).any(2)
+    row, ids = used.nonzero(as_tuple=True)
+    return LookupRows(ids, table[row, ids], _offsets(used.sum(1).cpu()))
+
+
+def _tied(form: Tied, values: Tensor) -> TiedRows:
+    """The table as tokens; what is left is the bias, as a position without an input."""
+    size = form.lookup.rows * form.lookup.width
+    outer = torch.zeros_like(values)
+    outer[:, size:] = values[:, size:]
+    return TiedRows(_lookup(form.lookup, values), _outer(form.outer, outer))
+
+
+def _offsets(each: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), each.cumsum(0)])
+
+
 ALIASES: dict[str, Storage | None] = {
     "exact": None,
     "auto": None,
@@ -112,9 +231,8 @@ def choose_storage(
             factors = next((o for o in options if o.storage == "factors"), None)
             if owner is not None and factors is not None:
                 # With its prefix kept by another layer the factors cost only the suffix.
-                best = min(
-                    _with_shared_prefix(factors, owner), best, key=lambda option: option.row_bytes
-                )
+                shared = _with_shared_prefix(factors, owner)
+                best = shared if shared.row_bytes <= best.row_bytes else best
             elif best.storage == "factors":
                 owners.append((piece.source, best))
         kept.append(best)
@@ -149,7 +267,7 @@ def _keeping(
     encoding: Encoding,
     tolerance: float,
 ) -> LayerKeeping:
-    form, rows = _measured(unit.name, piece, storage, tolerance=tolerance)
+    form, rows = stored(unit.name, piece, storage, tolerance=tolerance, hollow=True)
     arrays = arrays_of(unit.name, form, rows, encoding)
     count = max(1, len(rows))
     tokens = {name: len(values) / count for name, values in form.tensors(rows).items()}
@@ -175,28 +293,20 @@ def _as_outer(name: str, piece: LayerGradients) -> tuple[Outer, OuterRows] | Non
 
 
 def stored(
-    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
+    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float, hollow: bool = False
 ) -> tuple[AnyForm, GradientRows]:
-    """The gradients of a piece in the form they are kept in."""
+    """The gradients of a piece in the form they are kept in; `hollow` ones have only their sizes."""
     outer = _as_outer(name, piece) if storage == "low rank" else None
     if outer is not None:
         return cut_rank(*outer, tolerance)
     if storage == "factors" or piece.form.storage == "dense":
         return piece.form, piece.rows
-    values = piece.form.restore(piece.rows)
-    form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
-    return form, DenseRows(values)
-
-
-def _measured(
-    name: str, piece: LayerGradients, storage: Storage, *, tolerance: float
-) -> tuple[AnyForm, GradientRows]:
-    """The form that gradients would be kept in, with rows of their sizes: no gradient is restored."""
-    if storage != "dense" or piece.form.storage == "dense":
-        return stored(name, piece, storage, tolerance=tolerance)
-    values = piece.rows.example.new_empty(len(piece.rows), piece.form.restored_size)
-    form = Dense(piece.form.parameters, f"{name}.gradient", values.shape[1])
-    return form, DenseRows(values)
+    if hollow:
+        values = piece.rows.example.new_empty(len(piece.rows), piece.form.restored_size)
+    else:
+        values = piece.form.restore(piece.rows)
+    dense = dense_gradients(name, piece.form.parameters, values)
+    return dense.form, dense.rows
 
 
 def rows_to_store(
@@ -216,7 +326,8 @@ def rows_to_store(
         own = {array.name: array for array in keeping.arrays}
         for name, values in keeping.form.tensors(rows).items():
             if name in own:
-                arrays[name] = as_stored(own[name], values, keeping.form, rows)
+                array, offsets = values.detach().cpu().numpy(), keeping.form.offsets(rows, name)
+                arrays[name] = array if offsets is None else Ragged(array, offsets.numpy())
         if keeping.places is not None and keeping.places.name in own:
             arrays[keeping.places.name] = _places(pieces[keeping.unit], used.get(keeping.unit))
     return factors, arrays
@@ -259,11 +370,12 @@ def _drop_idle_positions(
         for keeping in group[1:]:
             rows = factors[keeping.unit]
             assert isinstance(rows, OuterRows)
-            if not _reads(pieces, keeping, group[0], rows, first):
-                raise BatchUnlikeFirst.needing(
-                    Adjustments(dense=frozenset({keeping.unit.name})),
+            one, other = pieces[keeping.unit].source, pieces[group[0].unit].source
+            if not _is_same(one, other) and not torch.equal(rows.x, first.x):
+                raise BatchUnlikeFirst(
                     f"layers {group[0].unit.name} and {keeping.unit.name} read the same input in "
                     f"the first batch, but not in this one",
+                    Adjustments(dense=frozenset({keeping.unit.name})),
                     fix="capture them one by one, with layers= and another capture name",
                 )
         if first.offsets is None:
@@ -279,18 +391,6 @@ def _drop_idle_positions(
             factors[keeping.unit] = rows.at_positions(used)
             left[keeping.unit] = used
     return left
-
-
-def _reads(
-    pieces: Mapping[LayerUnit, LayerGradients],
-    one: LayerKeeping,
-    other: LayerKeeping,
-    rows: OuterRows,
-    first: OuterRows,
-) -> bool:
-    return _is_same(pieces[one.unit].source, pieces[other.unit].source) or torch.equal(
-        rows.x, first.x
-    )
 
 
 def _with_shared_prefix(keeping: LayerKeeping, owner: LayerKeeping) -> LayerKeeping:
@@ -322,9 +422,9 @@ def _check_same(keeping: LayerKeeping, form: AnyForm) -> None:
     if form.prefix_array is not None and expected.prefix_array is not None:
         form = form.with_prefix(expected.prefix_array)
     if form != expected:
-        raise BatchUnlikeFirst.needing(
-            Adjustments(dense=frozenset({keeping.unit.name})),
+        raise BatchUnlikeFirst(
             f"layer {keeping.unit.name} has another shape in this batch than in the first one",
+            Adjustments(dense=frozenset({keeping.unit.name})),
             found=str(form),
             expected=str(expected),
             fix=f"pass keep={{{keeping.unit.name!r}: 'dense'}}, whose size does not depend on it",
@@ -343,9 +443,9 @@ def _with_offsets(keeping: LayerKeeping, rows: GradientRows) -> GradientRows:
         return rows
     if bool((rows.offsets.diff() == 1).all()):
         return OuterRows(rows.x, rows.g)
-    raise BatchUnlikeFirst.needing(
-        Adjustments(ragged=frozenset({keeping.unit.name})),
+    raise BatchUnlikeFirst(
         f"layer {keeping.unit.name} has several positions for a row of this batch",
+        Adjustments(ragged=frozenset({keeping.unit.name})),
         expected="one position for each row, as in the first batch",
         fix="begin with a batch of sequences longer than one; or pass "
         f"keep={{{keeping.unit.name!r}: 'dense'}}",
@@ -360,14 +460,11 @@ def arrays_of(
     for array, values in form.tensors(rows).items():
         whole = not values.dtype.is_floating_point
         double = values.dtype == torch.float64
+        dtype = str(values.dtype).removeprefix("torch.")
         made.append(
             Array(
                 array,
-                dtype=str(values.dtype).removeprefix("torch.")
-                if whole
-                else "float64"
-                if double
-                else "float32",
+                dtype=dtype if whole or double else "float32",
                 shape=tuple(values.shape[1:]),
                 kind=form.role(array),
                 encoding="plain" if whole or double else encoding,
@@ -376,13 +473,6 @@ def arrays_of(
             )
         )
     return tuple(made)
-
-
-def as_stored(array: Array, values: torch.Tensor, form: AnyForm, rows: GradientRows) -> Any:
-    """A tensor of some rows as the writer takes it."""
-    given = values.detach().cpu().numpy()
-    offsets = form.offsets(rows, array.name)
-    return given if offsets is None else Ragged(given, offsets.numpy())
 
 
 def cut_rank(form: Outer, rows: OuterRows, tolerance: float) -> tuple[Outer, OuterRows]:

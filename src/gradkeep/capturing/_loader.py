@@ -12,15 +12,19 @@ from torch.utils.data import DataLoader
 
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._order import LoaderOrder, order_of
-from gradkeep.capturing._packed import documents_of, may_pack
-from gradkeep.capturing._reading import batches_within, filled_batches
+from gradkeep.capturing._order import LoaderOrder, batches_within, filled_batches, order_of
+from gradkeep.capturing._row_making import column_choice
+from gradkeep.capturing._sequences import documents_of, may_pack, sequence_checks, unpacking_for
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from gradkeep.capturing._columns import ColumnChoice
-    from gradkeep.capturing._sequence_checks import SequenceChecks
-    from gradkeep.capturing._unpacking import Unpacking
+    from torch import nn
+
+    from gradkeep._preview import Preview
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing._row_making import ColumnChoice
+    from gradkeep.capturing._sequences import SequenceChecks, Unpacking
+    from gradkeep.capturing.tasks._tasks import Task
 
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | str | int | Callable[[Any], Any]
 """Ids of all samples in order, the key or place of the ids in a batch, or a function of it."""
@@ -85,14 +89,12 @@ class Batches:
             parts = [batch] if self.unpacking is None else self.unpacking.parts(batch)
             sizes = [batch_size(part) for part in parts]
             count = sum(sizes)
-            if ids is None:
-                own = (
-                    np.arange(at, at + count)
-                    if self.listed is None
-                    else self.listed[at : at + count]
-                )
-            else:
+            if ids is not None:
                 own = checked_ids(ids)
+            elif self.listed is not None:
+                own = self.listed[at : at + count]
+            else:
+                own = np.arange(at, at + count)
             if len(own) != count:
                 raise CaptureError(
                     "every sample needs an id",
@@ -132,30 +134,26 @@ def batches_of(
     Ids by position, or from a list, need the same order in every pass: see `order_of`. Packed
     batches are taken apart, so that rows and ids are those of documents.
     """
-    if isinstance(loader, Iterator):
+    is_loader = isinstance(loader, Iterable) and not isinstance(
+        loader, str | bytes | Mapping | torch.Tensor
+    )
+    if not is_loader or isinstance(loader, Iterator):
         raise CaptureError(
-            "a loader that can be gone through only once",
+            "a loader that can be gone through only once" if is_loader else "this is no loader",
             found=type(loader).__name__,
             fix="pass the DataLoader itself, or a list of batches",
         )
-    if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
-        raise CaptureError(
-            "this is no loader",
-            found=type(loader).__name__,
-            expected="a DataLoader, or a list of batches",
-        )
-    inside: str | int | Callable[[Any], Any] | None = None
-    listed = None
-    if ids is None or isinstance(ids, str) or type(ids) is int or callable(ids):
-        inside = ids
-    else:
-        listed = checked_ids(ids)
+    is_inside = ids is None or isinstance(ids, str) or type(ids) is int or callable(ids)
+    inside: Any = ids if is_inside else None
+    listed = None if is_inside else checked_ids(ids)
     order = order_of(loader, by_position=ids is None) if inside is None else None
     rows = order.rows if order is not None else _length(loader)
     _check_nothing_dropped(loader)
     first = order.first if order is not None else next(filled_batches(loader), None)
-    if unpacking is not None and (isinstance(loader, list | tuple) or may_pack(first)):
-        rows = _documents(loader)
+    if unpacking is not None and isinstance(loader, list | tuple):
+        rows = sum(len(documents_of(batch) or ()) or batch_size(batch) for batch in loader)
+    elif unpacking is not None and may_pack(first):
+        rows = None  # it is not known without reading the data set
     if listed is not None:
         if rows is not None and len(listed) != rows:
             raise CaptureError(
@@ -185,13 +183,6 @@ def batches_of(
             )
         first = columns.taken(first, at=0, rows=batch_size(first))
     return Batches(loader, inside, listed, rows, first, order, unpacking, checks, columns)
-
-
-def _documents(loader: Iterable[Any]) -> int | None:
-    """The number of documents, where it can be known without reading a data set."""
-    if not isinstance(loader, list | tuple):
-        return None
-    return sum(len(documents_of(batch) or ()) or batch_size(batch) for batch in loader)
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -237,3 +228,23 @@ def _taken_apart(given: Any, ids: Any) -> tuple[Any, Any]:
         return {key: value for key, value in given.items() if key != ids}, found
     at = range(len(given))[int(ids)]
     return tuple(item for place, item in enumerate(given) if place != at), found
+
+
+def task_batches(
+    loader: Iterable[Any],
+    model: nn.Module,
+    task: Task,
+    mode: Mode | None,
+    *,
+    ids: Ids | None = None,
+    columns: Any = None,
+    preview: Preview | None = None,
+) -> Batches:
+    """The batches of a loader as a task takes them: packs taken apart, tokens and labels checked."""
+    return batches_of(
+        loader,
+        ids,
+        unpacking=unpacking_for(model, task, mode),
+        checks=sequence_checks(model, task),
+        columns=column_choice(columns, preview),
+    )

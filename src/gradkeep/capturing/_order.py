@@ -1,41 +1,207 @@
-"""Whether a loader goes through its samples in one order, found out from what it delivers.
+"""Order of a loader: one pass over its batches, and whether every pass delivers the same rows.
 
 A row's id is its place, so a loader must deliver the same row at the same place in every pass. Four
-things are held against each other: what the sampler says, twice and to its end; what it says of every
-batch as that is delivered; what the loader delivers at first, in every pass; and what the data set
-itself holds at these places, in batches from the first to the last.
+things are compared: the sampler's indices, twice and to the end; the indices of every batch as it is
+delivered; the first batches of every pass; and the data set itself at these places.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-
-from gradkeep.capturing._batches import batch_size, chosen_rows, digests, leaves
-from gradkeep.capturing._fingerprints import named
-from gradkeep.capturing._reading import (
-    collates_by_row,
-    filled_batches,
-    is_sequential,
-    said_places,
-    shuffled,
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
 )
+
+from gradkeep.capturing._batches import batch_size, chosen_rows, copied, digests, leaves
+from gradkeep.capturing._resume import named
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-_LOOKED_AT = 2
-"""Batches at the beginning of which every pass must be the same."""
-_COMPARED, _FEW = 8, 4
-"""Batches, from the first to the last, that are compared with the data set's own contents: fewer of
-many, where the sampler has more to contradict itself in."""
-_BATCHES, _ROWS = 16, 16
+
+def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -> Iterator[Any]:
+    """The batches of one pass that have a sample.
+
+    With `places`, what the sampler said of all samples when it was asked before, a pass raises at the
+    first batch of which it says something else. Cost: comparing whole numbers, and a copy of every
+    batch of a loader that may fill the same memory again.
+    """
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        iter(loader)  # it draws a random number
+        delivered: Iterator[Any] = _slices(loader)
+    elif places is not None and _can_be_watched(loader):
+        delivered = _watched(loader, places)
+    else:
+        delivered = iter(loader)
+    return _filled(loader, delivered)
+
+
+def _filled(loader: Iterable[Any], delivered: Iterable[Any]) -> Iterator[Any]:
+    """Those with a sample, which stay as they are when the next one comes.
+
+    Loaders that map or pin memory fill the same tensors again, and so may a collate function.
+    """
+    torch_own = type(loader) is DataLoader and collates_by_row(loader)
+    own = torch_own or type(loader) in (list, tuple)
+    filled = (batch for batch in delivered if batch_size(batch))
+    return filled if own else map(copied, filled)
+
+
+def batches_within(loader: Iterable[Any], start: int, stop: int) -> tuple[int, Iterator[Any]]:
+    """Batches that hold the samples `start` to `stop`, and the place of the first one's first sample.
+
+    What comes before and after is not read where the loader is a list, or one of torch's own with a
+    data set that can be looked into; else the whole pass begins at 0.
+    """
+    if isinstance(loader, list | tuple):
+        filled = [batch for batch in loader if batch_size(batch)]
+        first, last, at = _among([batch_size(batch) for batch in filled], start, stop)
+        return at, iter(filled[first:last])
+    if isinstance(loader, DataLoader) and _is_sliced(loader):
+        size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        return start // size * size, _slices(loader, start // size * size, stop)
+    if _can_be_watched(loader):
+        made: Any = loader
+        if made.batch_sampler is not None:
+            said = [list(said_places(batch)) for batch in made.batch_sampler]
+            first, last, at = _among([len(batch) for batch in said], start, stop)
+            own = copy.copy(made)  # as `_watched` does
+            own.__dict__["batch_sampler"] = said[first:last]
+            return at, _filled(loader, own)
+    return 0, filled_batches(loader)
+
+
+def _among(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
+    """The first batch with a sample of `[start, stop)`, the one after the last, and where it begins."""
+    ends = np.cumsum(sizes)
+    first = int(np.searchsorted(ends, start, side="right"))
+    last = int(np.searchsorted(ends, stop, side="left")) + 1
+    return first, last, int(ends[first - 1]) if first else 0
+
+
+def said_places(batch: Any) -> list[Any]:
+    """What a sampler says of one batch, as a list."""
+    if isinstance(batch, list):
+        return batch
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return [batch.item()] if batch.ndim == 0 else batch.tolist()
+    return list(batch) if isinstance(batch, Iterable) and not isinstance(batch, str) else [batch]
+
+
+def is_sequential(loader: Any) -> bool:
+    """Whether the sampler is one of torch's own that cannot but say 0, 1, 2 ..."""
+    made = loader.batch_sampler
+    sampler = made.sampler if type(made) is BatchSampler else loader.sampler
+    own = made is None or type(made) is BatchSampler
+    return own and type(sampler) is SequentialSampler and sampler.data_source is loader.dataset
+
+
+def collates_by_row(loader: Any) -> bool:
+    """Whether a row of a batch is the same whichever others are in it."""
+    return loader.batch_sampler is not None and loader.collate_fn is default_collate
+
+
+def shuffled(found: str = "another order in a second pass") -> CaptureError:
+    """The error for a loader without an order."""
+    return CaptureError(
+        "the loader shuffles: a sample would have another id in every run",
+        found=found,
+        fix="use a DataLoader with shuffle=False, or have the dataset give ids and pass ids=, the key "
+        "or place of them in a batch",
+    )
+
+
+class _Watched:
+    """A sampler that notes what it said."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.said: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._sampler:
+            self.said.append(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _can_be_watched(loader: Any) -> bool:
+    """Whether batches come in the order in which torch's own loader asks a sampler for them."""
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and not loader.persistent_workers  # their iterator belongs to the loader itself
+        and getattr(loader, "in_order", True)
+    )
+
+
+def _watched(loader: Any, places: Sequence[Any]) -> Iterator[Any]:
+    # A loader's sampler cannot be set; that of a copy can, and all else is shared.
+    own = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    watched = own.__dict__[name] = _Watched(getattr(loader, name))
+    at = 0
+    for number, batch in enumerate(own):
+        said = said_places(watched.said[number])
+        expected = list(places[at : at + len(said)])
+        if said != expected:
+            pairs = zip(said, [*expected, *[None] * len(said)], strict=False)
+            wrong = next(place for place, (one, other) in enumerate(pairs) if one != other)
+            raise shuffled(
+                f"row {said[wrong]} at place {at + wrong}, where an earlier pass had another; rows "
+                "before it were kept rightly"
+            )
+        at += len(said)
+        yield batch
+
+
+def _is_sliced(loader: Any) -> bool:
+    """Whether the batches are slices of tensors, one after the other, by torch's own classes alone."""
+    data = loader.dataset
+    return (
+        type(loader) is DataLoader
+        and type(data) is TensorDataset
+        and type(loader.batch_sampler) is BatchSampler
+        and is_sequential(loader)
+        and loader.collate_fn is default_collate
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and all(type(part) is torch.Tensor for part in data.tensors)
+        and all(part.layout is torch.strided for part in data.tensors)
+        and not any(part.requires_grad for part in data.tensors)
+    )
+
+
+def _slices(loader: Any, first: int = 0, last: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """The loader's batches without making each of their samples, which can cost more than a model.
+
+    They are copies, as the loader's are.
+    """
+    data, made = loader.dataset, loader.batch_sampler
+    stop = len(data) - len(data) % made.batch_size if made.drop_last else len(data)
+    for start in range(first, stop if last is None else min(stop, last), made.batch_size):
+        end = min(start + made.batch_size, stop)
+        yield [
+            part[start:end].clone(memory_format=torch.contiguous_format) for part in data.tensors
+        ]
+
+
+_ROWS = 16
 """Where rows can be compared without the others of their batch: so many of so many batches."""
 
 
@@ -117,25 +283,38 @@ def order_of(loader: Iterable[Any], *, by_position: bool) -> LoaderOrder:
     if isinstance(loader, list | tuple):
         rows = sum(batch_size(batch) for batch in loader)
     if indices is not None and isinstance(loader, DataLoader):
-        if not is_sequential(loader) and not _equal(indices, _indices(loader)):
-            raise shuffled()
         places = _flat(indices)
+        if not is_sequential(loader):
+            again = _indices(loader) or []
+            if len(again) != len(indices) or _flat(again) != places:
+                raise shuffled()
         rows = len(places) if loader.batch_sampler is not None else None
         if by_position:
             if places != list(range(len(places))):
-                raise _reordered(places)
-            told = [batch for batch in indices if said_places(batch)]
-            most = _COMPARED if len(told) <= 4 * _COMPARED else _FEW
-            most = _BATCHES if collates_by_row(loader) else most
-            numbers = np.linspace(0, len(told) - 1, min(len(told), most))
-            compared = {int(number): told[int(number)] for number in numbers.round()}
+                at = next(place for place, index in enumerate(places) if index != place)
+                raise CaptureError(
+                    "the sampler's order is the same in every pass, but it is not the data set's "
+                    "order: ids by position would not be the data set's indices",
+                    found=f"index {places[at]} at place {at}",
+                    expected="0, 1, 2 ...",
+                    fix="pass ids=list(loader.sampler), or with a batch sampler ids=[i for batch in "
+                    "loader.batch_sampler for i in batch], to keep every row under its index; or "
+                    "use shuffle=False",
+                )
+            filled = [batch for batch in indices if said_places(batch)]
+            # Fewer of many, where the sampler has more to contradict itself in.
+            most = 8 if len(filled) <= 32 else 4
+            most = _ROWS if collates_by_row(loader) else most
+            numbers = np.linspace(0, len(filled) - 1, min(len(filled), most))
+            compared = {int(number): filled[int(number)] for number in numbers.round()}
     try:
         delivered = filled_batches(loader)
     except TypeError as error:
         raise CaptureError(
             "the loader gives no batches", found=type(loader).__name__, expected=str(error)
         ) from None
-    begin = list(itertools.islice(delivered, _LOOKED_AT))
+    # Batches at the beginning of which every pass must be the same.
+    begin = list(itertools.islice(delivered, 2))
     steady = type(loader) in (list, tuple)  # it cannot change between passes
     return LoaderOrder(
         loader=loader,
@@ -160,14 +339,7 @@ def _indices(loader: Iterable[Any]) -> list[Any] | None:
 
 
 def _flat(indices: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    for batch in indices:
-        found += said_places(batch)
-    return found
-
-
-def _equal(one: list[Any], other: list[Any] | None) -> bool:
-    return other is not None and _flat(one) == _flat(other) and len(one) == len(other)
+    return [place for batch in indices for place in said_places(batch)]
 
 
 def _fetched(loader: Any, wanted: Any) -> Any:
@@ -187,14 +359,9 @@ def _is_random(loader: Any, wanted: Any) -> bool:
 def _same_labels(one: Any, other: Any) -> bool:
     """Whether the whole numbers of two batches are the same, and tell rows apart."""
     pairs = zip(leaves(one), leaves(other), strict=False)
-    labels = [
-        (a, b)
-        for a, b in pairs
-        if isinstance(a, torch.Tensor) and not a.dtype.is_floating_point and a.ndim == 1
-    ]
-    return bool(labels) and all(
-        a.shape == b.shape and torch.equal(a, b) and bool((a != a[0]).any()) for a, b in labels
-    )
+    tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.ndim == 1]
+    labels = [(a, b) for a, b in tensors if not a.dtype.is_floating_point]
+    return bool(labels) and all(torch.equal(a, b) and bool((a != a[0]).any()) for a, b in labels)
 
 
 def _augmented() -> CaptureError:
@@ -204,17 +371,4 @@ def _augmented() -> CaptureError:
         found="other contents when the same samples are read a second time",
         expected="the same contents behind every id, so that a run can be resumed and proved",
         fix="capture the data set with the transforms of evaluation",
-    )
-
-
-def _reordered(flat: list[Any]) -> CaptureError:
-    at = next(place for place, index in enumerate(flat) if index != place)
-    return CaptureError(
-        "the sampler's order is the same in every pass, but it is not the data set's order: ids by "
-        "position would not be the data set's indices",
-        found=f"index {flat[at]} at place {at}",
-        expected="0, 1, 2 ...",
-        fix="pass ids=list(loader.sampler), or with a batch sampler "
-        "ids=[i for batch in loader.batch_sampler for i in batch], to keep every row under its "
-        "index; or use shuffle=False",
     )

@@ -1,47 +1,40 @@
-"""What capturing and asking will take, before anything runs: bytes, memory, operations, seconds."""
+"""Cost of capturing and asking before anything runs: bytes, memory, operations, seconds."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _annotations
-from gradkeep._arguments import number
+from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
-from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._estimate import (
     CaptureCost,
     Clock,
-    SeenRows,
+    MeasuredRows,
     coordinate_cost,
     exact_cost,
     keeps_exact,
-    seen_rows,
+    measure_rows,
+    measured_pace,
 )
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import rows_at_once
-from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._pace import measured_pace, predicted_seconds
-from gradkeep.capturing._readiness import ready, uncompiled
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, rows_at_once
+from gradkeep.capturing._keep import Keep
+from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
-from gradkeep.capturing._row_making import GradientMaker
-from gradkeep.capturing._scale import (
-    S3,
-    WorkerCosts,
-    checked_scale,
-    measure_folder,
-    measure_start,
-    scale_plan,
-)
+from gradkeep.capturing._row_making import GradientMaker, without_columns
+from gradkeep.capturing._sequences import unpacking_for
 from gradkeep.capturing._shapes import shaped_capture, shapes_of
-from gradkeep.capturing._unpacking import unpacking_for
-from gradkeep.capturing.coordinates._keep import Keep
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError
 from gradkeep.factors._cost import ProductSize
 from gradkeep.query._engine import DEFAULT_BUDGET, memory_shares
@@ -52,22 +45,178 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing._scale import PlaceName, ScalePlan
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._shapes import ShapedCapture
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import Compute
-    from gradkeep.query._engine import MemoryShares
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import Encoding
 
-_TRIED, _FEW, _MOST = 16, 2, 256
-_PROVED = 0.5
+PlaceName = Literal["local", "s3"]
+_PROBE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceCosts:
+    """Seconds of requests to a place, and its rate."""
+
+    name: str
+    put_seconds: float
+    """Of a small value, until it is durable."""
+    get_seconds: float
+    bytes_per_second: float
+    """Of one connection, or of the disk."""
+    measured: bool = False
+
+    def __str__(self) -> str:
+        how = "measured here" if self.measured else "assumed"
+        return (
+            f"{self.name}: put {1e3 * self.put_seconds:.3g} ms, get {1e3 * self.get_seconds:.3g} ms, "
+            f"{self.bytes_per_second / 1e6:.3g} MB/s ({how})"
+        )
+
+
+S3 = PlaceCosts("s3", put_seconds=0.03, get_seconds=0.02, bytes_per_second=80e6)
+"""What one connection from the same region usually has; nothing is measured there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCosts:
+    """Seconds and bytes of a worker's parts of a capture."""
+
+    start_seconds: float
+    """Imports and the model."""
+    first_seconds: float
+    """The proof on the first batch, and a basis."""
+    row_seconds: float
+    row_bytes: float
+    rows_per_segment: int
+    check_seconds: float
+    """Of one row when the capture is sealed: loading it and its fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlan:
+    """Cost of a capture of so many rows by so many workers; prints its assumptions."""
+
+    rows: int
+    workers: int
+    segments: int
+    bytes: float
+    requests: int
+    worker_seconds: float
+    """Until the last worker is done."""
+    seconds: float
+    """Until the capture is sealed."""
+    worker_memory: int
+    """Bytes that each needs beside the model."""
+    place: PlaceCosts
+    costs: WorkerCosts
+
+    @property
+    def hours(self) -> float:
+        """From the first worker's start to the sealed capture."""
+        return self.seconds / 3600
+
+    def __str__(self) -> str:
+        costs = self.costs
+        return (
+            f"{self.rows:,} rows by {self.workers:,} workers: {format_bytes(self.bytes)} in "
+            f"{self.segments:,} segments, {self.requests:,} requests, {_duration(self.seconds)}, "
+            f"{format_bytes(self.worker_memory)} of memory for each worker beside the model\n"
+            f"workers are done after {_duration(self.worker_seconds)}; one process compares and "
+            f"seals for {_duration(self.seconds - self.worker_seconds)}\n"
+            f"assumed: a row {_duration(costs.row_seconds)} on one worker's device as fast as this "
+            f"one, {_duration(costs.check_seconds)} to load and compare, a start "
+            f"{_duration(costs.start_seconds)}; {self.place}; rows are shared out evenly, a segment "
+            "is put while the next is made, and no worker is lost"
+        )
+
+
+def scale_plan(
+    costs: WorkerCosts, *, rows: int, workers: int, place: PlaceCosts, memory: int
+) -> ScalePlan:
+    """Cost in closed form: work shared evenly after the start, then one process compares and seals.
+
+    With w workers that start after s seconds, and this process as one of them where the place is
+    local, work of W seconds ends after min(W, (W + (w - 1) s) / w).
+
+    >>> free = PlaceCosts("free", 0.0, 0.0, math.inf)
+    >>> costs = WorkerCosts(1.0, 0.0, 0.01, 100.0, 100, 0.0)
+    >>> scale_plan(costs, rows=3200, workers=2, place=free, memory=0).seconds
+    17.0
+    """
+    segments = math.ceil(rows / costs.rows_per_segment)
+    ranges = math.ceil(segments / max(1, segments // (16 * workers)))
+    present = min(workers, ranges)
+    made = costs.row_seconds * rows / segments
+    put = place.put_seconds + costs.row_bytes * rows / segments / place.bytes_per_second
+    # The slower of making and putting a segment paces a range; its last segment is put at the end.
+    asking = 2 * place.get_seconds + 2 * place.put_seconds
+    work = segments * max(made, put) + ranges * (min(made, put) + asking)
+    start = costs.start_seconds
+    if place.measured or ranges < 2:
+        spent = min(work, (work + (present - 1) * start) / present)
+    else:
+        spent = start + work / present
+    done = costs.first_seconds + spent
+    reads = 2 * segments  # of each segment its beginning, and the fingerprints of its rows
+    sealing = rows * costs.check_seconds + reads * place.get_seconds + place.put_seconds
+    return ScalePlan(
+        rows=rows,
+        workers=workers,
+        segments=segments,
+        bytes=rows * costs.row_bytes,
+        # Listing the free ranges, the lease, the result, and a look at the progress.
+        requests=segments + reads + 4 * ranges + 2,
+        worker_seconds=done,
+        seconds=done + sealing,
+        worker_memory=memory,
+        place=place,
+        costs=costs,
+    )
+
+
+def measure_folder(folder: str) -> PlaceCosts:
+    """Time durable writes in a folder of this machine; the files are removed."""
+    seconds = []
+    for size in (100, _PROBE_BYTES):
+        content, times = os.urandom(size), []
+        for turn in range(5):
+            path = os.path.join(folder, f"probe-{size}-{turn}")
+            began = time.perf_counter()
+            with open(path, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            times.append(time.perf_counter() - began)
+            os.unlink(path)
+        seconds.append(sorted(times)[2])
+    rate = _PROBE_BYTES / max(seconds[1] - seconds[0], 1e-6)
+    return PlaceCosts("this disk", seconds[0], 1e-5, rate, measured=True)
+
+
+def measure_start(workers: int) -> float:
+    """Time the imports of other processes, as many at once as there are workers and cores."""
+    together = max(1, min(workers, os.cpu_count() or 1))
+    command = [sys.executable, "-c", "import torch, gradkeep.capturing._capture"]
+    began = time.perf_counter()
+    for one in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(together)]:
+        one.wait()
+    return time.perf_counter() - began
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+_QUICK_SECONDS = 0.5
 """Seconds that running and proving the first rows may be predicted to take; else shapes must do."""
-_FINGERPRINT_SECONDS = 5e-6
-"""Of one row, when a capture by workers is compared and sealed; as `./x bench scale` saw it."""
 _DIALS = ("1MiB", "256KiB", "64KiB", "16KiB", "4KiB", "1KiB")
-"""What is tried to keep of a row where all of its gradient is too much."""
+"""Bytes a row that are tried where all of its gradient is too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +283,23 @@ class CapturePlan:
         >>> model, batch = torch.nn.Linear(8, 2), (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
         >>> small = gk.plan(model, batch, task=gk.Classification(), rows=100)
         >>> far = small.at_scale(rows=10**9, workers=256, place="s3")
-        >>> far.segments == -(-(10**9) // small.rows_per_segment), far.played.busy <= 1
+        >>> far.segments == -(-(10**9) // small.rows_per_segment), far.worker_seconds < far.seconds
         (True, True)
         """
-        checked_scale(rows, workers, place)
+        count("rows", rows, error=CaptureError, least=1)
+        count("workers", workers, error=CaptureError, least=1, most=1_000_000)
+        one_of("place", place, words=("local", "s3"), error=CaptureError)
         number("load_seconds", load_seconds, error=CaptureError, least=0)
         spread = self.capture_seconds - self.fixed_seconds
         costs = WorkerCosts(
-            start_seconds=measure_start(workers) + self.fixed_seconds,
+            start_seconds=measure_start(workers),
             first_seconds=self.fixed_seconds,
             row_seconds=spread / max(1, self.rows + self.queries) + load_seconds,
             row_bytes=self.row_bytes,
             rows_per_segment=self.rows_per_segment,
-            check_seconds=load_seconds + _FINGERPRINT_SECONDS,
+            # Of one row, when a capture by workers is compared and sealed; measured by `./x bench
+            # scale`.
+            check_seconds=load_seconds + 5e-6,
         )
         where = S3 if place == "s3" else measure_folder(os.fspath(folder or tempfile.gettempdir()))
         return scale_plan(
@@ -206,8 +359,8 @@ def plan(
     It always answers: what does not fit is said in `advice`, with the `keep=` that would. Without
     budgets, the memory of this machine and the free bytes of this folder's disk are compared. A small
     model runs a few samples and is measured; of a large one shapes tell the bytes, and one short
-    sample the speed. Model and batch may be on the meta device: then seconds are those
-    of one core of a server, from the operations of a pass.
+    sample the speed. Model and batch may be on the meta device: then seconds are those of one core of
+    a server, from the operations of a pass.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -219,81 +372,46 @@ def plan(
     (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='1KiB' fits: 996.18 GB")
     """
     model = uncompiled(model)
-    unpacking = unpacking_for(model, task, mode)
+    batch = without_columns(batch)
+    hollow = device_of(model).type == "meta"
+    hollow = hollow or any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
+    unpacking = None if hollow else unpacking_for(model, task, mode)
     batch = batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
-    budget = DEFAULT_BUDGET if memory_budget is None else parse_bytes(memory_budget)
-    limits = _Limits(
-        None if memory_budget is None else budget,
-        _free_bytes() if disk_budget is None else parse_bytes(disk_budget),
-    )
     settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
-    model = uncompiled(model)
-    batch = _as_captured(model, task, without_columns(batch), mode)
-    sized = _sized(model, task, batch, settings, mode)
-    asked = _Asked(rows, queries, batch_size(batch), layers is not None, compute)
+    planner = _Planner(
+        *_measure(model, task, batch, settings, mode, hollow=hollow),
+        rows=rows,
+        queries=queries,
+        batch=batch_size(batch),
+        chosen=layers is not None,
+        compute=compute,
+        memory=None if memory_budget is None else parse_bytes(memory_budget),
+        disk=shutil.disk_usage(os.curdir).free if disk_budget is None else parse_bytes(disk_budget),
+    )
     wanted = settings.compressed
-    if wanted is None or keeps_exact(sized.shaped, wanted):
-        exact = exact_cost(sized.shaped, sized.clock, seen=sized.seen)
-        found = _planned(exact, asked, limits, budget, sized)
-    else:
-        found = _planned(_coordinates(sized, wanted, asked), asked, limits, budget, sized)
+    if wanted is not None and keeps_exact(planner.shaped, wanted):
+        wanted = None
+    found = planner.plan(wanted)
     if found.fits:
         return found
-    fitting = _first_that_fits(sized, asked, limits, budget, below=found.row_bytes)
-    return dataclasses.replace(found, advice=f"{found.advice}; {fitting}")
+    advice = f"{found.advice}; {planner.first_that_fits(below=found.row_bytes)}"
+    return dataclasses.replace(found, advice=advice)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What may be taken."""
-
-    memory: int | None
-    """None: nobody said; what this machine has."""
-    disk: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the plan is for."""
-
-    rows: int
-    queries: int
-    batch: int
-    chosen: bool
-    """Whether the layers were chosen."""
-    compute: str | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sized:
-    """A model's capture with its shapes, and how fast it runs."""
-
-    shaped: ShapedCapture
-    clock: Clock
-    seen: SeenRows | None = None
-    """What some rows took, where they ran."""
-
-
-def _as_captured(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> Any:
-    """The batch, or if it is a pack, its documents."""
-    unpacking = None if _is_hollow(model, batch) else unpacking_for(model, task, mode)
-    return batch if unpacking is None else unpacking.settled(batch).parts(batch)[0]
-
-
-def _is_hollow(model: nn.Module, batch: Any) -> bool:
-    """Whether there are only shapes: on the meta device, and not fetched from elsewhere either."""
-    hollow = any(getattr(leaf, "is_meta", False) for leaf in leaves(batch))
-    return hollow or device_of(model).type == "meta"
-
-
-def _sized(
-    model: nn.Module, task: Task, batch: Any, settings: CaptureSettings, mode: Mode | None
-) -> _Sized:
-    """From a run of the first samples if that is quick, else from shapes and one short sample."""
+def _measure(
+    model: nn.Module,
+    task: Task,
+    batch: Any,
+    settings: CaptureSettings,
+    mode: Mode | None,
+    *,
+    hollow: bool,
+) -> tuple[ShapedCapture, Clock, MeasuredRows | None]:
+    """Run the first samples if that is quick; else look at shapes and time one short sample."""
     if settings.compressed is not None:
         settings = settings.exact
-    part = rows_of(batch, 0, min(batch_size(batch), _TRIED))
-    hollow = _is_hollow(model, batch)
+    part = rows_of(batch, 0, min(batch_size(batch), 16))
+    clock = Clock()
     shaped: ShapedCapture | None = None
     try:
         shaped = shaped_capture(model, task, part, settings, mode=mode)
@@ -308,137 +426,135 @@ def _sized(
                 fix="build model and batch with numbers, on the CPU",
             ) from error
     if shaped is not None and hollow:
-        return _Sized(shaped, Clock(1.0))
+        return shaped, clock, None
     with ready(model), in_mode(model, mode):
-        if shaped is not None and not _is_quick(shaped):
-            pace = measured_pace(model, task, part, settings.of, shaped.work)
-            return _Sized(shaped, Clock(pace))
+        if shaped is not None:
+            seconds = shaped.rows * clock.a_pass(shaped.work)
+            held = shaped.rows * shaped.work.saved
+            held += sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
+            if seconds > _QUICK_SECONDS or held > DEFAULT_BUDGET // 4:
+                pace = measured_pace(model, task, part, settings.of, shaped.work)
+                return shaped, Clock(pace), None
         device = device_of(model)
-        own = to_device(part if shaped is not None else rows_of(part, 0, _FEW), device)
+        own = to_device(part if shaped is not None else rows_of(part, 0, 2), device)
         prepared = prepare_capture(model, task, own, settings)
         shaped = shapes_of(prepared, own) if shaped is None else shaped
         shaped = dataclasses.replace(shaped, prepared=prepared)
         pace = measured_pace(model, task, own, settings.of, shaped.work)
-        seen = seen_rows(GradientMaker(prepared, {}, None, device), own)
+        maker = GradientMaker(prepared=prepared, kept=prepared.kept, watched={}, device=device)
+        measured = measure_rows(maker, own)
         # As many rows at once as a capture takes, where that is quick: a batch costs by itself, too.
-        many = min(batch_size(batch), int(_PROVED / 4 / max(seen.seconds, 1e-6)), _MOST)
+        many = min(batch_size(batch), int(_QUICK_SECONDS / 4 / max(measured.seconds, 1e-6)), 256)
         if many > batch_size(own):
             own = to_device(rows_of(batch, 0, many), device)
-            seen = min(
-                (seen_rows(GradientMaker(prepared, {}, None, device), own) for _ in range(3)),
-                key=lambda one: one.seconds,
+            several = [measure_rows(maker, own) for _ in range(3)]
+            measured = min(several, key=lambda one: one.seconds)
+        return shaped, Clock(pace), measured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planner:
+    """Plans for one model, batch and question, by what is kept."""
+
+    shaped: ShapedCapture
+    clock: Clock
+    measured: MeasuredRows | None
+    rows: int
+    queries: int
+    batch: int
+    chosen: bool
+    """Whether the user chose the layers."""
+    compute: str | None
+    memory: int | None
+    """Memory budget; None: the memory of this machine."""
+    disk: int
+
+    def plan(self, keep: Keep | None) -> CapturePlan:
+        """Plan for whole gradients, or for so many bytes a row."""
+        rows, queries, shaped = self.rows, self.queries, self.shaped
+        if keep is None:
+            cost = exact_cost(shaped, self.clock, measured=self.measured)
+        else:
+            cost = coordinate_cost(shaped, keep, self.clock, rows=rows, chosen=self.chosen)
+        budget = DEFAULT_BUDGET if self.memory is None else self.memory
+        segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
+        answer = 4 * rows * queries
+        too_much: list[str] = []
+        sizes: dict[str, Any] = {
+            "answer": answer,
+            "mapped": segment,
+            "query_row": cost.query_bytes,
+            "train_row": cost.row_bytes,
+            "queries": queries,
+            "rows": rows,
+        }
+        disk, memory = cost.disk_bytes(rows, queries), self._capture_memory(cost)
+        if disk > self.disk:
+            too_much.append(
+                f"{format_bytes(disk)} on disk are more than the {format_bytes(self.disk)} there are"
             )
-        return _Sized(shaped, Clock(pace), seen)
-
-
-def _is_quick(shaped: ShapedCapture) -> bool:
-    held = sum(piece.rows.nbytes for piece in shaped.prepared.pieces.values())
-    seconds = shaped.rows * predicted_seconds(shaped.work)
-    return seconds <= _PROVED and held + shaped.rows * shaped.work.saved <= DEFAULT_BUDGET // 4
-
-
-def _coordinates(sized: _Sized, keep: Keep, asked: _Asked) -> CaptureCost:
-    return coordinate_cost(sized.shaped, keep, sized.clock, rows=asked.rows, chosen=asked.chosen)
-
-
-def _planned(
-    cost: CaptureCost, asked: _Asked, limits: _Limits, budget: int, sized: _Sized
-) -> CapturePlan:
-    rows, queries = asked.rows, asked.queries
-    segment = int(min(cost.segment_rows, rows) * cost.row_bytes)
-    answer = 4 * rows * queries
-    too_much: list[str] = []
-    sizes: dict[str, Any] = {
-        "answer": answer,
-        "mapped": segment,
-        "query_row": cost.query_bytes,
-        "train_row": cost.row_bytes,
-        "queries": queries,
-        "rows": rows,
-    }
-    try:
-        split = memory_shares(limits.memory, **sizes)
-    except BudgetError as error:
-        too_much.append(
-            f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
+        try:
+            split = memory_shares(self.memory, **sizes)
+        except BudgetError as error:
+            too_much.append(
+                f"asking takes {error.expected}, more than the {format_bytes(budget)} given"
+            )
+            split = memory_shares(None, **sizes)
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        there = machine if self.memory is None else self.memory
+        if memory > there:
+            too_much.append(
+                f"capturing takes {format_bytes(memory)} of memory beside the model, more than the "
+                f"{format_bytes(there)} there are"
+            )
+        planned = tuple(self._layer(keeping, split.scratch) for keeping in cost.kept)
+        held = 2 * (cost.query_bytes * split.query_rows + cost.row_bytes * split.train_rows)
+        return CapturePlan(
+            layers=planned,
+            rows=rows,
+            queries=queries,
+            budget=budget,
+            disk_bytes=disk,
+            capture_memory=int(memory),
+            capture_seconds=cost.fixed_seconds + cost.row_seconds * (rows + queries),
+            query_memory=int(min(split.total, answer + segment + held + split.scratch)),
+            query_seconds=sum(layer.seconds for layer in planned),
+            row_bytes=cost.row_bytes,
+            basis_bytes=cost.basis_bytes,
+            rows_per_segment=max(1, int(cost.segment_rows)),
+            fixed_seconds=cost.fixed_seconds,
+            fits=not too_much,
+            advice=", ".join(too_much),
         )
-        split = memory_shares(None, **sizes)
-    planned = [_layer(keeping, asked, split) for keeping in cost.kept]
-    memory = _capture_memory(cost, asked, limits, sized)
-    there = _machine_bytes() if limits.memory is None else limits.memory
-    if memory > there:
-        too_much.append(
-            f"capturing takes {format_bytes(memory)} of memory beside the model, more than the "
-            f"{format_bytes(there)} there are"
+
+    def _layer(self, keeping: LayerKeeping, scratch: int) -> PlannedLayer:
+        positions = keeping.positions
+        load = ProductSize(self.rows, self.queries, positions, positions, scratch)
+        choice = choose_compute(keeping.form, load, force=self.compute)
+        return PlannedLayer(
+            layer=kept_layer(keeping),
+            disk_bytes=keeping.row_bytes * (self.rows + self.queries),
+            compute=choice.compute,
+            flops=choice.cost.flops,
+            seconds=choice.cost.seconds,
+            alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
         )
-    disk = cost.disk_bytes(rows, queries)
-    if disk > limits.disk:
-        told = (
-            f"{format_bytes(disk)} on disk are more than the {format_bytes(limits.disk)} there are"
-        )
-        too_much.insert(0, told)
-    held = 2 * (cost.query_bytes * split.query_rows + cost.row_bytes * split.train_rows)
-    return CapturePlan(
-        layers=tuple(planned),
-        rows=rows,
-        queries=queries,
-        budget=budget,
-        disk_bytes=disk,
-        capture_memory=int(memory),
-        capture_seconds=cost.fixed_seconds + cost.row_seconds * (rows + queries),
-        query_memory=int(min(split.total, answer + segment + held + split.scratch)),
-        query_seconds=sum(layer.seconds for layer in planned),
-        row_bytes=cost.row_bytes,
-        basis_bytes=cost.basis_bytes,
-        rows_per_segment=max(1, int(cost.segment_rows)),
-        fixed_seconds=cost.fixed_seconds,
-        fits=not too_much,
-        advice=", ".join(too_much),
-    )
 
+    def _capture_memory(self, cost: CaptureCost) -> float:
+        """With as many samples at once as a capture takes; if a budget is given, no more than fit."""
+        at_once = self.batch
+        if not cost.coordinates:
+            at_once = min(at_once, rows_at_once(self.shaped.prepared, self.shaped.rows))
+        if self.memory is not None:
+            fitting = int((self.memory - cost.fixed_memory) // max(1.0, cost.row_memory))
+            at_once = max(1, min(at_once, fitting))
+        return cost.fixed_memory + cost.row_memory * at_once
 
-def _layer(keeping: LayerKeeping, asked: _Asked, split: MemoryShares) -> PlannedLayer:
-    positions = keeping.positions
-    load = ProductSize(asked.rows, asked.queries, positions, positions, split.scratch)
-    choice = choose_compute(keeping.form, load, force=asked.compute)
-    return PlannedLayer(
-        layer=kept_layer(keeping),
-        disk_bytes=keeping.row_bytes * (asked.rows + asked.queries),
-        compute=choice.compute,
-        flops=choice.cost.flops,
-        seconds=choice.cost.seconds,
-        alternatives={how: cost.seconds for how, cost in choice.alternatives.items()},
-    )
-
-
-def _capture_memory(cost: CaptureCost, asked: _Asked, limits: _Limits, sized: _Sized) -> float:
-    """With as many samples at once as a capture takes; if a budget is given, no more than fit."""
-    at_once = asked.batch
-    if not cost.coordinates:
-        at_once = min(at_once, rows_at_once(sized.shaped.prepared, sized.shaped.rows))
-    if limits.memory is not None:
-        fitting = int((limits.memory - cost.fixed_memory) // max(1.0, cost.row_memory))
-        at_once = max(1, min(at_once, fitting))
-    return cost.fixed_memory + cost.row_memory * at_once
-
-
-def _first_that_fits(
-    sized: _Sized, asked: _Asked, limits: _Limits, budget: int, *, below: float
-) -> str:
-    """The most bytes a row that fit, in words."""
-    for dial in _DIALS:
-        keep = Keep(dial)
-        if keep.row_bytes >= below:
-            continue
-        found = _planned(_coordinates(sized, keep, asked), asked, limits, budget, sized)
-        if found.fits:
-            return f"keep='{dial}' fits: {format_bytes(found.disk_bytes)}"
-    return "no keep= fits: take fewer rows or layers, a smaller batch, or a larger budget"
-
-
-def _free_bytes() -> int:
-    return shutil.disk_usage(os.curdir).free
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def first_that_fits(self, *, below: float) -> str:
+        """The most bytes a row that fit, in words."""
+        for dial in _DIALS:
+            keep = Keep(dial)
+            found = self.plan(keep) if keep.row_bytes < below else None
+            if found is not None and found.fits:
+                return f"keep='{dial}' fits: {format_bytes(found.disk_bytes)}"
+        return "no keep= fits: take fewer rows or layers, a smaller batch, or a larger budget"

@@ -1,36 +1,340 @@
-"""Proofs for batches unlike those before: the rule of each layer for each pattern of its calls.
+"""Choosing the rule of each layer, and proving it against autograd.
 
-A rule that autograd confirmed on one batch holds for batches whose layers are called in the same way:
-one row or several, the first dimension the samples or not, one call or several. Any other pattern is
-proved on some rows of the batch that shows it first.
+With random weights w, autograd's gradient of sum_n w_n target_n must equal sum_n w_n gradient_n of the
+captured rows. One backward pass checks all rows of all layers at once: a wrong rule, a mistaken batch
+dimension or samples that influence each other do not pass. A rule that is proved on one batch holds for
+batches whose layers are called in the same way; any other pattern is proved on the batch that shows it first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep.capturing._adjustments import Adjustments, BatchUnlikeFirst
+import torch
+from torch import nn
+from torch.overrides import has_torch_function
+
 from gradkeep.capturing._batches import batch_size, rows_of
-from gradkeep.capturing._calls import call_pattern
-from gradkeep.capturing._rule_choice import choose_rules
-from gradkeep.capturing._tracer import Tracer
-from gradkeep.capturing.rules._units import watched
+from gradkeep.capturing._calls import LayerCall, call_pattern, fill
+from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst
+from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
+from gradkeep.capturing.rules._any_module import whole_model_gradients
+from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
+from gradkeep.capturing.rules._rules import (
+    LayerUnit,
+    calls_by_module,
+    calls_of,
+    holder_that_ran,
+    unit_gradients,
+    watched,
+)
+from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing._rule_choice import ChosenRules, Uncovered
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
 
     Calls = Mapping[nn.Module, Sequence[LayerCall]]
     Pattern = tuple[Any, ...]
     Rules = dict[LayerUnit, LayerUnit | None]
     """The unit by which each is captured in a batch; None: the loss does not depend on it."""
+
+
+def told_of_gradients(
+    target: Tensor, units: Sequence[LayerUnit], callback: Callable[[LayerUnit, Tensor], None]
+) -> list[LayerUnit]:
+    """Give each unit's gradient `[P]` of a scalar to the callback; returns the units that have none.
+
+    A unit's turn comes when the gradients of all its weights are there; units whose weights do not all
+    take part come last. Nothing else is held: a model's gradients take as much as it does. Only the
+    gradients of stand-ins, as for 16-bit weights, come all at once.
+    """
+    standing_in = [unit for unit in units if has_torch_function(unit.weights)]
+    there: dict[LayerUnit, dict[Tensor, Tensor]] = {}
+    done: set[LayerUnit] = set()
+    weights = [weight for unit in standing_in for weight in unit.weights]
+    owners = {weight: unit for unit in units for weight in unit.weights}
+    if weights:
+        gradients = torch.autograd.grad(target, weights, retain_graph=True, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                there.setdefault(owners[weight], {})[weight] = gradient
+
+    @torch.no_grad()
+    def finish(unit: LayerUnit) -> None:
+        own = there.pop(unit)
+        parts = [
+            # To dense: of embeddings with sparse=True.
+            (own[w].to_dense() if w in own else torch.zeros_like(w)).reshape(-1)
+            for w in unit.weights
+        ]
+        done.add(unit)
+        callback(unit, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def arrived(weight: Tensor) -> None:
+        own = there.setdefault(owners[weight], {})  # type: ignore[index]  # a hook gets the leaf
+        assert weight.grad is not None
+        own[weight], weight.grad = weight.grad, None
+        if len(own) == len(owners[weight].weights):  # type: ignore[index]
+            finish(owners[weight])  # type: ignore[index]
+
+    leaves = [weight for weight, unit in owners.items() if unit not in standing_in]
+    with contextlib.ExitStack() as stack:
+        for weight in leaves:
+            stack.callback(setattr, weight, "grad", weight.grad)
+            weight.grad = None
+            handle = weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            stack.callback(handle.remove)
+        if leaves:
+            torch.autograd.backward(target, inputs=leaves)
+    for unit in [unit for unit in units if unit in there]:
+        finish(unit)
+    return [unit for unit in units if unit not in done]
+
+
+Uncovered = Literal["dense", "error", "skip"]
+"""What to do with parameters that no factor rule covers."""
+_OTHER_WAYS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, UserWarning)
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenRules:
+    """How every unit is captured from now on."""
+
+    units: tuple[LayerUnit, ...]
+    pieces: dict[LayerUnit, LayerGradients]
+    """The gradients of the batch."""
+    patterns: dict[LayerUnit, tuple[Any, ...]]
+    """How each unit's modules were called, see `call_pattern`."""
+    unused: tuple[LayerUnit, ...]
+    aside: frozenset[LayerUnit]
+    """Those of the unused whose modules the backward pass came by all the same."""
+    skipped: tuple[LayerUnit, ...]
+    tolerance: float
+    """The relative error that a proof accepts, by the precision that the model computes in."""
+    example: torch.Tensor
+    """A tensor of the dtype and device of gradients."""
+    tokens: int | None
+    """T, where samples have tokens `[B, T]`."""
+
+
+def choose_rules(
+    tracer: Tracer,
+    units: Sequence[LayerUnit],
+    batch: Any,
+    *,
+    uncovered: Uncovered,
+    single: Collection[str] = (),
+) -> ChosenRules:
+    """Choose a way for each unit that gives autograd's gradients on this batch.
+
+    Units named in `single` are captured by passes over single samples, whatever else would fit.
+    Cost: one forward and two backward passes, and for what only the last resort covers, one pass
+    per sample. Of autograd's gradients one layer's is held at a time, and those that no factors give.
+    """
+    modules = [*watched(units), *tracer.model.modules()]
+    dtypes: set[torch.dtype] = set()  # of what autograd saves: parts of a model may use fewer bits
+
+    def pack(tensor: Tensor) -> Tensor:
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        measured, target, calls = tracer.forward(modules, batch)
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point} | {target.dtype}
+    fill(calls, target, retain=True)
+    search = _RuleSearch(
+        tracer,
+        batch,
+        target,
+        calls_by_module(calls),
+        tolerance=max(_TOLERANCE.get(dtype, 1e-2) for dtype in floating),
+    )
+    search.single = single
+    unused = told_of_gradients((target * search.weights).sum(), units, search.arrived)
+    found, last_resort = search.rules, search.try_dense()
+    used = [unit for unit in units if unit in found or unit in search.truths]
+    dense = [unit for unit in used if unit in last_resort or found[unit][0].rule in DENSE_RULES]
+    if dense and uncovered == "error":
+        raise CaptureError(
+            "some parameters are covered by no factor rule",
+            found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
+            expected="layers with a rule: linear, convolution, embedding, normalisation",
+            fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
+        )
+    if dense and uncovered == "skip":
+        for unit in dense:
+            found.pop(unit, None)
+    elif last_resort:
+        search.try_whole_model(last_resort)
+    return ChosenRules(
+        units=tuple(found[unit][0] for unit in used if unit in found),
+        pieces={found[unit][0]: found[unit][1] for unit in used if unit in found},
+        patterns={
+            rule: call_pattern(
+                calls_of(rule, search.calls), search.rows, spread=rule.axis == "shared"
+            )
+            for rule, _ in found.values()
+        },
+        unused=tuple(unused),
+        aside=frozenset(unit for unit in unused if passed(unit, search.calls)),
+        skipped=tuple(dense) if uncovered == "skip" else (),
+        tolerance=search.tolerance,
+        example=target.detach(),
+        tokens=None if measured.tokens is None else measured.tokens.shape[1],
+    )
+
+
+class _RuleSearch:
+    """Tries the ways to capture each unit against autograd's gradient, on one batch."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        batch: Any,
+        target: Tensor,
+        calls: dict[nn.Module, list[LayerCall]],
+        *,
+        tolerance: float,
+    ) -> None:
+        self.tracer, self.batch, self.target, self.calls = tracer, batch, target, calls
+        self.tolerance, self.rows = tolerance, batch_size(batch)
+        draws = torch.rand(self.rows, generator=torch.Generator().manual_seed(0))
+        self.weights = draws.add_(0.5).to(target)
+        self.single: Collection[str] = ()
+        self.rules: dict[LayerUnit, tuple[LayerUnit, LayerGradients]] = {}
+        self.truths: dict[LayerUnit, Tensor] = {}
+        """Autograd's gradients of the units that no factors give."""
+
+    def arrived(self, unit: LayerUnit, truth: Tensor) -> None:
+        """Try the factor rules on a unit whose gradient is there; others wait for the end of the pass."""
+        if unit.name not in self.single and not is_shared(unit, self.calls, self.rows):
+            ways = ways_to_capture(self.tracer.model, unit, self.calls, rows=self.rows)
+            cheap = itertools.takewhile(lambda way: way.rule not in DENSE_RULES, ways)
+            if self._try(unit, cheap, truth):
+                return
+        self.truths[unit] = truth
+
+    def try_dense(self) -> list[LayerUnit]:
+        """Try the ways that run a layer once more; returns the units that none of them fits."""
+        rest = []
+        for unit, truth in self.truths.items():
+            if unit.name not in self.single:
+                if is_shared(unit, self.calls, self.rows) and self._try_spread(unit, truth):
+                    continue
+                with torch.no_grad():
+                    ways = ways_to_capture(self.tracer.model, unit, self.calls, rows=self.rows)
+                    if self._try(unit, ways, truth):
+                        continue
+            rest.append(unit)
+        return rest
+
+    def _try(self, unit: LayerUnit, ways: Iterable[LayerUnit], truth: Tensor) -> bool:
+        for way in ways:
+            try:
+                piece = unit_gradients(way, calls_of(way, self.calls), rows=self.rows)
+                is_right = self._fits(piece, truth)
+            except _OTHER_WAYS:
+                # A layer that is called in another way than its rule or its first sample expects:
+                # the next way is tried, and the last one works for every model.
+                continue
+            if is_right:
+                self.rules[unit] = way, piece
+                return True
+        return False
+
+    def _try_spread(self, unit: LayerUnit, truth: Tensor) -> bool:
+        """Spread the unit's output to all samples, if the model then says and learns the same."""
+        way = dataclasses.replace(unit, axis="shared")
+        alone = dataclasses.replace(self.tracer, units=[way])
+        try:
+            _, again, calls = alone.forward(list(unit.modules), self.batch)
+            if not torch.equal(again, self.target):
+                return False
+            fill(calls, again)
+            with torch.no_grad():
+                piece = unit_gradients(way, calls, rows=self.rows)
+                is_right = self._fits(piece, truth)
+        except _OTHER_WAYS:
+            return False
+        if is_right:
+            self.rules[unit] = way, piece
+        return is_right
+
+    def try_whole_model(self, units: Sequence[LayerUnit]) -> None:
+        """The last resort: one pass over the model for each sample."""
+        whole = {dataclasses.replace(unit, rule="whole"): unit for unit in units}
+        measure, rows = self.tracer.measure, self.rows
+        pieces = whole_model_gradients(list(whole), measure, self.batch, rows=rows)
+        for way, piece in pieces.items():
+            if not self._fits(piece, self.truths[whole[way]]):
+                raise CaptureError(
+                    f"layer {way.name}: the gradients of single samples do not add up to the batch's",
+                    found="samples that influence each other, or randomness in the model",
+                    expected="a loss per sample that depends on that sample alone",
+                    fix="capture in eval mode (mode='eval'), without statistics over the batch",
+                )
+            self.rules[whole[way]] = way, piece
+
+    def _fits(self, piece: LayerGradients, truth: Tensor) -> bool:
+        weights = self.weights.unsqueeze(0).to(piece.rows.example)
+        return fits(piece.form.weighted_sum(piece.rows, weights)[0], truth, self.tolerance)
+
+
+def is_shared(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], rows: int) -> bool:
+    """Whether an embedding is read once for all samples, as positions `[T]` or `[1, T]` are."""
+    if unit.rule != "embedding" or rows < 2:
+        return False
+    own = [call for module in unit.modules for call in calls.get(module, ())]
+    return bool(own) and all(call.input.shape[:1] != (rows,) for call in own)
+
+
+def ways_to_capture(
+    model: nn.Module, unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]], *, rows: int
+) -> Iterator[LayerUnit]:
+    """Ways to capture a unit, the cheapest first."""
+    if unit.rule not in DENSE_RULES and all(calls.get(module) for module in unit.modules):
+        for axis in (*SAMPLE_AXES, *INTERLEAVED):
+            own = [call for module in unit.modules for call in calls[module]]
+            shapes = [shape for call in own for shape in (call.input.shape, call.shapes[0])]
+            if all(possible(shape, rows, axis) for shape in shapes):
+                yield dataclasses.replace(unit, axis=axis)
+    holder = holder_that_ran(model, unit, set(calls)) if unit.modules[0] not in calls else None
+    module = unit.modules[0] if unit.modules[0] in calls else holder[1] if holder else None
+    if module is None or len(unit.modules) > 1:
+        return
+    first = getattr(module, "batch_first", True)
+    lays: tuple[SampleAxis, ...] = SAMPLE_AXES if first else ("second", "first", "flat")
+    for axis in lays:
+        yield dataclasses.replace(unit, rule="module", modules=(module,), axis=axis)
+    if module is not model:
+        # Of the whole model, the last resort does the same.
+        for axis in lays:
+            yield dataclasses.replace(unit, rule="one by one", modules=(module,), axis=axis)
+
+
+def fits(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
+    """Whether a captured sum is autograd's, up to rounding."""
+    if found.shape != truth.shape:
+        return False
+    scale = float(truth.norm())
+    error = float((found.to(truth.dtype) - truth).norm())
+    # Not "error > bound": a NaN must not pass, unless autograd finds the same.
+    if error <= tolerance * scale:
+        return True
+    return bool(torch.equal(found.isfinite(), truth.isfinite()) and not truth.isfinite().all())
+
 
 PROOF_ROWS = 16
 """Rows of a batch on which a new pattern is proved."""
@@ -72,7 +376,7 @@ class RuleProofs:
                 found[unit] = unit  # one sample at a time, whatever the batch is
                 continue
             known = self._rules[unit]
-            pattern = call_pattern(_own(unit, calls), rows)
+            pattern = call_pattern(calls_of(unit, calls), rows)
             if pattern not in known:
                 return None
             found[unit] = known[pattern]
@@ -124,7 +428,7 @@ class RuleProofs:
             if unit.rule == "whole":
                 continue
             known = self._rules[unit]
-            pattern = call_pattern(_own(unit, calls), rows)
+            pattern = call_pattern(calls_of(unit, calls), rows)
             before = known.get(pattern)
             if before is not None and rule is not None and not _is_same_rule(before, rule):
                 contradicted.append(unit.name)
@@ -132,22 +436,6 @@ class RuleProofs:
                 known[pattern] = rule
         if contradicted:
             raise rows_moved(contradicted)
-
-    def unused_before(
-        self, units: Sequence[LayerUnit], candidates: Sequence[LayerUnit]
-    ) -> BatchUnlikeFirst:
-        """The error about layers that run for the first time, of all that no batch has used."""
-        error = BatchUnlikeFirst.needing(
-            Adjustments(late=frozenset(unit.name for unit in units)),
-            f"layer {units[0].name} is used by this batch, but not by the first one",
-            fix="leave the layer out, or begin with a batch that uses it",
-        )
-        error.candidates = frozenset(unit.name for unit in candidates)
-        return error
-
-
-def _own(unit: LayerUnit, calls: Calls) -> list[LayerCall]:
-    return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
 
 
 def _is_same_rule(one: LayerUnit, other: LayerUnit) -> bool:
@@ -158,9 +446,9 @@ def _is_same_rule(one: LayerUnit, other: LayerUnit) -> bool:
 def rows_moved(names: Sequence[str], row: int | None = None) -> BatchUnlikeFirst:
     """The error about layers whose rows are not where the first batch had them."""
     where = "a later batch" if row is None else f"sample {row}"
-    return BatchUnlikeFirst.needing(
-        Adjustments(single=frozenset(names)),
+    return BatchUnlikeFirst(
         f"layer {names[0]}: the gradient of {where} is not autograd's",
+        Adjustments(single=frozenset(names)),
         found=f"rows of a later batch that lie elsewhere than those of the first one, in "
         f"{len(names)} layers: {', '.join(names[:4])}",
         expected="a model that keeps a sample at its place in the batch",

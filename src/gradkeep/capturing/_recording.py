@@ -13,40 +13,42 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
+from gradkeep._arguments import flag, one_of, optional
 from gradkeep.capturing._calls import LayerCall, watching
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
-from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._recording_checks import LossProbe, SampleProbe, WeightGradients
+from gradkeep.capturing._readiness import in_mode
+from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
-from gradkeep.capturing._row_values import arrays_for, norms, plain
-from gradkeep.capturing.rules._gradients import SAMPLE_AXES, possible
-from gradkeep.capturing.rules._rules import DENSE_RULES, unit_gradients
-from gradkeep.capturing.rules._units import HINT, units_of
+from gradkeep.capturing._row_making import arrays_for, norms, plain
+from gradkeep.capturing.rules._layers import SAMPLE_AXES, possible
+from gradkeep.capturing.rules._rules import (
+    DENSE_RULES,
+    HINT,
+    calls_by_module,
+    calls_of,
+    unit_gradients,
+    units_of,
+)
 from gradkeep.errors import CaptureError
 from gradkeep.factors._form import form_to_fields
 from gradkeep.query._layers import select_layers
-from gradkeep.remat import budget_is_active
+from gradkeep.remat.planned._session import budget_is_active
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
 
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.factors._form import Storage
+    from gradkeep.capturing.rules._layers import SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding, Schema, Store, Writer
 
 Reduction = Literal["mean", "sum"]
-_SUMMED_STEPS, _PROBED_STEPS, _EVERY = 8, 4, 64
-"""First steps whose sums are compared, first steps that are probed, and how often later steps are."""
-_MOST_PATTERNS = 64
-"""Patterns of shapes that are checked when they first occur; a bound for lengths that never repeat."""
 
 
 class GradientRecording:
@@ -97,52 +99,36 @@ class GradientRecording:
     @contextlib.contextmanager
     def _checking(self, calls: list[LayerCall], rows: int) -> Iterator[WeightGradients]:
         """Check the step that runs inside of the block, if its turn has come or its shapes are new."""
-        step, new = self._step, False
+        step = self._step
         # A step of every power of two, too: early steps are cheap to lose, late ones are many.
-        scheduled = step < _PROBED_STEPS or step % _EVERY == 0 or step.bit_count() == 1
-
-        def probed() -> bool:
-            nonlocal new
-            new = new or self._is_new(calls, rows)
-            return scheduled or new
-
-        def summed() -> bool:
-            return step < _SUMMED_STEPS or probed()
-
+        scheduled = step < 4 or step % 64 == 0 or step.bit_count() == 1
+        probed = _Turn(functools.partial(self._is_new, calls, rows), scheduled)
+        # First steps whose sums are compared, first steps that are probed, and how often later
+        # steps are.
+        summed = _Turn(probed, step < 8)
         sums = WeightGradients(self._units, wanted=summed)
+        axes = functools.partial(self._axes_by_module, rows=rows)
         with contextlib.ExitStack() as stack:
             stack.enter_context(sums.collecting())
             # Probes run the model and the loss again, which a budget's plan does not expect.
             if rows > 1 and not budget_is_active():
-                sample = (step * 7) % rows
-                probe = SampleProbe(
-                    self._model,
-                    calls,
-                    rows=rows,
-                    sample=sample,
-                    axes=functools.partial(self._axes_by_module, rows=rows),
-                    wanted=probed,
-                    batch_first=self._batch_first,
-                )
+                probes = ProbedStep(self._model, calls, rows, (step * 7) % rows, axes)
+                sample = SampleProbe(probes, wanted=probed, batch_first=self._batch_first)
                 # A loop may call parts of the model by themselves; hooks on all of them take time.
                 modules = self._model.modules() if scheduled else [self._model]
-                stack.enter_context(probe.watching(modules))
+                stack.enter_context(sample.watching(modules))
                 if scheduled:
-                    loss = LossProbe(
-                        calls,
-                        [module for unit in self._units for module in unit.modules],
-                        rows=rows,
-                        sample=sample,
-                        axes=functools.partial(self._axes_by_module, rows=rows),
-                        unproved=self._warn_unproved,
-                    )
+                    own = [module for unit in self._units for module in unit.modules]
+                    loss = LossProbe(probes, own, unproved=self._warn_unproved)
                     stack.enter_context(loss.watching())
             yield sums
 
     def _is_new(self, calls: Sequence[LayerCall], rows: int) -> bool:
         """Whether no earlier step called the layers with these shapes; notes them."""
         pattern = hash((rows, *((id(call.module), call.shapes) for call in calls)))
-        if pattern in self._patterns or len(self._patterns) >= _MOST_PATTERNS:
+        # Patterns of shapes that are checked when they first occur; a bound for lengths that
+        # never repeat.
+        if pattern in self._patterns or len(self._patterns) >= 64:
             return False
         self._patterns.add(pattern)
         return True
@@ -151,9 +137,7 @@ class GradientRecording:
         self, calls: Sequence[LayerCall], *, rows: int
     ) -> dict[nn.Module, SampleAxis]:
         """How samples lie in the calls of each module, where their shapes tell."""
-        by_module: dict[nn.Module, list[LayerCall]] = {}
-        for call in calls:
-            by_module.setdefault(call.module, []).append(call)
+        by_module = calls_by_module(calls)
         units = [unit for unit in self._units if any(m in by_module for m in unit.modules)]
         try:
             axes = self._axes(by_module, rows, units)
@@ -191,7 +175,8 @@ class GradientRecording:
                     fix="record the batches without it; or replay the checkpoint with gk.capture",
                 )
             dtype = next(call.module.parameters()).dtype
-            if _has_fewer_bits(call, dtype):  # under autocast
+            tensors = [call.input, *(s for s in call.suffixes if s is not None)]
+            if any(t.is_floating_point() and t.dtype.itemsize < dtype.itemsize for t in tensors):
                 autocast.add(call.module)
                 call.args, call.kwargs = tree_map_only(
                     torch.Tensor, functools.partial(_widened, dtype), (call.args, call.kwargs)
@@ -216,10 +201,7 @@ class GradientRecording:
         if self._writer is None:
             _tell_flat(axes, by_module, len(ids))
         if self._kept is None:
-            wanted: dict[LayerUnit, Storage | None] = {}
-            self._kept = choose_storage(
-                pieces, encoding=self._encoding, wanted=wanted, tolerance=0.0
-            )
+            self._kept = choose_storage(pieces, encoding=self._encoding, wanted={}, tolerance=0.0)
         factors, arrays = rows_to_store(self._kept, pieces)
         lengths = norms(self._kept, factors).cpu().float()
         values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
@@ -302,6 +284,18 @@ class GradientRecording:
             self._writer.__exit__(RuntimeError, RuntimeError("abandoned"), None)
 
 
+@dataclasses.dataclass(slots=True)
+class _Turn:
+    """Whether it is a check's turn: always, or once something says so."""
+
+    ask: Callable[[], bool]
+    now: bool
+
+    def __call__(self) -> bool:
+        self.now = self.now or self.ask()
+        return self.now
+
+
 @contextlib.contextmanager
 def recording(
     store: Store | str | os.PathLike[str],
@@ -342,8 +336,7 @@ def recording(
             path=opened.backend.describe(key.folder),
             fix="use another checkpoints= or name=, or delete it first",
         )
-    if reduction not in ("mean", "sum"):
-        raise CaptureError(f"no reduction {reduction!r}", expected="'mean' or 'sum'")
+    one_of("reduction", reduction, words=("mean", "sum"), error=CaptureError)
     units = select_layers(units_of(model), layers, error=CaptureError, hint=HINT)
     without = [unit for unit in units if unit.rule in DENSE_RULES]
     if without and uncovered == "error":
@@ -355,8 +348,7 @@ def recording(
     units = [unit for unit in units if unit.rule not in DENSE_RULES]
     with in_mode(model, "train" if model.training else "eval"):
         pass  # only the checks: a loop switches modes itself
-    if batch_first is not None and not isinstance(batch_first, bool):
-        raise CaptureError(f"no batch_first {batch_first!r}", expected="True, False or None")
+    optional(flag, "batch_first", batch_first, error=CaptureError)
     rec = GradientRecording(
         *(opened, key, model, units),
         reduction=reduction,
@@ -369,11 +361,6 @@ def recording(
         rec.abandon()
         raise
     rec.finish()
-
-
-def _has_fewer_bits(call: LayerCall, dtype: torch.dtype) -> bool:
-    tensors = [call.input, *(s for s in call.suffixes if s is not None)]
-    return any(t.is_floating_point() and t.dtype.itemsize < dtype.itemsize for t in tensors)
 
 
 def _widened(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -397,7 +384,7 @@ def _tell_flat(
 
 
 def _calls_of(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
-    own = [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
+    own = calls_of(unit, calls)
     if not own:
         raise CaptureError(
             f"layer {unit.name} got no gradient in this batch",

@@ -12,6 +12,7 @@ Three properties make recorded rows the samples' own gradients:
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from gradkeep.capturing._audit import buffers_kept
 from gradkeep.capturing._batches import copied, leaves, with_leaves
-from gradkeep.capturing._rule_choice import fits
-from gradkeep.capturing._steadiness import buffers_kept
-from gradkeep.capturing.rules._gradients import by_sample
+from gradkeep.capturing._proofs import fits
+from gradkeep.capturing.rules._layers import by_sample
+from gradkeep.capturing.rules._rules import calls_by_module
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -32,19 +34,12 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing.rules._gradients import LayerGradients, SampleAxis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
 
 _SUM_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-7}
 _FEW_BITS = 2e-2
 """Relative error of a sum of rows by the dtype that it was computed in, and for 16 bits."""
-_ROUNDING = 1e-3
-"""Share of a layer's largest input by which another sample may change: routing changes the sizes of
-products, and products of other sizes round differently."""
-_CROSS_DERIVATIVE = 1e-4
-"""Share of a sample's own second derivative that another sample's may reach by rounding."""
-_LAST_CALLS = 4
-"""Calls nearest to the loss whose outputs are tested for a loss that mixes samples."""
 
 
 class WeightGradients:
@@ -116,29 +111,33 @@ class WeightGradients:
                 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbedStep:
+    """A step that is probed, and the sample that is replaced in it."""
+
+    model: nn.Module
+    calls: list[LayerCall]
+    rows: int
+    sample: int
+    axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]]
+
+    def by_sample(self, tensor: Tensor, axis: SampleAxis) -> Tensor:
+        """The tensor as `[B, ...]`."""
+        return by_sample(tensor.detach(), self.rows, axis).flatten(1)
+
+
 class SampleProbe:
     """Runs outermost modules again with one sample replaced, and compares what the layers read."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        calls: list[LayerCall],
-        *,
-        rows: int,
-        sample: int,
-        axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]],
-        wanted: Callable[[], bool],
-        batch_first: bool | None,
+        self, step: ProbedStep, *, wanted: Callable[[], bool], batch_first: bool | None
     ) -> None:
-        self._model, self._calls, self._rows, self._sample = model, calls, rows, sample
-        self._axes, self._wanted, self._batch_first = axes, wanted, batch_first
-        self._depth, self._start = 0, 0
+        self._step, self._wanted, self._batch_first = step, wanted, batch_first
+        self._depth, self._start, self._replaying = 0, 0, False
         self._inputs: Any = None
-        self._random: Tensor | None = None
-        self._device_random: list[Tensor] = []
-        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        devices = {p.device for p in step.model.parameters() if p.device.type == "cuda"}
         self._devices = sorted(device.index for device in devices)
-        self._replaying = False
+        self._random: list[Tensor] = []
 
     @contextlib.contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -155,17 +154,17 @@ class SampleProbe:
         if self._replaying:
             return
         if self._depth == 0:
-            self._start = len(self._calls)
+            self._start = len(self._step.calls)
             self._inputs = copied((args, kwargs))
-            self._random = torch.get_rng_state()
-            self._device_random = [torch.cuda.get_rng_state(index) for index in self._devices]
+            states = [torch.cuda.get_rng_state(index) for index in self._devices]
+            self._random = [torch.get_rng_state(), *states]
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._replaying:
             return
         self._depth -= 1
-        if self._depth == 0 and len(self._calls) > self._start and self._wanted():
+        if self._depth == 0 and len(self._step.calls) > self._start and self._wanted():
             self._replaying = True
             try:
                 self._replay(module)
@@ -174,14 +173,12 @@ class SampleProbe:
 
     def _replay(self, module: nn.Module) -> None:
         changed = _with_sample_replaced(
-            self._inputs, self._rows, self._sample, batch_first=self._batch_first
+            self._inputs, self._step.rows, self._step.sample, batch_first=self._batch_first
         )
         if changed is None:
             return
-        original: dict[nn.Module, list[LayerCall]] = {}
-        for call in self._calls[self._start :]:
-            original.setdefault(call.module, []).append(call)
-        axes = self._axes(self._calls[self._start :])
+        calls = self._step.calls[self._start :]
+        original, axes = calls_by_module(calls), self._step.axes(calls)
         turns = dict.fromkeys(original, 0)
 
         def compare(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -194,18 +191,17 @@ class SampleProbe:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(self._devices))
-            stack.enter_context(buffers_kept(self._model))
+            stack.enter_context(buffers_kept(self._step.model))
             for layer in original:
                 stack.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
-            assert self._random is not None
-            torch.set_rng_state(self._random)
-            for index, state in zip(self._devices, self._device_random, strict=True):
+            torch.set_rng_state(self._random[0])
+            for index, state in zip(self._devices, self._random[1:], strict=True):
                 torch.cuda.set_rng_state(state, index)
             module(*args, **kwargs)
 
     def _compare(self, layer: nn.Module, one: Tensor, other: Tensor, axis: SampleAxis) -> None:
         if self._changes_others(one, other, axis):
-            name = next((n for n, m in self._model.named_modules() if m is layer), "")
+            name = next((n for n, m in self._step.model.named_modules() if m is layer), "")
             raise CaptureError(
                 f"layer {name}: replacing one sample of the batch changes the rows that are recorded "
                 "for another sample",
@@ -220,31 +216,25 @@ class SampleProbe:
         if one.shape != other.shape:
             # Another length is the model's own padding; another number of rows moves samples.
             return axis == "flat" and len(one) != len(other)
-        one, other = (by_sample(t.detach(), self._rows, axis).flatten(1) for t in (one, other))
+        one, other = (self._step.by_sample(tensor, axis) for tensor in (one, other))
         if one.shape[1] == 0:
             return False
         scale = one.abs().amax().double() if one.dtype.is_floating_point else 0.0
         change = (other.double() - one.double()).abs().amax(1)
-        change[self._sample] = 0
-        return bool((change > _ROUNDING * scale).any())
+        change[self._step.sample] = 0
+        # Share of a layer's largest input by which another sample may change: routing changes the
+        # sizes of products, and products of other sizes round differently.
+        return bool((change > 1e-3 * scale).any())
 
 
 class LossProbe(TorchFunctionMode):
     """Tests before each `loss.backward()` whether the loss is a sum over samples."""
 
     def __init__(
-        self,
-        calls: list[LayerCall],
-        modules: Sequence[nn.Module],
-        *,
-        rows: int,
-        sample: int,
-        axes: Callable[[Sequence[LayerCall]], Mapping[nn.Module, SampleAxis]],
-        unproved: Callable[[str], None],
+        self, step: ProbedStep, modules: Sequence[nn.Module], *, unproved: Callable[[str], None]
     ) -> None:
         super().__init__()
-        self._calls, self._modules, self._rows, self._sample = calls, modules, rows, sample
-        self._axes, self._unproved = axes, unproved
+        self._step, self._modules, self._unproved = step, modules, unproved
         self._outputs: list[tuple[nn.Module, GradientEdge]] = []
 
     @contextlib.contextmanager
@@ -258,13 +248,14 @@ class LossProbe(TorchFunctionMode):
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-_LAST_CALLS:]
+            # Calls nearest to the loss whose outputs are tested for a loss that mixes samples.
+            self._outputs = [*self._outputs, (module, get_gradient_edge(output))][-4:]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.backward and self._outputs:
-            before = [(call, list(call.suffixes), call.differentiated) for call in self._calls]
+            before = [(call, list(call.suffixes), call.differentiated) for call in self._step.calls]
             try:
                 self._probe(args[0])
             finally:
@@ -273,7 +264,7 @@ class LossProbe(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _probe(self, loss: Tensor) -> None:
-        axes = self._axes(self._calls)
+        axes = self._step.axes(self._step.calls)
         outputs = [(module, edge) for module, edge in self._outputs if module in axes]
         if loss.numel() != 1 or not loss.requires_grad or not outputs:
             return
@@ -283,7 +274,8 @@ class LossProbe(TorchFunctionMode):
         except RuntimeError as error:
             self._unproved(str(error).splitlines()[0])
             return
-        if others > _CROSS_DERIVATIVE * own:
+        # Share of a sample's own second derivative that another sample's may reach by rounding.
+        if others > 1e-4 * own:
             raise CaptureError(
                 "the loss mixes samples: the gradient of one sample depends on the outputs of others",
                 found="a loss over the whole batch, such as a contrastive loss or one with batch "
@@ -300,11 +292,11 @@ class LossProbe(TorchFunctionMode):
         first = torch.autograd.grad(
             loss, edges, create_graph=True, retain_graph=True, allow_unused=True
         )
-        generator = torch.Generator().manual_seed(self._sample)
+        generator = torch.Generator().manual_seed(self._step.sample)
         direction = loss.new_zeros(())
         for gradient, axis in zip(first, axes, strict=True):
             if gradient is not None and gradient.requires_grad:
-                row = by_sample(gradient, self._rows, axis)[self._sample]
+                row = by_sample(gradient, self._step.rows, axis)[self._step.sample]
                 weights = torch.rand(row.shape, generator=generator).to(row)
                 direction = direction + (row * (weights + 0.5)).sum()
         if not direction.requires_grad:
@@ -313,9 +305,9 @@ class LossProbe(TorchFunctionMode):
         own = others = 0.0
         for derivative, axis in zip(second, axes, strict=True):
             if derivative is not None and derivative.numel():
-                size = by_sample(derivative.detach(), self._rows, axis).flatten(1).abs().amax(1)
-                own = max(own, float(size[self._sample]))
-                size[self._sample] = 0
+                size = self._step.by_sample(derivative, axis).abs().amax(1)
+                own = max(own, float(size[self._step.sample]))
+                size[self._step.sample] = 0
                 others = max(others, float(size.max()))
         return own, others
 

@@ -1,9 +1,13 @@
-"""Replaying one checkpoint over a data set: prove what is there, make the rest, keep it."""
+"""Replay of one checkpoint over a data set: prove the rows that are there, make the rest, keep them.
+
+One loop serves every capture. A fresh one makes all rows; a resumed one compares the rows it passes and
+makes the others; a finished one is only compared; a distributed one has workers make segments first, and
+then goes over them as a resumed one does.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
@@ -15,43 +19,58 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as gs
+from gradkeep import remat
+from gradkeep._budgets import parse_budget
 from gradkeep._progress import progress as shown
-from gradkeep.capturing._adjustments import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
-from gradkeep.capturing._at_hand import check_recomputable
-from gradkeep.capturing._audit import RowAudit, check_unchanged
+from gradkeep.capturing._audit import (
+    FirstRows,
+    RowAudit,
+    buffers_kept,
+    check_unchanged,
+    fingerprint_function,
+    is_steady,
+)
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._columns import keeping_columns, maker_within, without_columns
-from gradkeep.capturing._crew import RowProof
-from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._first_moments import FirstMoments
-from gradkeep.capturing._footprint import (
+from gradkeep.capturing._coordinates import (
+    BasisRequest,
+    CoordinateMaker,
+    coordinate_maker,
+    find_basis,
+)
+from gradkeep.capturing._first_batch import (
+    CaptureSettings,
     coordinate_footprint,
+    prepare_capture,
     row_footprint,
     rows_at_once,
     rows_within,
     segment_bytes,
 )
-from gradkeep.capturing._function import fingerprint_function
-from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._readiness import ready
+from gradkeep.capturing._keep import OVERHEAD, QUERIES
+from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
+from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._moments import FirstMoments
+from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
-from gradkeep.capturing._resume import EarlierRun, RowsMadeAgain, earlier_run
+from gradkeep.capturing._resume import (
+    EarlierRun,
+    RowFingerprints,
+    RowsMadeAgain,
+    changed_rows,
+    earlier_run,
+)
 from gradkeep.capturing._row_making import (
     GradientMaker,
-    JoinedRows,
     LossMaker,
-    append_rows,
-    layers_of,
+    RowAlarms,
+    RowFeed,
+    arrays_for,
+    modules_named,
+    without_columns,
 )
-from gradkeep.capturing._row_values import RowAlarms, arrays_for, modules_named
-from gradkeep.capturing._steadiness import buffers_kept, is_steady
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.capturing.coordinates._find import BasisRequest, find_basis
-from gradkeep.capturing.coordinates._keep import OVERHEAD, QUERIES
-from gradkeep.capturing.coordinates._maker import CoordinateMaker, coordinate_maker
-from gradkeep.capturing.rules._units import units_of
-from gradkeep.capturing.tasks._task import losses_alone
+from gradkeep.capturing.rules._rules import units_of
+from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -59,57 +78,102 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._crew import Crew
+    from gradkeep._preview import Preview
+    from gradkeep.capturing._distributed import DistributedCapture
     from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing._loader import Batches
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing._row_making import MadeRows, RowMaker
-    from gradkeep.capturing.tasks._task import Task
-    from gradkeep.remat import MemoryBudget
+    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing._row_making import Columns, MadeRows, RowMaker
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import CaptureKey, Schema, Store
 
 _log = logging.getLogger(__name__)
-_TRIED, _FEW_TRIED = 16, 2
-"""Samples with which it is found out how each layer is captured: few where memory may be short."""
-_WAITING = 8
 LOSSES = "losses"
-"""What `keep` is for a capture without gradients."""
+"""`keep` of a capture without gradients."""
 COORDINATE_ROWS = 1024
 """Rows of a segment of coordinates: they take few bytes, but as long to make again as any."""
 Report = Callable[[int, int], None]
+Delivered = tuple[Any, Any, Any]
+"""Ids, fingerprints and contents of a batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CaptureRequest:
+    """A capture but for its store, as it is sent to workers."""
+
+    model: nn.Module
+    loader: Iterable[Any]
+    task: Task
+    settings: CaptureSettings
+    embeddings: tuple[str, ...]
+    ids: Ids | None
+    columns: Columns | None
+    preview: Preview | None
+    memory_budget: float | str | None
+    mode: Mode | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstBatch:
+    """Outcome of trying a capture on its first rows."""
+
+    maker: RowMaker
+    at_once: int
+    """Samples that run at once."""
+    steady: bool
+    """Whether rows come out the same when they are made again."""
+    rows: MadeRows
+    """The first rows."""
+    schema: Schema
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """Outcome of one attempt."""
+
+    maker: RowMaker
+    reused: int
+    """Rows that were there already."""
+    warnings: list[str]
 
 
 class Replay:
-    """What all checkpoints of one call share."""
+    """All checkpoints of one call to `capture`."""
 
     def __init__(
-        self,
-        *,
-        store: Store,
-        model: nn.Module,
-        batches: Batches,
-        task: Task,
-        settings: CaptureSettings,
-        embeddings: tuple[str, ...],
-        budget: int | None,
-        recompute: MemoryBudget | None,
-        resume: bool,
-        progress: bool,
-        mode: Mode | None,
+        self, request: CaptureRequest, store: Store, *, resume: bool, progress: bool
     ) -> None:
-        self.store, self.model, self.batches, self.task = store, model, batches, task
-        self.settings, self.budget, self.resume, self.progress = settings, budget, resume, progress
-        self.mode: Mode | None = mode
-        self.recompute = recompute
-        self.watched = modules_named(model, embeddings)
-        self.device = device_of(model)
+        self.request, self.store, self.resume, self.progress = request, store, resume, progress
+        self.model, self.task, self.settings = request.model, request.task, request.settings
+        given = request.memory_budget
+        budget = None if given is None else parse_budget(given)
+        self.batches = task_batches(
+            request.loader,
+            self.model,
+            self.task,
+            request.mode,
+            ids=request.ids,
+            columns=request.columns,
+            preview=request.preview,
+        )
+        self.budget = budget if isinstance(budget, int) else None
+        self.recompute: remat.MemoryBudget | None = None
+        if isinstance(budget, float):
+            self.recompute = remat.memory_budget(budget, mode="planned")
+        self.watched = modules_named(self.model, request.embeddings)
+        self.device = device_of(self.model)
         self.contents: RowFingerprints | None = None
-        """Those of the first checkpoint: every other one must see the same rows."""
+        """Fingerprints of the first pass: every other one must see the same rows."""
 
-    def one(
-        self, key: CaptureKey, *, step: int | None, lr: float | None, crew: Crew | None = None
+    def capture(
+        self,
+        key: CaptureKey,
+        *,
+        step: int | None,
+        lr: float | None,
+        distributed: DistributedCapture | None = None,
     ) -> Captured:
-        """Capture the weights that the model has now, by oneself or with others.
+        """Capture the weights that the model has now, in this process or with workers.
 
         A batch that does not fit what was chosen on the first one makes it begin again, adjusted and
         in this process alone.
@@ -118,18 +182,18 @@ class Replay:
         adjustments = NO_ADJUSTMENTS
         while True:
             try:
-                captured = self._attempt(key, step, lr, crew, adjustments)
+                captured = self._attempt(key, step, lr, distributed, adjustments)
             except BatchUnlikeFirst as error:
                 more = adjustments | error.adjustments
                 earlier = earlier_run(self.store, key)
                 if earlier is not None and earlier.sealed:
                     raise
-                if crew is not None:
-                    crew = None  # this process finds out what the batch needs
-                    if not error.adjustments:
-                        continue
-                elif more == adjustments:
+                if distributed is None and more == adjustments:
                     raise
+                is_known = distributed is None or error.adjustments
+                distributed = None  # this process finds out what the batch needs
+                if not is_known:
+                    continue
                 if error.candidates:
                     more |= Adjustments(late=self._used_layers(error.candidates))
                 _log.info("beginning again, as %s", error.what)
@@ -138,47 +202,34 @@ class Replay:
                     self.store.delete(key)
                 adjustments = more
                 continue
-            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-            return dataclasses.replace(captured, seconds=seconds, cpu_seconds=cpu_seconds)
-
-    def _used_layers(self, names: frozenset[str]) -> frozenset[str]:
-        """Those of the layers that run in any batch; one forward pass over the data."""
-        units = [unit for unit in units_of(self.model) if unit.name in names]
-        ran: set[str] = set()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(ready(self.model))
-            stack.enter_context(in_mode(self.model, self.mode))
-            stack.enter_context(buffers_kept(self.model))
-            for unit in units:
-                for module in unit.modules:
-                    hook = _adding(ran, unit.name)
-                    stack.callback(module.register_forward_hook(hook).remove)
-            for _, batch in self.batches:
-                own = to_device(without_columns(batch), self.device)
-                losses_alone(self.task, self.model, own)
-                if len(ran) == len(units):
-                    break
-        return frozenset(ran)
+            for note in captured.warnings:
+                warnings.warn(note, CaptureWarning, stacklevel=3)
+            block, maker = self.store.read(key), captured.maker
+            return Captured(
+                key=key,
+                rows=len(block),
+                reused_rows=captured.reused,
+                bytes=block.manifest.bytes,
+                layers=tuple(kept_layer(keeping) for keeping in maker.kept),
+                seconds=time.perf_counter() - started,
+                cpu_seconds=time.process_time() - cpu,
+                notes=(*captured.warnings, *maker.facts()),
+            )
 
     def _attempt(
         self,
         key: CaptureKey,
         step: int | None,
         lr: float | None,
-        crew: Crew | None,
+        distributed: DistributedCapture | None,
         adjustments: Adjustments,
-    ) -> Captured:
-        started, cpu = time.perf_counter(), time.process_time()
-        packed = b"" if crew is None else crew.packed()
-        with (
-            ready(self.model) as told,
-            in_mode(self.model, self.mode),
-            _no_gradients_left(self.model),
-            buffers_kept(self.model),
-        ):
+    ) -> _Attempt:
+        """Capture with these adjustments."""
+        packed = b"" if distributed is None else distributed.packed()
+        with contextlib.ExitStack() as stack:
+            notes = self.make_ready(stack)
             if self.recompute is not None:
                 check_recomputable(self.model)
-            weights = fingerprint_weights(self.model)
             earlier = earlier_run(self.store, key)
             if earlier is not None and not self.resume:
                 raise CaptureError(
@@ -186,132 +237,113 @@ class Replay:
                     path=self.store.backend.describe(key.folder),
                     fix="pass resume=True to go on with it, another name=, or delete it first",
                 )
+            first = self.try_first_rows(key, earlier, adjustments)
+            weights = str(first.schema.fingerprints["weights"])
             # Rows of an earlier run are made again and compared, whatever the code looks like now.
+            function = fingerprint_function(self.model) if earlier is None else None
             checkpoint = gs.Checkpoint(
-                *(key.run, key.checkpoint, weights, step, lr),
-                function=fingerprint_function(self.model) if earlier is None else None,
+                key.run, key.checkpoint, weights, step, lr, function=function
             )
-            first = self.batches.first
-            if earlier is not None:
-                adjustments = adjustments | earlier.adjustments
-            maker, at_once, made, steady = self._tried(key, weights, earlier, adjustments)
-            schema = self._schema(maker, made, weights, earlier, adjustments)
-            proof = maker if steady else None
             if earlier is not None and earlier.sealed:
-                earlier.schema.require_same(schema, path=earlier.path)
+                earlier.schema.require_same(first.schema, path=earlier.path)
                 self.store.add_checkpoint(checkpoint)
                 with self._bar(f"compare {key.split} at {key.checkpoint}") as report:
-                    earlier.check_all(self._delivered(report), proof)
-                reused, notes = earlier.rows, list[str]()
-            else:
-                delivered = self._delivered(None)
-                begin = next(delivered)  # what it refuses leaves no trace in the store
-                self.store.add_checkpoint(checkpoint)
-                alarms, before = RowAlarms(), None
-                if crew is not None:
-                    delivered.close()
-                    if proof is None:
-                        raise _random_with_workers()
-                    before = 0 if earlier is None else earlier.rows
-                    self.store.write(key, schema).close()  # workers go by what it says
-                    same = RowProof.of(first, made.values)
-                    size = batch_size(first)
-                    part = PartReplay(self, key, schema, maker, at_once)
-                    alarms = crew.fill(part, same, packed=packed, batch=size)
-                    earlier = earlier_run(self.store, key)
-                    delivered = self._delivered(None)
-                    begin = next(delivered)
-                again = None if earlier is None or proof is None else RowsMadeAgain(earlier, proof)
-                passing = itertools.chain([begin], delivered)
-                by_others = crew is not None and earlier is not None and earlier.rows > 0
-                with crew.threads() if crew and by_others else contextlib.nullcontext():
-                    reused, notes = self._write(
-                        key, schema, maker, made, at_once, earlier, again, passing, alarms
+                    earlier.check_all(
+                        self._delivered(report), first.maker if first.steady else None
                     )
-                reused = reused if before is None else before
-        block = self.store.read(key)
-        notes = [*told, *maker.notes(), *notes]
-        for note in notes:
-            warnings.warn(note, CaptureWarning, stacklevel=3)
-        return Captured(
-            key=key,
-            rows=len(block),
-            reused_rows=reused,
-            bytes=block.manifest.bytes,
-            layers=tuple(kept_layer(keeping) for keeping in maker.kept),
-            seconds=time.perf_counter() - started,
-            cpu_seconds=time.process_time() - cpu,
-            notes=(*notes, *maker.facts()),
-        )
+                return _Attempt(first.maker, earlier.rows, [*notes, *first.maker.notes()])
+            delivered = self._delivered(None)
+            begin = next(delivered)  # what it refuses leaves no trace in the store
+            self.store.add_checkpoint(checkpoint)
+            alarms, reused = RowAlarms(), None
+            if distributed is not None:
+                delivered.close()
+                if not first.steady:
+                    raise CaptureError(
+                        "a model that draws at random gives other rows to every worker",
+                        found="dropout in train mode",
+                        fix="pass mode='eval', or leave workers= out",
+                    )
+                reused = 0 if earlier is None else earlier.rows
+                self.store.write(key, first.schema).close()  # workers read the schema
+                alarms = distributed.fill(SegmentMaker(self, key, first), packed)
+                earlier = earlier_run(self.store, key)
+                if earlier is not None and earlier.rows > 0:
+                    stack.enter_context(distributed.threads())
+                delivered = self._delivered(None)
+                begin = next(delivered)
+            passing = itertools.chain([begin], delivered)
+            seen = self._write(key, first, earlier, passing, alarms)
+            notes = [*notes, *first.maker.notes(), *alarms.notes()]
+            return _Attempt(first.maker, seen if reused is None else reused, notes)
 
-    def begin_part(self, key: CaptureKey, proof: RowProof) -> PartReplay:
-        """Be ready to make some segments of a capture that another process has begun."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(ready(self.model))
-        stack.enter_context(in_mode(self.model, self.mode))
-        stack.enter_context(_no_gradients_left(self.model))
+    def make_ready(self, stack: contextlib.ExitStack) -> list[str]:
+        """Hold the model ready to be replayed until the stack closes; notes about what that changed."""
+        notes = stack.enter_context(ready(self.model))
+        stack.enter_context(in_mode(self.model, self.request.mode))
+        for parameter in self.model.parameters():  # whatever happens, `.grad` is what it was
+            stack.callback(setattr, parameter, "grad", parameter.grad)
         stack.enter_context(buffers_kept(self.model))
+        return notes
+
+    def try_first_rows(
+        self, key: CaptureKey, earlier: EarlierRun | None, adjustments: Adjustments
+    ) -> FirstBatch:
+        """Find out how rows are made, make the first ones, and describe what they hold."""
         weights = fingerprint_weights(self.model)
-        earlier = earlier_run(self.store, key)
-        if earlier is None:
-            raise CaptureError(
-                "there is no such capture to make a part of: it was deleted meanwhile",
-                path=self.store.backend.describe(key.folder),
-                fix="run the whole capture again",
-            )
-        adjustments = earlier.adjustments
-        maker, at_once, made, _ = self._tried(key, weights, earlier, adjustments)
-        proof.check(RowProof.of(self.batches.first, made.values))
-        schema = self._schema(maker, made, weights, earlier, adjustments)
-        return PartReplay(self, key, schema, maker, at_once, stack)
-
-    def _tried(
-        self,
-        key: CaptureKey,
-        weights: str,
-        earlier: EarlierRun | None,
-        adjustments: Adjustments,
-    ) -> tuple[RowMaker, int, MadeRows, bool]:
-        """What makes rows of batches, of how many samples at once, and a few rows made by it.
-
-        And whether rows come out the same when they are made again.
-        """
-        first = self.batches.first
-        maker, at_once, steady = self._maker(
-            without_columns(first), earlier, key, weights, adjustments
-        )
-        maker = keeping_columns(maker, first)
-        made = maker.make(self._first_rows(), alone=True)
-        return maker, at_once, made, steady
-
-    def _maker(
-        self,
-        first: Any,
-        earlier: EarlierRun | None,
-        key: CaptureKey,
-        weights: str,
-        adjustments: Adjustments,
-    ) -> tuple[RowMaker, int, bool]:
-        """What makes rows of batches, how many samples at once, and whether the model is steady."""
+        if earlier is not None:
+            adjustments = adjustments | earlier.adjustments
+        first = without_columns(self.batches.first)
         if self.settings.keep == LOSSES:
-            at_once, steady = batch_size(first), self._is_steady(first)
-            audit = RowAudit(self.model, self.task, self.device) if steady else None
-            losses = LossMaker(self.model, self.task, self.watched, self.device, audit=audit)
-            return losses, at_once, steady
+            steady = is_steady(self.model, self.task, first, self.request.mode)
+            at_once = batch_size(first)
+            maker: RowMaker = LossMaker(
+                model=self.model,
+                task=self.task,
+                watched=self.watched,
+                device=self.device,
+                audit=RowAudit(self.model, self.task, self.device) if steady else None,
+            )
+        else:
+            maker, at_once, steady = self._gradient_maker(key, weights, earlier, adjustments)
+        rows = maker.make(self._first_rows(), alone=True)
+        values = rows.values | {"example": digests(self.batches.first)[:0]}
+        gradients = tuple(array for keeping in maker.kept for array in keeping.arrays)
+        schema = gs.Schema(
+            arrays=(*arrays_for(values), *gradients),
+            num_rows=self.batches.num_rows,
+            rows_per_segment=self._segment_rows(maker)
+            if earlier is None
+            else earlier.schema.rows_per_segment,
+            layers=maker.layers(),
+            fingerprints={
+                "weights": weights,
+                "task": self.task.describe(),
+                "mode": "train" if self.model.training else "eval",
+                "model": type(self.model).__name__,
+                **maker.fingerprints(values),
+                **({"adjustments": adjustments.to_text()} if adjustments else {}),
+            },
+        )
+        return FirstBatch(maker, at_once, steady, rows, schema)
+
+    def _gradient_maker(
+        self, key: CaptureKey, weights: str, earlier: EarlierRun | None, adjustments: Adjustments
+    ) -> tuple[RowMaker, int, bool]:
+        """The maker of rows with gradients, how many samples run at once, and whether it is steady."""
+        first, budget = without_columns(self.batches.first), self.budget
         small = self.settings.compressed is not None or self.settings.keep == QUERIES
-        tried = _FEW_TRIED if small or self.budget is not None else _TRIED
+        # Samples with which the rules of layers are proved: few where memory may be short.
+        tried = 2 if small or budget is not None else 16
         rows = min(batch_size(first), tried)
         batch = to_device(rows_of(first, 0, rows), self.device)
-        as_before = None if earlier is None or small else earlier.storages
-        settings = self.settings.exact if small else self.settings
-        placed = earlier is None or earlier.placed  # a capture that was begun without goes on so
         prepared = prepare_capture(
             self.model,
             self.task,
             batch,
-            settings,
-            as_before=as_before,
-            placed=placed,
+            self.settings.exact if small else self.settings,
+            as_before=None if earlier is None or small else earlier.storages,
+            placed=earlier is None or earlier.placed,  # one that was begun without goes on so
             adjustments=adjustments,
             proof_rows=tried,
         )
@@ -320,41 +352,43 @@ class Replay:
                 "nothing is left to capture: no chosen layer has a gradient",
                 fix="choose other layers, or uncovered='dense'",
             )
-        steady = self._is_steady(first)  # before a basis is found with many rows
-        moments = None
-        if not small and self.recompute is None:  # a plan wants every step to be the same
-            moments = FirstMoments.wanted(prepared, self.budget)
-        audit = RowAudit(self.model, self.task, self.device, prepared.tracer) if steady else None
-        maker: RowMaker = GradientMaker(
-            prepared, self.watched, self.recompute, self.device, moments, audit
-        )
-        at_once = rows_at_once(prepared, rows)
-        if small:
-            compressed = self._compressed(prepared, key, weights, batch)
-            if compressed is not None:
-                maker, at_once = compressed.audited() if steady else compressed, batch_size(first)
-        if self.budget is None:
-            return maker, at_once, steady
-        if isinstance(maker, CoordinateMaker):
-            size, beside = maker.basis.size, maker.basis.nbytes
-            footprint = coordinate_footprint(prepared, size, batch, rows)
-            within = rows_within(self.budget, footprint, beside=beside)
-            return maker, min(at_once, within), steady
-        footprint = row_footprint(prepared, batch, rows)
-        return maker, min(at_once, rows_within(self.budget, footprint)), steady
+        # Before a basis is found with many rows.
+        steady = is_steady(self.model, self.task, first, self.request.mode)
+        small_maker = self._coordinate_maker(prepared, key, weights, batch) if small else None
+        maker: RowMaker
+        if small_maker is not None:
+            maker, at_once, tracer = small_maker, batch_size(first), small_maker.tracer
+            project, beside = small_maker.project, small_maker.basis.nbytes
+            size = small_maker.basis.size
+        else:
+            moments = None
+            if not small and self.recompute is None:  # a plan wants every step to be the same
+                moments = FirstMoments.wanted(prepared, budget)
+            maker = GradientMaker(
+                prepared=prepared,
+                kept=prepared.kept,
+                watched=self.watched,
+                recompute=self.recompute,
+                device=self.device,
+                moments=moments,
+            )
+            at_once, tracer = rows_at_once(prepared, rows), prepared.tracer
+            project, beside, size = None, 0, None
+        if steady:
+            maker.audit = RowAudit(self.model, self.task, self.device, tracer, project)
+        if budget is not None:
+            if size is None:
+                footprint = row_footprint(prepared, batch, rows)
+            else:
+                footprint = coordinate_footprint(prepared, size, batch, rows)
+            at_once = min(at_once, rows_within(budget, footprint, beside=beside))
+        return maker, at_once, steady
 
-    def _first_rows(self) -> Any:
-        first = self.batches.first
-        return rows_of(first, 0, min(2, batch_size(first)))
-
-    def _is_steady(self, first: Any) -> bool:
-        return is_steady(self.model, self.task, first, self.mode)
-
-    def _compressed(
+    def _coordinate_maker(
         self, prepared: PreparedCapture, key: CaptureKey, weights: str, batch: Any
     ) -> CoordinateMaker | None:
-        """What makes coordinates; None where the exact gradients of every row take no more bytes."""
-        keep = self.settings.compressed
+        """The maker of coordinates; None where exact gradients of every row take no more bytes."""
+        keep, budget = self.settings.compressed, self.budget
         ragged = any(array.ragged for keeping in prepared.kept for array in keeping.arrays)
         if keep is not None and not ragged and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
             return None
@@ -366,9 +400,9 @@ class Replay:
             task=self.task.describe(),
             trained_as=self.task.trained_as(),
             chosen=self.settings.layers is not None,
-            budget=self.budget,
+            budget=budget,
             footprint=0
-            if self.budget is None
+            if budget is None
             else coordinate_footprint(prepared, 0, batch, batch_size(batch)),
         )
         basis = find_basis(request, prepared, self.batches, self.device)
@@ -376,43 +410,41 @@ class Replay:
             prepared, basis, keep, self.watched, recompute=self.recompute, device=self.device
         )
 
-    def _schema(
-        self,
-        maker: RowMaker,
-        made: MadeRows,
-        weights: str,
-        earlier: EarlierRun | None,
-        adjustments: Adjustments,
-    ) -> Schema:
-        values = made.values | {"example": digests(self.batches.first)[:0]}
-        gradients = tuple(array for keeping in maker.kept for array in keeping.arrays)
-        rows = earlier.schema.rows_per_segment if earlier is not None else self._rows(maker)
-        return gs.Schema(
-            arrays=(*arrays_for(values), *gradients),
-            num_rows=self.batches.num_rows,
-            rows_per_segment=rows,
-            layers=layers_of(maker),
-            fingerprints={
-                "weights": weights,
-                "task": self.task.describe(),
-                "mode": "train" if self.model.training else "eval",
-                "model": type(self.model).__name__,
-                **maker.fingerprints(values),
-                **({"adjustments": adjustments.to_text()} if adjustments else {}),
-            },
-        )
+    def _first_rows(self) -> Any:
+        first = self.batches.first
+        return rows_of(first, 0, min(2, batch_size(first)))
 
-    def _rows(self, maker: RowMaker) -> int:
+    def _segment_rows(self, maker: RowMaker) -> int:
         """A power of two of rows per segment."""
         most = segment_bytes(self.budget)
-        limit = COORDINATE_ROWS if isinstance(maker_within(maker), CoordinateMaker) else 1 << 16
+        limit = COORDINATE_ROWS if isinstance(maker, CoordinateMaker) else 1 << 16
         rows = 1
         while 2 * rows * maker.row_bytes <= most and rows < limit:
             rows *= 2
         return rows
 
-    def _delivered(self, report: Report | None) -> Generator[tuple[Any, Any, Any]]:
-        """Ids, fingerprints and batches of one pass; the first pass is what later ones must be."""
+    def _used_layers(self, names: frozenset[str]) -> frozenset[str]:
+        """The layers of these that run in any batch; one forward pass over the data."""
+        units = [unit for unit in units_of(self.model) if unit.name in names]
+        owners = {module: unit.name for unit in units for module in unit.modules}
+        ran: set[str] = set()
+
+        def hook(module: nn.Module, *_: object) -> None:
+            ran.add(owners[module])
+
+        with contextlib.ExitStack() as stack:
+            self.make_ready(stack)
+            for module in owners:
+                stack.callback(module.register_forward_hook(hook).remove)
+            for _, batch in self.batches:
+                own = to_device(without_columns(batch), self.device)
+                losses_alone(self.task, self.model, own)
+                if len(ran) == len(units):
+                    break
+        return frozenset(ran)
+
+    def _delivered(self, report: Report | None) -> Generator[Delivered]:
+        """Ids, fingerprints and batches of one pass; every later pass must be as the first."""
         parts: list[tuple[Any, Any]] = []
         done, total = 0, self.batches.num_rows
         for ids, batch in self.batches:
@@ -437,115 +469,92 @@ class Replay:
     def _write(
         self,
         key: CaptureKey,
-        schema: Schema,
-        maker: RowMaker,
-        made: MadeRows,
-        at_once: int,
+        first: FirstBatch,
         earlier: EarlierRun | None,
-        again: RowsMadeAgain | None,
-        delivered: Iterable[tuple[Any, Any, Any]],
+        delivered: Iterable[Delivered],
         alarms: RowAlarms,
-    ) -> tuple[int, list[str]]:
-        reused = done = 0
+    ) -> int:
+        """Make all rows that are missing and seal; how many were there already."""
+        maker, schema, done = first.maker, first.schema, 0
+        again = RowsMadeAgain(earlier, maker) if earlier is not None and first.steady else None
+        if self.store.has(key.moments):
+            self.store.delete(key.moments)  # of an interrupted run, perhaps of other rows
+        moments, moment_ids = maker.moments, [np.empty(0, np.int64)]
+        if moments is not None:
+            moments.begin()
         with contextlib.ExitStack() as stack:
             writer = stack.enter_context(self.store.write(key, schema))
             report = stack.enter_context(self._bar(f"capture {key.split} at {key.checkpoint}"))
-            # What goes on with earlier rows asks the writer about every batch.
-            # Of a segment, not more than a small part waits: all that waits is lost with the process.
-            least = max(1, min(maker.joined, schema.rows_per_segment // _WAITING))
-            joined = JoinedRows(writer, least if earlier is None else 1)
-            moments, first = self._begin_moments(key, maker), [np.empty(0, np.int64)]
+            feed = RowFeed(writer, maker, first.at_once, alarms)
+            if earlier is None:
+                # At most an eighth of a segment waits: rows that wait are lost with the process.
+                feed.least = max(1, min(maker.joined, schema.rows_per_segment // 8))
             for ids, found, batch in delivered:
                 if moments is not None and moments.open:
-                    first.append(np.asarray(ids, np.int64))
+                    moment_ids.append(np.asarray(ids, np.int64))
                 if earlier is not None:
                     earlier.check(ids, found)
                 if again is not None:
                     again.look(ids, batch)
-                if maker.audit is not None:
-                    maker.audit.is_last = done + len(ids) == self.batches.num_rows
-                needed = writer.needs(len(ids))
-                reused += 0 if needed else len(ids)
-                if needed or (moments is not None and moments.open):
-                    at_once = append_rows(
-                        joined, maker, ids, found, batch, at_once, alarms, moments
-                    )
-                else:
-                    writer.skip(ids)
                 done += len(ids)
+                if maker.audit is not None:
+                    maker.audit.is_last = done == self.batches.num_rows
+                feed.add(ids, found, batch)
                 if report is not None:
                     report(done, self.batches.num_rows or done)
-            joined.flush()
+            feed.flush()
             alarms.check_all_zero()
             if maker.audit is not None:
-                again_first = maker.make(self._first_rows(), alone=True)
-                check_unchanged(made.values, again_first.values)
-            weights = str(schema.fingerprints["weights"])
-            kept = None if moments is None else moments.found(weights, np.concatenate(first))
-            if kept is not None:
-                kept.save(self.store, key)  # before the capture is sealed
-        return reused, alarms.notes()
-
-    def _begin_moments(self, key: CaptureKey, maker: RowMaker) -> FirstMoments | None:
-        """What adds up moments of the first rows; None where none are wanted."""
-        inner = maker_within(maker)
-        moments = inner.moments if isinstance(inner, GradientMaker) else None
-        if self.store.has(key.moments):
-            self.store.delete(key.moments)  # left by what was interrupted, perhaps of other rows
-        if moments is not None:
-            moments.begin()
-        return moments
+                last = maker.make(self._first_rows(), alone=True)
+                check_unchanged(first.rows.values, last.values)
+            if moments is not None:
+                weights = str(schema.fingerprints["weights"])
+                kept = moments.found(weights, np.concatenate(moment_ids))
+                if kept is not None:
+                    kept.save(self.store, key)  # before the capture is sealed
+        return feed.reused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PartReplay:
-    """A replay that makes some segments of a capture, again and again; the model stays ready."""
+class SegmentMaker:
+    """Makes segments of a capture in a process whose model is ready."""
 
     replay: Replay
     key: CaptureKey
-    schema: Schema
-    maker: RowMaker
-    at_once: int
+    first: FirstBatch
     ready: contextlib.ExitStack | None = None
-    """What holds the model ready, where nobody else does."""
+    """Holds the model ready, where nobody else does."""
+
+    @classmethod
+    def begin(cls, replay: Replay, key: CaptureKey, expected: FirstRows) -> SegmentMaker:
+        """Be ready to make segments of a capture that another process has begun."""
+        stack = contextlib.ExitStack()
+        replay.make_ready(stack)
+        earlier = earlier_run(replay.store, key)
+        if earlier is None:
+            raise CaptureError(
+                "there is no such capture to make a part of: it was deleted meanwhile",
+                path=replay.store.backend.describe(key.folder),
+                fix="run the whole capture again",
+            )
+        first = replay.try_first_rows(key, earlier, earlier.adjustments)
+        made = cls(replay, key, first, stack)
+        expected.check(made.first_rows())
+        return made
+
+    def first_rows(self) -> FirstRows:
+        """The first rows, by which a worker knows that it makes the same."""
+        return FirstRows.of(self.replay.batches.first, self.first.rows.values)
 
     def make(self, segments: range) -> RowAlarms:
-        """Make those of the segments that are not there, from the batches of a whole pass."""
-        alarms, share = RowAlarms(), gs.WriterShare(segments=segments)
-        per_segment = self.schema.rows_per_segment
+        """Make the missing ones of these segments, from the batches of a whole pass."""
+        alarms, per_segment = RowAlarms(), self.first.schema.rows_per_segment
         start, stop = segments.start * per_segment, segments.stop * per_segment
-        at_once = self.at_once
-        with self.replay.store.write(self.key, self.schema, share=share) as writer:
-            rows = JoinedRows(writer, 1)
+        share = gs.WriterShare(segments=segments)
+        with self.replay.store.write(self.key, self.first.schema, share=share) as writer:
+            feed = RowFeed(writer, self.first.maker, self.first.at_once, alarms)
             for at, ids, batch in self.replay.batches.between(start, stop):
                 if writer.position < at:
                     writer.begin_at(at)
-                found = digests(batch)
-                at_once = append_rows(rows, self.maker, ids, found, batch, at_once, alarms)
+                feed.add(ids, digests(batch), batch)
         return alarms
-
-
-def _random_with_workers() -> CaptureError:
-    return CaptureError(
-        "a model that draws at random gives other rows to every worker",
-        found="dropout in train mode",
-        fix="pass mode='eval', or leave workers= out",
-    )
-
-
-def _adding(names: set[str], name: str) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        names.add(name)
-
-    return hook
-
-
-@contextlib.contextmanager
-def _no_gradients_left(model: nn.Module) -> Any:
-    """Whatever happens, the parameters' `.grad` is what it was."""
-    earlier_run = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        yield
-    finally:
-        for parameter, gradient in earlier_run.items():
-            parameter.grad = gradient

@@ -11,10 +11,9 @@ from gradkeep._budgets import format_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._mode import device_of, in_mode
-from gradkeep.capturing._readiness import ready, uncompiled
-from gradkeep.capturing.rules._units import HINT, units_of
-from gradkeep.capturing.tasks._task import Task, call, logits_of
+from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
+from gradkeep.capturing.rules._rules import HINT, units_of
+from gradkeep.capturing.tasks._tasks import Task, call, logits_of
 from gradkeep.errors import CaptureError
 from gradkeep.query._layers import select_layers
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._first_batch import KeepChoice
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing._mode import Mode
+    from gradkeep.capturing._readiness import Mode
     from gradkeep.factors._form import Storage
     from gradkeep.query._layers import LayerChoice
     from gradkeep.store import CaptureKey, Encoding
@@ -96,16 +95,9 @@ class Captured:
         kept += f"{ratio:.1f}x smaller than dense"
         if not self.layers:
             kept = f"the losses of {self.rows} rows in {format_bytes(self.bytes)}"
-        lines = [
-            (
-                f"{self.key.split} at {self.key.checkpoint}: {kept}; "
-                f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
-            )
-        ]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-_TRIED = 8
+        seconds = f"{self.seconds:.1f} s ({pace}, {self.cpu_seconds:.1f} s of CPU time)"
+        head = f"{self.key.split} at {self.key.checkpoint}: {kept}; {seconds}"
+        return "\n".join([head, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +175,7 @@ def layers(
         return LayerTable(tuple(ListedLayer(unit.name, unit.type, unit.size) for unit in units))
     with ready(model), in_mode(model, mode):
         device = device_of(model)
-        part = to_device(rows_of(batch, 0, min(batch_size(batch), _TRIED)), device)
+        part = to_device(rows_of(batch, 0, min(batch_size(batch), 8)), device)
         settings = CaptureSettings(layers, encoding=encoding, keep=keep, tolerance=tolerance)
         prepared = prepare_capture(model, task or _SumOfOutputs(), part, settings)
     return LayerTable(tuple(kept_layer(keeping) for keeping in prepared.kept))

@@ -1,37 +1,95 @@
-"""What an earlier run of the same capture left, and the proof that this run goes on with the same.
+"""Rows of an earlier run of the same capture, and the proof that this run goes on with the same.
 
-Contents: the fingerprint of every row that is delivered must be the one that is kept. Model and task:
-some kept rows are made again and compared before anything is added to them.
+Contents: the fingerprint of every delivered row must be the stored one. Model and task: some stored rows
+are made again and compared before anything is added to them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
-from gradkeep.capturing._adjustments import Adjustments
 from gradkeep.capturing._batches import rows_of
-from gradkeep.capturing._fingerprints import RowFingerprints, changed_rows, named
+from gradkeep.capturing._keeping import Adjustments
 from gradkeep.errors import CaptureError, NotSealed
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._gradients import gradients_of
 
 if TYPE_CHECKING:
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+    Digests = np.ndarray[Any, np.dtype[np.uint64]]
     from collections.abc import Iterable
 
     from gradkeep.capturing._row_making import MadeRows, RowMaker
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Block, CaptureKey, Schema, Store
 
-_MADE_AGAIN = 8
-"""Rows that are made again, from the first to the last."""
+_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowFingerprints:
+    """The fingerprint `[N]` of each known row, ordered by id.
+
+    >>> known = RowFingerprints.of(np.array([7, 3]), np.array([70, 30], np.uint64))
+    >>> known.changed(np.array([3, 7, 9]), np.array([30, 71, 90], np.uint64))
+    array([7])
+    """
+
+    ids: Ids
+    digests: Digests
+
+    @classmethod
+    def of(cls, ids: Any, digests: Any) -> Self:
+        """Those of rows in any order."""
+        order = np.argsort(ids, kind="stable")
+        return cls(np.asarray(ids, np.int64)[order], np.asarray(digests, np.uint64)[order])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def known(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of the rows are known `[B]`."""
+        at = np.searchsorted(self.ids, ids)
+        inside = at < len(self.ids)
+        found = np.zeros(len(ids), np.bool_)
+        found[inside] = self.ids[at[inside]] == ids[inside]
+        return found
+
+    def changed(self, ids: Ids, digests: Digests) -> Ids:
+        """The ids of those rows that are known with another fingerprint."""
+        known = self.known(ids)
+        before = self.digests[np.searchsorted(self.ids, ids[known])]
+        found: Ids = ids[known][before != digests[known]]
+        return found
+
+
+def changed_rows(ids: Ids, *, path: str, known: int) -> CaptureError:
+    """The error that names rows whose contents are not what they were."""
+    also = f", nor are {len(ids) - 1} others" if len(ids) > 1 else ""
+    return CaptureError(
+        f"sample {ids[0]} is not what it was when this capture was begun{also}",
+        path=path,
+        found=f"other inputs or labels at {named(ids)}, {len(ids)} of {known} rows",
+        expected="the same contents behind every id: same data, same order, same padding, and no "
+        "random augmentation",
+        fix="go through the same data in the same order; or keep these rows as another capture "
+        "with name=; or delete the old one with store.delete(key) first",
+    )
+
+
+def named(ids: Any) -> str:
+    """Some ids for a message."""
+    told = ", ".join(str(number) for number in np.asarray(ids)[:_NAMED].tolist())
+    return told + (" ..." if len(ids) > _NAMED else "")
+
+
 _VALUES = ("loss", "output", "slope", "label")
 _WITHIN = {"float32": 1e-3, "float64": 1e-7}
 """Relative errors of numbers that were made twice, in batches of other sizes."""
-_ENCODED = 3e-2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,26 +104,24 @@ class EarlierRun:
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """Its folder."""
         return self.block.path
 
     @property
     def schema(self) -> Schema:
-        """What it holds."""
+        """Its arrays and layers."""
         return self.block.schema
 
     @property
     def rows(self) -> int:
-        """How many rows are there."""
+        """Rows that are there."""
         return len(self.block)
 
     @property
     def storages(self) -> dict[str, Storage]:
         """How each layer was kept, so that a resumed run keeps it the same way."""
-        found: dict[str, Storage] = {}
-        for layer in self.schema.layers:
-            found[layer.name] = form_from_fields(layer.form).storage
-        return found
+        layers = self.schema.layers
+        return {layer.name: form_from_fields(layer.form).storage for layer in layers}
 
     @property
     def adjustments(self) -> Adjustments:
@@ -122,9 +178,8 @@ def earlier_run(store: Store, key: CaptureKey) -> EarlierRun | None:
         block, sealed = store.read(key), True
     except NotSealed:
         block, sealed = store.read(key, live=True), False
-    contents = RowFingerprints.of(np.empty(0, np.int64), np.empty(0, np.uint64))
-    if "example" in block.names:
-        contents = RowFingerprints.of(block.ids, block.column("example"))
+    known = "example" in block.names
+    contents = RowFingerprints.of(*(block.ids, block.column("example")) if known else ([], []))
     return EarlierRun(key, block, sealed, contents)
 
 
@@ -134,7 +189,8 @@ class RowsMadeAgain:
     def __init__(self, earlier: EarlierRun, maker: RowMaker) -> None:
         self._earlier, self._maker = earlier, maker
         ids = earlier.block.ids
-        places = np.linspace(0, len(ids) - 1, min(len(ids), _MADE_AGAIN)).round().astype(int)
+        # Rows that are made again, from the first to the last.
+        places = np.linspace(0, len(ids) - 1, min(len(ids), 8)).round().astype(int)
         self._wanted = {int(ids[place]): int(place) for place in places}
 
     def look(self, ids: np.ndarray[Any, Any], batch: Any) -> None:
@@ -166,14 +222,15 @@ class RowsMadeAgain:
                 found.append(f"{name} {now:.6g}, kept is {was:.6g}")
         if not made.layers:
             return found
-        gradients = gradients_of(block, self._earlier.key, None, _of(block))
+        of: Any = "output" if block.schema.fingerprints.get("of") == "output" else "loss"
+        gradients = gradients_of(block, self._earlier.key, None, of)
         before = gradients.rows([place]).factors
         for name, form in gradients.forms.items():
             arrays = [block.schema.array(array) for array in form.arrays]
             encoded = any(array.encoding != "plain" for array in arrays)
             was, now = _gradient(form, before[name]), _gradient(form, made.layers[name])
             near = 10 * _WITHIN.get(arrays[0].dtype, 1e-3)
-            near = max(near, _ENCODED if encoded else 0.0, form.repeated_error)
+            near = max(near, 3e-2 if encoded else 0.0, form.repeated_error)
             error, scale = float((now - was).norm()), float(was.norm())
             if not error <= near * scale:
                 found.append(f"gradient of {name} off by {error / max(scale, 1e-300):.1%}")
@@ -185,7 +242,3 @@ def _gradient(form: AnyForm, rows: GradientRows) -> torch.Tensor:
     """The whole gradient `[P]` of a single row."""
     wide = rows.widened()
     return form.weighted_sum(wide, wide.example.new_ones(1, 1))[0].double().cpu()
-
-
-def _of(block: Block) -> Any:
-    return "output" if block.schema.fingerprints.get("of") == "output" else "loss"

@@ -20,17 +20,25 @@ from gradkeep.capturing._batches import batch_size, with_leaves
 from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._first_batch import PreparedCapture, storages_wanted
 from gradkeep.capturing._keeping import choose_storage
-from gradkeep.capturing._mode import in_mode
-from gradkeep.capturing._rule_choice import is_shared, ways_to_capture
-from gradkeep.capturing._stand_ins import LOW
+from gradkeep.capturing._proofs import is_shared, ways_to_capture
+from gradkeep.capturing._readiness import LOW, in_mode
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer
-from gradkeep.capturing.rules._embedding import tied_pieces
-from gradkeep.capturing.rules._gradients import LayerGradients
-from gradkeep.capturing.rules._linear import linear_gradients
-from gradkeep.capturing.rules._rules import unit_gradients
-from gradkeep.capturing.rules._units import HINT, LayerUnit, tensors, units_of, watched
+from gradkeep.capturing.rules._layers import (
+    LayerGradients,
+    dense_gradients,
+    linear_gradients,
+    tied_pieces,
+)
+from gradkeep.capturing.rules._rules import (
+    HINT,
+    LayerUnit,
+    calls_of,
+    tensors,
+    unit_gradients,
+    units_of,
+    watched,
+)
 from gradkeep.errors import CaptureError
-from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._lookup import Lookup, LookupRows
 from gradkeep.query._layers import select_layers
 
@@ -38,9 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from gradkeep.capturing._first_batch import CaptureSettings
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing.tasks._task import Measured, Task
-    from gradkeep.factors._form import Storage
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing.tasks._tasks import Measured, Task
 
     Numbers = Mapping[int, torch.Tensor]
     """The real tensors of a batch, by the storages of those that stand for them."""
@@ -95,7 +102,10 @@ def shaped_capture(
     tracer = Tracer(hollow, task, settings.of)
     count = PassCount(hollow)
     with in_mode(hollow, mode), fake:
-        with count.operators(), torch.autograd.graph.saved_tensors_hooks(count.saving, _same):
+        with (
+            count.operators(),
+            torch.autograd.graph.saved_tensors_hooks(count.saving, lambda tensor: tensor),
+        ):
             modules = [*watched(units), *hollow.modules()]
             measured, target, calls = tracer.forward(modules, given)
         reached = torch.autograd.grad(
@@ -103,12 +113,18 @@ def shaped_capture(
         )
         with count.operators():
             fill(calls, target)
-    used, unused = _split(units, reached)
-    pieces = _Pieces(hollow, calls, rows, numbers).of(used)
+    gradients = dict(zip(tensors(units), reached, strict=True))
+    used = [unit for unit in units if any(gradients[w] is not None for w in unit.weights)]
+    unused = [unit for unit in units if unit not in used]
+    shapes = _Pieces(hollow, calls, rows, numbers)
+    pieces = dict(shapes.piece(unit) for unit in used)
+    wanted = storages_wanted(list(pieces), settings.keep, {})
+    # What a tolerance leaves of a rank depends on numbers: factors are the most that it can be.
+    wanted = {unit: "factors" if way == "low rank" else way for unit, way in wanted.items()}
     kept = choose_storage(
         pieces,
         encoding=settings.encoding,
-        wanted=_of_known_rank(storages_wanted(list(pieces), settings.keep, {})),
+        wanted=wanted,
         tolerance=0.0,
         tokens=None if measured.tokens is None else measured.tokens.shape[1],
     )
@@ -122,7 +138,7 @@ def shapes_of(prepared: PreparedCapture, batch: Any) -> ShapedCapture:
     rows, tracer = batch_size(batch), prepared.tracer
     count = PassCount(tracer.model)
     with count.operators():
-        with torch.autograd.graph.saved_tensors_hooks(count.saving, _same):
+        with torch.autograd.graph.saved_tensors_hooks(count.saving, lambda tensor: tensor):
             measured, target, calls = tracer.forward(watched(tracer.units), batch)
         fill(calls, target)
     return _shaped(prepared, measured, count.a_row(rows), rows)
@@ -139,13 +155,6 @@ def _shaped(
         values=_value_bytes(measured),
         token_values=0.0 if tokens is None else 4.0 * tokens.numel() / rows + 8,
     )
-
-
-def _of_known_rank(
-    wanted: Mapping[LayerUnit, Storage | None],
-) -> dict[LayerUnit, Storage | None]:
-    """What a tolerance leaves of a rank depends on numbers: factors are the most that it can be."""
-    return {unit: "factors" if way == "low rank" else way for unit, way in wanted.items()}
 
 
 def _hollow_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -189,10 +198,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class PassCount:
@@ -243,18 +248,6 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def _split(
-    units: Sequence[LayerUnit], reached: Sequence[torch.Tensor | None]
-) -> tuple[list[LayerUnit], list[LayerUnit]]:
-    """Units that the target depends on, and the others."""
-    found: tuple[list[LayerUnit], list[LayerUnit]] = [], []
-    gradients = iter(reached)
-    for unit in units:
-        own = [next(gradients) for _ in unit.weights]
-        found[all(gradient is None for gradient in own)].append(unit)
-    return found
-
-
 class _Pieces:
     """The gradients of units on the meta device, as their rules make them."""
 
@@ -270,25 +263,22 @@ class _Pieces:
             self._by_module.setdefault(call.module, []).append(own)
             self._tokens[own] = numbers.get(_storage(call.input)) if _has_tensor(call) else None
 
-    def of(self, units: Sequence[LayerUnit]) -> dict[LayerUnit, LayerGradients]:
-        """By the units as they would be captured, in order."""
-        return dict(self._one(unit) for unit in units)
-
-    def _one(self, unit: LayerUnit) -> tuple[LayerUnit, LayerGradients]:
+    def piece(self, unit: LayerUnit) -> tuple[LayerUnit, LayerGradients]:
+        """The unit as it would be captured, and the shapes of its gradients."""
         if is_shared(unit, self._by_module, self._rows):
             shared = dataclasses.replace(unit, axis="shared")
             return shared, self._lookup(unit, self._by_module[unit.modules[0]], shared=True)
         for way in ways_to_capture(self._model, unit, self._by_module, rows=self._rows):
             if way.rule in DENSE_RULES:
                 break
-            own = [call for m in dict.fromkeys(way.modules) for call in self._by_module[m]]
+            own = calls_of(way, self._by_module)
             with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
                 return way, self._made(way, own)
         return dataclasses.replace(unit, rule="module"), self._dense(unit)
 
     def _dense(self, unit: LayerUnit) -> LayerGradients:
-        form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
-        return LayerGradients(form, DenseRows(torch.empty(self._rows, unit.size, device="meta")))
+        values = torch.empty(self._rows, unit.size, device="meta")
+        return dense_gradients(unit.name, unit.parameters, values)
 
     def _made(self, unit: LayerUnit, calls: list[LayerCall]) -> LayerGradients:
         if unit.rule == "embedding":
@@ -349,8 +339,6 @@ def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> L
 
 def _value_bytes(measured: Measured) -> float:
     """Id, fingerprint and length, and what the task measures, of one row."""
-    size = 8.0 + 8.0 + 4.0
-    told: list[torch.Tensor | None] = [measured.losses, measured.outputs, measured.slopes]
-    told += [measured.labels, measured.predictions]
-    there = [tensor for tensor in told if tensor is not None]
-    return size + sum(tensor.numel() / len(tensor) * tensor.element_size() for tensor in there)
+    tensors = (measured.losses, measured.outputs, measured.slopes, measured.labels)
+    there = [tensor for tensor in (*tensors, measured.predictions) if tensor is not None]
+    return 20.0 + sum(tensor.numel() / len(tensor) * tensor.element_size() for tensor in there)

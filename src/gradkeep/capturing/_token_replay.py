@@ -1,45 +1,100 @@
-"""Running chosen rows again, to tell their tokens apart where only whole rows are kept."""
+"""Replay of chosen rows, to tell their tokens apart where only whole rows are kept."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
 from gradkeep.capturing._calls import fill
-from gradkeep.capturing._capture import task_batches
-from gradkeep.capturing._columns import without_columns
-from gradkeep.capturing._fingerprints import RowFingerprints
+from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._mode import device_of, draws_at_random, in_mode
-from gradkeep.capturing._readiness import ready, uncompiled
+from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready, uncompiled
+from gradkeep.capturing._resume import RowFingerprints
+from gradkeep.capturing._row_making import without_columns
 from gradkeep.capturing._weights import fingerprint_weights
-from gradkeep.capturing.coordinates._basis import load_basis
-from gradkeep.capturing.rules._positions import token_products
-from gradkeep.capturing.rules._units import watched
-from gradkeep.capturing.tasks._task import Task
+from gradkeep.capturing.rules._layers import by_sample, is_linear, linear_gradients, norm_terms
+from gradkeep.capturing.rules._rules import calls_by_module, calls_of, watched
+from gradkeep.capturing.tasks._tasks import Task
 from gradkeep.errors import CaptureError
+from gradkeep.factors._form import widened
+from gradkeep.factors._lookup import Lookup, LookupRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._loader import Batches, Ids
+    from gradkeep.capturing._row_making import Columns
     from gradkeep.capturing._tracer import Tracer
-    from gradkeep.capturing.coordinates._basis import CaptureBasis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
     from gradkeep.query import Gradients
     from gradkeep.store import Store
 
-_SCRATCH = 64 << 20
+
+def token_products(
+    unit: LayerUnit, calls: Sequence[LayerCall], directions: Tensor, *, rows: int, tokens: int
+) -> Tensor | None:
+    """`[K, B, T]`: products with directions `[K, P]`, summed over calls; None: it has no such positions.
+
+    Every call must put out one vector for each token, `[B, T, d]`: that of a linear layer, of an
+    embedding, of both uses of a tied weight, or of a norm over the last dimension.
+    """
+    parts = [_one(unit, call, directions, rows, tokens) for call in calls]
+    found = [part for part in parts if part is not None]
+    return functools.reduce(torch.add, found) if parts and len(found) == len(parts) else None
+
+
+def _one(
+    unit: LayerUnit, call: LayerCall, directions: Tensor, rows: int, tokens: int
+) -> Tensor | None:
+    suffix = by_sample(call.suffix(), rows, unit.axis)
+    if suffix.dim() != 3 or suffix.shape[:2] != (rows, tokens):
+        return None
+    if unit.rule == "norm":
+        terms = norm_terms(call, unit.parameters, rows=rows, axis=unit.axis)
+        return None if terms is None else torch.einsum("kp,btp->kbt", directions.to(terms), terms)
+    if unit.rule in ("embedding", "tied") and isinstance(call.module, nn.Embedding):
+        return _looked_up(unit, call, suffix, directions)
+    if unit.rule in ("linear", "tied") and is_linear(call.module):
+        piece = linear_gradients(
+            unit.name, call.module, unit.parameters, [call], rows=rows, axis=unit.axis
+        )
+        kept = piece.rows.widened()
+        parts = piece.form.along_positions(kept, directions.to(kept.example))
+        return None if parts is None else parts[0].values.view(-1, rows, tokens)
+    return None
+
+
+def _looked_up(
+    unit: LayerUnit, call: LayerCall, suffix: Tensor, directions: Tensor
+) -> Tensor | None:
+    """Tokens as they were read, equal ones apart."""
+    table = call.module
+    assert isinstance(table, nn.Embedding)
+    rows, tokens, width = suffix.shape
+    ids = by_sample(call.input, rows, unit.axis)
+    if ids.shape != (rows, tokens):
+        return None
+    g = widened(suffix)
+    if table.padding_idx is not None:
+        g = g.masked_fill((ids == table.padding_idx).unsqueeze(2), 0)
+    size = table.num_embeddings * width
+    form = Lookup(unit.parameters[:1], "", "", table.num_embeddings, width)
+    offsets = torch.arange(rows + 1) * tokens
+    kept = LookupRows(ids.reshape(-1), g.reshape(-1, width), offsets)
+    parts = form.along_positions(kept, directions[:, :size].to(g))
+    return None if parts is None else parts[0].values.view(-1, rows, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +131,7 @@ def replay_tokens(
     refused. Cost: one pass forward and back over the chosen rows, 2 K T P operations for each, and
     all K directions at once.
     """
-    _check_task(train, task)
+    _check(train, task)
     if not len(train_ids):
         raise CaptureError("no training rows were asked about", fix="pass ids of some rows")
     facts: Any = train.block.schema.fingerprints
@@ -94,39 +149,32 @@ def replay_tokens(
                 fix="rows come out otherwise each time: capture with mode='eval'",
             )
         batches = task_batches(loader, model, task, mode, ids=ids, columns=columns)
-        rows = _CapturedRows(train, batches)
-        first, device = rows.first(), device_of(model)
+        first, device = next(_captured_batches(train, batches))[1], device_of(model)
         probe = to_device(rows_of(first, 0, min(2, batch_size(first))), device)
         prepared = prepare_capture(model, task, probe, CaptureSettings(of=facts.get("of")))
         units = [unit for unit in prepared.tracer.units if unit.name in train.forms]
-        _check_layers(train, units)
+        _check(train, task, units)
         forms = {unit: prepared.pieces[unit].form for unit in units}
-        replay = _Replay(
+        replay = _TokenReplay(
             dataclasses.replace(prepared.tracer, units=units),
             _directions(store, train, asked, forms, device),
-            whole=train.of == "loss",
+            of_losses=train.of == "loss",
         )
-        return replay.over(rows.chosen(train_ids), train_ids, device)
+        rows = _chosen_rows(_captured_batches(train, batches), train_ids)
+        return replay.over(rows, train_ids, device)
 
 
-class _Replay:
+class _TokenReplay:
     """Runs rows and adds up what their tokens carry."""
 
     def __init__(
-        self, tracer: Tracer, directions: Mapping[LayerUnit, Tensor], *, whole: bool
+        self, tracer: Tracer, directions: Mapping[LayerUnit, Tensor], *, of_losses: bool
     ) -> None:
-        self.tracer, self.directions = tracer, directions
-        self.whole = whole
-        """Whether the gradients of losses are asked for, whatever was captured."""
-        self.placed: dict[str, None] = {}
-        self.rest: dict[str, None] = {}
+        self.tracer, self.directions, self.of_losses = tracer, directions, of_losses
+        self.layers: dict[str, None] = {}
+        self.rest_layers: dict[str, None] = {}
 
-    def over(
-        self,
-        rows: Iterable[tuple[list[int], Any]],
-        ids: np.ndarray[Any, np.dtype[np.int64]],
-        device: torch.device,
-    ) -> ReplayedTokens:
+    def over(self, rows: Iterable[tuple[list[int], Any]], ids: Any, device: Any) -> ReplayedTokens:
         """All rows, wherever they stand among the wanted ones."""
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for numbers, batch in rows:
@@ -137,13 +185,12 @@ class _Replay:
         longest = max(values.shape[1] for values, _ in found)
         padded = [torch.nn.functional.pad(v, (0, longest - v.shape[1])) for v, _ in found]
         values = torch.stack(padded, 1)
-        places = torch.arange(1, longest + 1)
         return ReplayedTokens(
             values=values,
             rest=torch.stack([rest for _, rest in found], 1),
-            lengths=((values != 0).any(0) * places).amax(1),
-            layers=tuple(self.placed),
-            rest_layers=tuple(self.rest),
+            lengths=((values != 0).any(0) * torch.arange(1, longest + 1)).amax(1),
+            layers=tuple(self.layers),
+            rest_layers=tuple(self.rest_layers),
         )
 
     def _batch(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -157,40 +204,33 @@ class _Replay:
                 fix="gk.LanguageModelling, or a task whose measure gives tokens [B, T]",
             )
         fill(calls, target)
-        tokens = measured.tokens.shape[1]
+        by_module, tokens = calls_by_module(calls), measured.tokens.shape[1]
         count = len(next(iter(self.directions.values())))
         values = target.new_zeros(count, rows, tokens, dtype=torch.float64)
         rest = target.new_zeros(count, rows, dtype=torch.float64)
-        left: list[LayerUnit] = []
+        without: list[LayerUnit] = []
         with torch.no_grad():
             for unit in tracer.units:
-                own = [c for m in dict.fromkeys(unit.modules) for c in calls if c.module is m]
-                found = self._placed(unit, own, rows, tokens)
+                own, along = calls_of(unit, by_module), self.directions[unit]
+                found = token_products(unit, own, along, rows=rows, tokens=tokens)
                 if found is None:
-                    left.append(unit)
+                    without.append(unit)
                 else:
                     values += found
-                    self.placed[unit.name] = None
-        if left:
-            traced = dataclasses.replace(tracer, units=left).run(batch)
-            with torch.no_grad():
-                for unit in left:
-                    piece = traced.pieces[unit]
-                    kept = piece.rows.widened()
-                    moved = self.directions[unit].to(kept.example)
-                    rest += piece.form.along(kept, moved, scratch=_SCRATCH)
-                    self.rest[unit.name] = None
-        slopes = tracer.loss_slopes(measured) if self.whole else None
+                    self.layers[unit.name] = None
+        pieces = {}
+        if without:
+            pieces = dataclasses.replace(tracer, units=without).run(batch).pieces
+        with torch.no_grad():
+            for unit, piece in pieces.items():
+                kept = piece.rows.widened()
+                along = self.directions[unit].to(kept.example)
+                rest += piece.form.along(kept, along, scratch=64 << 20)
+                self.rest_layers[unit.name] = None
+        slopes = tracer.loss_slopes(measured) if self.of_losses else None
         if slopes is not None:
             values, rest = values * slopes.unsqueeze(1), rest * slopes
         return values, rest
-
-    def _placed(
-        self, unit: LayerUnit, calls: list[LayerCall], rows: int, tokens: int
-    ) -> Tensor | None:
-        if not calls:
-            return None
-        return token_products(unit, calls, self.directions[unit], rows=rows, tokens=tokens)
 
 
 def _directions(
@@ -201,84 +241,65 @@ def _directions(
     device: torch.device,
 ) -> dict[LayerUnit, Tensor]:
     """Dense directions `[K, P]` of each layer."""
-    bases = {form.basis for form in train.forms.values()} - {None}
-    basis = _basis(store, str(next(iter(bases)))) if bases else None
+    fingerprints = {form.basis for form in train.forms.values()} - {None}
+    bases = [load_basis(store, key) for key in store.bases()] if fingerprints else []
+    basis = next((one for one in bases if one and one.fingerprint in fingerprints), None)
+    if fingerprints and basis is None:
+        raise CaptureError(
+            "the basis of these coordinates is not in the store",
+            path=store.location,
+            found=f"{len(bases)} others",
+            fix="look for it in the store that the rows were captured in",
+        )
     found = {}
     for unit, form in forms.items():
-        values = asked[unit.name].to(device)
+        found[unit] = asked[unit.name].to(device)
         if train.forms[unit.name].basis is not None and basis is not None:
-            values = basis.layers[unit.name].pulled_back(form, values)
-        found[unit] = values
+            found[unit] = basis.layers[unit.name].pulled_back(form, found[unit])
     return found
 
 
-def _basis(store: Store, fingerprint: str) -> CaptureBasis:
-    for key in store.bases():
-        found = load_basis(store, key)
-        if found is not None and found.fingerprint == fingerprint:
-            return found
-    raise CaptureError(
-        "the basis of these coordinates is not in the store",
-        path=store.location,
-        found=f"{len(store.bases())} others",
-        fix="look for it in the store that the rows were captured in",
-    )
-
-
-class _CapturedRows:
-    """The rows of a loader, of which those of the capture must have the contents that it saw."""
-
-    def __init__(self, train: Gradients, batches: Batches) -> None:
-        self._train, self._batches, self._known = train, batches, None
-        if "example" in train.block.names:
-            self._known = RowFingerprints.of(train.ids, train.block.column("example"))
-
-    def first(self) -> Any:
-        """The first batch."""
-        own, batch = next(iter(self._batches))
-        self._check(own, batch)
-        return without_columns(batch)
-
-    def chosen(self, ids: np.ndarray[Any, Any]) -> Iterator[tuple[list[int], Any]]:
-        """Wanted rows with their ids, as many at a time as stand beside each other."""
-        missing = {int(number) for number in ids}
-        for own, batch in self._batches:
-            self._check(own, batch)
-            at = [row for row, number in enumerate(own.tolist()) if number in missing]
-            missing -= {int(own[row]) for row in at}
-            given = without_columns(batch)
-            for start, stop in _runs(at):
-                yield [int(own[row]) for row in range(start, stop)], rows_of(given, start, stop)
-            if not missing:
-                return
-        raise CaptureError(
-            "the loader does not deliver all rows that are asked about",
-            found=f"no sample {sorted(missing)[:5]}",
-            fix="give the loader that the rows were captured from",
-        )
-
-    def _check(self, own: np.ndarray[Any, Any], batch: Any) -> None:
-        if self._known is None:
-            return
-        changed = self._known.changed(own, digests(batch))
+def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any, Any]]:
+    """Ids and batches of a loader, whose rows must have the contents that the capture saw."""
+    known = None
+    if "example" in train.block.names:
+        known = RowFingerprints.of(train.ids, train.block.column("example"))
+    for own, batch in batches:
+        changed = own[:0] if known is None else known.changed(own, digests(batch))
         if len(changed):
             raise CaptureError(
-                f"sample {changed[0]} is not what it was when {self._train.key.split} was captured",
+                f"sample {changed[0]} is not what it was when {train.key.split} was captured",
                 found="other contents under the same id",
                 fix="give the loader of then, with loader_ids= and columns= as the capture had them",
             )
+        yield own, without_columns(batch)
 
 
-def _runs(at: list[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive numbers as `(start, stop)`."""
-    begin = 0
-    for end in range(1, len(at) + 1):
-        if end == len(at) or at[end] != at[end - 1] + 1:
-            yield at[begin], at[end - 1] + 1
-            begin = end
+def _chosen_rows(
+    delivered: Iterator[tuple[Any, Any]], ids: np.ndarray[Any, Any]
+) -> Iterator[tuple[list[int], Any]]:
+    """Wanted rows with their ids, as many at a time as stand beside each other."""
+    missing = {int(number) for number in ids}
+    for own, batch in delivered:
+        at = [row for row, number in enumerate(own.tolist()) if number in missing]
+        missing -= {int(own[row]) for row in at}
+        begin = 0
+        for end in range(1, len(at) + 1):
+            if end == len(at) or at[end] != at[end - 1] + 1:
+                start, stop = at[begin], at[end - 1] + 1
+                yield own[start:stop].tolist(), rows_of(batch, start, stop)
+                begin = end
+        if not missing:
+            return
+    raise CaptureError(
+        "the loader does not deliver all rows that are asked about",
+        found=f"no sample {sorted(missing)[:5]}",
+        fix="give the loader that the rows were captured from",
+    )
 
 
-def _check_task(train: Gradients, task: object) -> None:
+def _check(train: Gradients, task: object, units: Sequence[LayerUnit] | None = None) -> None:
+    """Raise unless the task, and the layers, are those of the capture."""
     if not isinstance(task, Task):
         raise CaptureError(
             "task must be a gk.Task", found=type(task).__name__, fix="pass that of the capture"
@@ -290,10 +311,7 @@ def _check_task(train: Gradients, task: object) -> None:
             found=task.describe(),
             expected=str(captured),
         )
-
-
-def _check_layers(train: Gradients, units: list[LayerUnit]) -> None:
-    missing = sorted(set(train.forms) - {unit.name for unit in units})
+    missing = sorted(set(train.forms) - {unit.name for unit in units}) if units is not None else []
     if missing:
         raise CaptureError(
             f"the model does not have layers that {train.key.split} was captured with",

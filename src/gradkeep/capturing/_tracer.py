@@ -11,24 +11,100 @@ from torch import nn
 
 from gradkeep.capturing._batches import batch_size, to_device
 from gradkeep.capturing._calls import LayerCall, fill, watching
-from gradkeep.capturing._pooling import fast_pooling
-from gradkeep.capturing._refit import in_form
+from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst, in_form
 from gradkeep.capturing.rules._any_module import module_gradients, whole_model_gradients
-from gradkeep.capturing.rules._gradients import LayerGradients
-from gradkeep.capturing.rules._rules import unit_gradients
-from gradkeep.capturing.rules._units import watched
+from gradkeep.capturing.rules._layers import LayerGradients, dense_gradients
+from gradkeep.capturing.rules._rules import calls_by_module, calls_of, unit_gradients, watched
 from gradkeep.errors import CaptureError
-from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._arithmetic import CACHED, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from gradkeep.capturing._proofs import RuleProofs, Rules
-    from gradkeep.capturing.rules._units import LayerUnit
-    from gradkeep.capturing.tasks._task import Measured, Task
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
+
+
+@contextlib.contextmanager
+def fast_pooling(model: nn.Module) -> Iterator[None]:
+    """Let each `nn.MaxPool2d` of windows 2 x 2 that do not overlap run so while the block runs."""
+    # A forward of someone else's own, such as a compiled one, stays.
+    pools = [m for m in model.modules() if type(m) is nn.MaxPool2d and "forward" not in vars(m)]
+    pools = [pool for pool in pools if _halves(pool)]
+    for pool in pools:
+        pool.forward = _forward_of(pool)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for pool in pools:
+            del pool.forward
+
+
+def _halves(pool: nn.MaxPool2d) -> bool:
+    step = pool.kernel_size if pool.stride is None else pool.stride
+    wanted = ((pool.kernel_size, 2), (step, 2), (pool.padding, 0), (pool.dilation, 1))
+    same = all(given in (value, (value, value)) for given, value in wanted)
+    return same and not pool.return_indices
+
+
+def _forward_of(pool: nn.MaxPool2d) -> Any:
+    def forward(x: Any) -> Any:
+        if not _is_slow(x):
+            return nn.MaxPool2d.forward(pool, x)
+        return _Halved.apply(x)  # type: ignore[no-untyped-call]
+
+    return forward
+
+
+def _is_slow(x: Any) -> bool:
+    """Whether it is a plain batch of images, channel by channel, of even sizes."""
+    return (
+        type(x) is torch.Tensor
+        and x.dim() == 4
+        and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.is_contiguous()
+        and x.requires_grad
+    )
+
+
+class _Halved(torch.autograd.Function):
+    """`[B, C, H, W]` -> `[B, C, H / 2, W / 2]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        left, right = x[..., ::2], x[..., 1::2]
+        wide = torch.maximum(left, right)
+        upper, lower = wide[:, :, ::2], wide[:, :, 1::2]
+        ctx.save_for_backward(right > left, lower > upper)
+        return torch.maximum(upper, lower)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        right, lower = ctx.saved_tensors
+        found = gradient.new_empty(*right.shape[:3], 2 * right.shape[3])
+        values = found[0].numel() if len(found) else 0
+        for start, stop in tiles(len(found), values, found.element_size(), CACHED):
+            some = slice(start, stop)
+            _spread(gradient[some], right[some], lower[some], found[some])
+        return found
+
+
+def _spread(
+    gradient: torch.Tensor, right: torch.Tensor, lower: torch.Tensor, into: torch.Tensor
+) -> None:
+    """Write each number where its pixel was found, and zeros beside it."""
+    wide = gradient.new_empty(right.shape)
+    torch.mul(gradient, lower, out=wide[:, :, 1::2])
+    torch.sub(gradient, wide[:, :, 1::2], out=wide[:, :, ::2])
+    torch.mul(wide, right, out=into[..., 1::2])
+    torch.sub(wide, into[..., 1::2], out=into[..., ::2])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,9 +174,7 @@ class Tracer:
             new = [rule for rule in rules.values() if rule is not None and rule.axis == "shared"]
             spread |= {module for rule in new for module in rule.modules}
         measured, target, calls = self.forward(modules, batch, light=light, spread=spread)
-        by_module: dict[nn.Module, list[LayerCall]] = {}
-        for call in calls:
-            by_module.setdefault(call.module, []).append(call)
+        by_module = calls_by_module(calls)
         if rules is None:
             rules = proofs.rules(self.units, by_module, rows)
             if rules is None:
@@ -115,7 +189,15 @@ class Tracer:
             fill(calls, target, arrived=passing.arrived)
             with torch.no_grad():
                 pieces |= passing.finished()
-        self._check_unused(by_module)
+        unused = [unit for unit in self.unused if unit not in self.aside]
+        late = [unit for unit in unused if passed(unit, by_module)]
+        if late:
+            raise BatchUnlikeFirst(
+                f"layer {late[0].name} is used by this batch, but not by the first one",
+                Adjustments(late=frozenset(unit.name for unit in late)),
+                frozenset(unit.name for unit in unused),
+                fix="leave the layer out, or begin with a batch that uses it",
+            )
         again: dict[tuple[Any, ...], dict[LayerUnit, LayerUnit]] = {}
         whole: dict[LayerUnit, LayerUnit] = {}
         with torch.no_grad():
@@ -131,18 +213,18 @@ class Tracer:
                 elif rule.rule == "whole":
                     whole[rule] = unit
                 else:
-                    pieces[unit] = unit_gradients(rule, _calls(rule, by_module), rows=rows)
+                    pieces[unit] = unit_gradients(rule, calls_of(rule, by_module), rows=rows)
             for units in again.values():
-                own = _calls(next(iter(units)), by_module)
+                own = calls_of(next(iter(units)), by_module)
                 found = module_gradients(list(units), own, rows=rows)
                 pieces |= {units[rule]: piece for rule, piece in found.items()}
         if whole:
-            found = whole_model_gradients(list(whole), self.target, self.model, batch, rows=rows)
+            found = whole_model_gradients(list(whole), self.measure, batch, rows=rows)
             pieces |= {whole[rule]: piece for rule, piece in found.items()}
         with torch.no_grad():
             for unit in self.units:
-                made = soon is not None and unit in soon.units
-                if made and not _is_late(rules[unit]):
+                made, rule = soon is not None and unit in soon.units, rules[unit]
+                if made and rule is not None and rule.rule not in DENSE_RULES:
                     continue
                 pieces[unit] = in_form(pieces[unit], proofs.forms[unit])
                 if made and soon is not None:
@@ -168,16 +250,8 @@ class Tracer:
             fast_pooling(self.model),
             watching(modules, light=light, spread=spread, rows=batch_size(batch)) as calls,
         ):
-            measured, target = self._measure(batch)
+            measured, target = self.measure(batch)
         return measured, target, calls
-
-    def target(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """What is differentiated `[B]`."""
-        return self._measure(batch)[1]
-
-    def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
-        """What the task measures, and what of it is differentiated `[B]`."""
-        return self._measure(batch)
 
     def loss_slopes(self, measured: Measured) -> torch.Tensor | None:
         """`[B]`: what makes the gradients of losses of those that are captured; None: they are."""
@@ -190,7 +264,8 @@ class Tracer:
             return False
         return measured.slopes is not None or self.of is not None
 
-    def _measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+    def measure(self, batch: Any) -> tuple[Measured, torch.Tensor]:
+        """What the task measures, and what of it is differentiated `[B]`."""
         rows = batch_size(batch)
         with torch.enable_grad():
             measured = self.task.measure(self.model, batch)
@@ -212,12 +287,6 @@ class Tracer:
         _check_shape("outputs", outputs, rows)
         return measured, outputs
 
-    def _check_unused(self, calls: dict[nn.Module, list[LayerCall]]) -> None:
-        unused = [unit for unit in self.unused if unit not in self.aside]
-        used = [unit for unit in unused if passed(unit, calls)]
-        if used:
-            raise self._proved().unused_before(used, unused)
-
 
 class _Unproved(Exception):
     """A batch shows a pattern of calls that no rule is proved for."""
@@ -227,30 +296,15 @@ class _Unproved(Exception):
         self.ran = ran
 
 
-def _calls(unit: LayerUnit, calls: Mapping[nn.Module, list[LayerCall]]) -> list[LayerCall]:
-    return [call for module in dict.fromkeys(unit.modules) for call in calls.get(module, ())]
-
-
-def _is_late(rule: LayerUnit | None) -> bool:
-    """Whether gradients are made when the backward pass is over."""
-    return rule is None or rule.rule in DENSE_RULES
-
-
 def no_gradients(unit: LayerUnit, rows: int, like: torch.Tensor) -> LayerGradients:
     """Gradients of zero, in the memory of a single value."""
     values = torch.zeros((), dtype=like.dtype, device=like.device).expand(rows, unit.size)
-    form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
-    return LayerGradients(form, DenseRows(values))
+    return dense_gradients(unit.name, unit.parameters, values)
 
 
 def passed(unit: LayerUnit, calls: dict[nn.Module, list[LayerCall]]) -> bool:
     """Whether the backward pass came by a module of the unit."""
-    return any(
-        suffix is not None
-        for module in unit.modules
-        for call in calls.get(module, ())
-        for suffix in call.suffixes
-    )
+    return any(suffix is not None for call in calls_of(unit, calls) for suffix in call.suffixes)
 
 
 def check_measured(what: str, values: torch.Tensor, rows: int) -> None:
@@ -301,9 +355,7 @@ class DenseSoon:
         del measured
         if piece.form.storage == "dense":
             return piece
-        values = piece.form.restore(piece.rows)
-        form = Dense(piece.form.parameters, f"{unit.name}.gradient", values.shape[1])
-        return LayerGradients(form, DenseRows(values))
+        return dense_gradients(unit.name, piece.form.parameters, piece.form.restore(piece.rows))
 
 
 class DuringBackward:
@@ -332,9 +384,8 @@ class DuringBackward:
             rule = rules[unit]
             if rule is None or rule.rule in DENSE_RULES:
                 continue
-            modules = list(dict.fromkeys(rule.modules))
-            self._missing[unit] = sum(len(calls.get(module, ())) for module in modules)
-            for module in modules:
+            self._missing[unit] = len(calls_of(rule, calls))
+            for module in rule.modules:
                 self._waiting.setdefault(module, set()).add(unit)
 
     @torch.no_grad()
@@ -357,10 +408,9 @@ class DuringBackward:
     def _make(self, unit: LayerUnit) -> None:
         rule = self._rules[unit]
         assert rule is not None
-        modules = list(dict.fromkeys(rule.modules))
-        made = unit_gradients(rule, _calls(rule, self._calls), rows=self._rows)
+        made = unit_gradients(rule, calls_of(rule, self._calls), rows=self._rows)
         self._pieces[unit] = self._soon.make(unit, in_form(made, self._forms[unit]), self._measured)
-        for module in modules:
+        for module in dict.fromkeys(rule.modules):
             self._waiting[module].discard(unit)
             if not self._waiting[module]:
                 for call in self._calls[module]:

@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._evaluate import asked_scores, captures_asked
 from gradkeep.cli._files import output_file
 from gradkeep.cli._imports import ids_in, recipe_named
 from gradkeep.cli._options import (
     CaptureOption,
+    CaptureOptions,
     CheckpointOption,
     JsonOption,
     MethodOption,
-    QueriesOption,
     RecipeOption,
     RunOption,
     SeedsOption,
     StoreArgument,
     TrainOption,
     WorkersOption,
-    chosen_runs,
     print_json,
 )
 from gradkeep.cli._shown_evaluations import evaluation_fields, tell_progress
@@ -68,8 +66,8 @@ def select(
     if out is not None:
         output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
-    where = captures_asked(opened, target, train, run, capture)
-    scores = asked_scores(opened, method, checkpoints, where)
+    captures = CaptureOptions(target, train, checkpoints, run, capture)
+    scores = captures.scores(opened, method)
     found = gk.evaluate.select_rows(scores, wanted)
     verified = None
     if recipe is not None:
@@ -90,16 +88,13 @@ def leaks(
     above: Annotated[
         float, typer.Option(min=-1, max=1, help="The least cosine of two gradients.")
     ] = 0.95,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     out: OutOption = None,
     recipe: RecipeOption = None,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
     json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
 ) -> None:
     """Find training rows that are as good as copies of a query, by the cosines of their gradients.
 
@@ -111,10 +106,8 @@ def leaks(
     if out is not None:
         output_file(out, error=EvaluationError)
     opened = gk.open(store, create=False)
-    places = checkpoints or [_earliest(opened, queries, train, run, capture)]
-    scores = asked_scores(
-        opened, "cos", places, captures_asked(opened, queries, train, run, capture)
-    )
+    places = captures.checkpoints or [_earliest(opened, captures)]
+    scores = captures.scores(opened, "cos", checkpoints=places)
     found = gk.evaluate.find_leaks(scores, above=above)
     verified = None
     if recipe is not None and len(found):
@@ -135,15 +128,12 @@ def check_removal(
         str, typer.Argument(metavar="ROWS", help="A file of ids, or ids with commas between.")
     ],
     method: MethodOption = None,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     recipe: RecipeOption = None,
     seeds: SeedsOption = 5,
     workers: WorkersOption = None,
     json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
 ) -> None:
     """Train without some rows, and say whether the queries changed as the scores had said."""
     import gradkeep as gk
@@ -151,8 +141,7 @@ def check_removal(
     opened = gk.open(store, create=False)
     how = recipe_named(recipe, opened)
     ids = [int(part) for part in rows.split(",")] if _LISTED.fullmatch(rows) else ids_in(rows)
-    where = captures_asked(opened, queries, train, run, capture)
-    scores = asked_scores(opened, method, checkpoints, where)
+    scores = captures.scores(opened, method)
     found = gk.evaluate.check_removal(
         scores,
         ids,
@@ -213,10 +202,11 @@ def _share(text: str) -> int | float:
     raise EvaluationError("keep is a share or a number of rows", found=text, expected="10% or 500")
 
 
-def _earliest(store: Store, queries: str, train: str, run: list[str] | None, capture: str) -> str:
+def _earliest(store: Store, captures: CaptureOptions) -> str:
     """The first checkpoint of both splits: before rows are learnt by heart, gradients tell most."""
-    runs = chosen_runs(store, run, splits=(queries, train), capture=capture)
-    kept = {key for key in store.captures() if key.run == runs[0] and key.capture == capture}
+    queries, train = captures.queries, captures.train
+    runs = captures.arguments(store)["run"]
+    kept = {k for k in store.captures() if (k.run, k.capture) == (runs[0], captures.capture)}
     both = {one.checkpoint for one in kept if one.split == train}
     both &= {one.checkpoint for one in kept if one.split == queries}
     steps = [one for one in store.info().runs if one.name == runs[0]]

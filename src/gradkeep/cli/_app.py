@@ -16,6 +16,7 @@ import typer
 
 from gradkeep import __version__
 from gradkeep.cli import _errors
+from gradkeep.cli._options import flatten_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +37,7 @@ class Command:
     def load(self) -> Callable[..., Any]:
         """The function behind the command."""
         module = importlib.import_module(f"gradkeep.cli.{self.module}")
-        function: Callable[..., Any] = getattr(module, self.name.replace("-", "_"))
-        return function
+        return flatten_options(getattr(module, self.name.replace("-", "_")))
 
 
 COMMANDS = (

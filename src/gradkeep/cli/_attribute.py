@@ -8,25 +8,20 @@ import typer
 
 from gradkeep.cli._files import LARGEST, output_file
 from gradkeep.cli._options import (
-    AddressOption,
     CaptureOption,
+    CaptureOptions,
     CheckpointOption,
-    ClusterOption,
-    CrewOption,
-    EngineOption,
     JsonOption,
     MethodOption,
-    ParameterOption,
-    QueriesOption,
     RecipeOption,
     RunOption,
     SeedsOption,
     StoreArgument,
     TrainOption,
+    WorkerOptions,
     WorkersOption,
     chosen_runs,
     print_json,
-    workers_asked,
 )
 from gradkeep.errors import AttributionError
 
@@ -60,12 +55,7 @@ def attribute(
     store: StoreArgument,
     method: MethodOption = None,
     option: OptionOption = None,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
     layers: LayerOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     compute: ComputeOption = None,
     memory_budget: BudgetOption = None,
     save: Annotated[
@@ -78,12 +68,10 @@ def attribute(
         int, typer.Option(min=1, max=LARGEST, help="How many rows to show for each query.")
     ] = 3,
     show: Annotated[int, typer.Option(min=0, max=LARGEST, help="How many queries to show.")] = 10,
-    workers: CrewOption = None,
-    engine: EngineOption = "local",
-    address: AddressOption = None,
-    cluster: ClusterOption = None,
-    parameter: ParameterOption = None,
     json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
+    crew: WorkerOptions,
 ) -> None:
     """Score every training row for every query, by what was captured."""
     import numpy as np
@@ -94,20 +82,15 @@ def attribute(
         out = out if out.endswith(".npz") else f"{out}.npz"
         output_file(out, error=AttributionError)
     opened = gk.open(store, create=False)
-    scores = gk.attribute(
+    scores = captures.scores(
         opened,
-        queries=queries,
-        train=train,
-        method=method,
-        checkpoints=checkpoints,
+        method,
         layers=layers,
-        run=chosen_runs(opened, run, splits=(queries, train), capture=capture),
-        name=capture,
         compute=compute,
         memory_budget=memory_budget,
         save=save,
         progress=True,
-        **workers_asked(workers, engine, address, cluster, parameter),
+        **crew.arguments(),
         **_options(option),
     )
     if out is not None:
@@ -124,7 +107,7 @@ def attribute(
         ranked = _ranked(scores, query, top)
         helped = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["helped"])
         harmed = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["harmed"])
-        print(f"{queries} {query}: helped by {helped}; harmed by {harmed}")
+        print(f"{captures.queries} {query}: helped by {helped}; harmed by {harmed}")
     if scores.chosen is not None:
         print(f"chosen: {scores.chosen}")
     if save is not None:
@@ -141,34 +124,21 @@ def why(
     ],
     method: MethodOption = None,
     option: OptionOption = None,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
     layers: LayerOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     top: Annotated[
         int, typer.Option(min=1, max=LARGEST, help="How many rows to show on each side.")
     ] = 5,
     json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
 ) -> None:
     """Show which training rows made the model answer a query as it did."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    scores = gk.attribute(
-        opened,
-        queries=queries,
-        train=train,
-        method=method,
-        checkpoints=checkpoints,
-        layers=layers,
-        run=chosen_runs(opened, run, splits=(queries, train), capture=capture),
-        name=capture,
-        ids=[query],
-        **_options(option),
-    )
-    asked = _facts(opened, scores, queries, [query], capture=capture)
+    scores = captures.scores(opened, method, layers=layers, ids=[query], **_options(option))
+    train, capture = captures.train, captures.capture
+    asked = _facts(opened, scores, captures.queries, [query], capture=capture)
     ranked = _ranked(scores, query, top)
     sides = {}
     for side, found in ranked.items():
@@ -182,7 +152,7 @@ def why(
     if json:
         print_json({"query": asked[0], "method": scores.method, **sides})
         return
-    print(f"{queries} {_line(asked[0])}")
+    print(f"{captures.queries} {_line(asked[0])}")
     for side, rows in sides.items():
         print(f"{side} most by ({scores.scale}):")
         for row in rows:

@@ -20,14 +20,9 @@ from gradkeep._arguments import one_of, shown
 from gradkeep.cli._files import input_text
 from gradkeep.cli._imports import imported
 from gradkeep.cli._options import (
-    AddressOption,
-    ClusterOption,
-    CrewOption,
-    EngineOption,
     JsonOption,
-    ParameterOption,
+    WorkerOptions,
     print_json,
-    workers_asked,
 )
 from gradkeep.errors import CaptureError
 
@@ -36,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
 
 
 _TASKS = {
@@ -276,22 +271,18 @@ def capture(
     split: Annotated[
         list[str] | None, typer.Option("--split", help="Only this split; may be repeated.")
     ] = None,
-    workers: CrewOption = None,
-    engine: EngineOption = "local",
-    address: AddressOption = None,
-    cluster: ClusterOption = None,
-    parameter: ParameterOption = None,
     json: JsonOption = False,
+    *,
+    crew: WorkerOptions,
 ) -> None:
     """Replay checkpoints over data and keep every sample's gradients; interrupted, it resumes.
 
     With --workers, processes share it out, here or on a cluster; the bytes are the same.
     """
     import gradkeep as gk
-    from gradkeep.cli._capture import read_config
 
     given = read_config(config)
-    place = workers_asked(workers, engine, address, cluster, parameter)
+    place = crew.arguments()
     for name in split or []:
         given.loader(name)  # all of them before the first is captured
     model, task = given.make_model(), given.make_task()

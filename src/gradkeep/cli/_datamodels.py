@@ -24,8 +24,8 @@ from gradkeep.cli._options import (
     JsonOption,
     ParameterOption,
     StoreArgument,
+    WorkerOptions,
     print_json,
-    workers_asked,
 )
 from gradkeep.errors import NotAStore, StudyError
 
@@ -220,7 +220,7 @@ def run(
     Interrupt it at any moment and run it again: what is done stays done. Exit code 3 if models
     failed.
     """
-    place = workers_asked(workers, engine, address, cluster, parameter)
+    place = WorkerOptions(workers, engine, address, cluster, parameter).arguments()
     limits = {"timeout": timeout, "max_attempts": attempts, "lease_seconds": lease}
     _run(store, main, arguments, name, limits, place, retry=retry_failed, as_json=json)
 

@@ -10,10 +10,10 @@ from gradkeep.cli._files import LARGEST
 from gradkeep.cli._imports import ids_in, numbers_in, recipe_named
 from gradkeep.cli._options import (
     CaptureOption,
+    CaptureOptions,
     CheckpointOption,
     JsonOption,
     MethodOption,
-    QueriesOption,
     RecipeOption,
     RunOption,
     SeedsOption,
@@ -24,6 +24,9 @@ from gradkeep.cli._options import (
     print_json,
 )
 from gradkeep.cli._shown_evaluations import (
+    KeepOption,
+    PlotsOption,
+    ResultOptions,
     evaluation_fields,
     keep_evaluations,
     show_evaluations,
@@ -43,12 +46,6 @@ TruthOption = Annotated[
 ]
 MethodsOption = Annotated[
     list[str] | None, typer.Option("--method", help="May be repeated; by default all.")
-]
-PlotsOption = Annotated[
-    str | None, typer.Option("--plots", metavar="DIR", help="Draw what was found into DIR.")
-]
-KeepOption = Annotated[
-    bool, typer.Option("--save/--no-save", help="Keep what is found in the store.")
 ]
 WrongOption = Annotated[
     str | None,
@@ -114,24 +111,18 @@ def lds(
     store: StoreArgument,
     method: MethodsOption = None,
     truth: TruthOption = None,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
-    save: KeepOption = True,
-    plots: PlotsOption = None,
-    json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
+    result: ResultOptions,
 ) -> None:
     """The linear datamodeling score of every method, with intervals, ceiling, price and bytes."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = captures_asked(opened, queries, train, run, capture)
-    judged = _judged(opened, method, truth, checkpoints, where, quiet=json)
+    judged = _judged(opened, method, truth, captures, quiet=result.json)
     found = [one.evaluation for one in judged.methods if one.evaluation is not None]
-    names = keep_evaluations(opened, found, save=save, plots=plots)
-    if json:
+    names = keep_evaluations(opened, found, result)
+    if result.json:
         print_json(
             {
                 "truth": judged.truth.name,
@@ -163,9 +154,8 @@ def labels(
     checkpoints: CheckpointOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
-    save: KeepOption = True,
-    plots: PlotsOption = None,
-    json: JsonOption = False,
+    *,
+    result: ResultOptions,
 ) -> None:
     """How well losses, gradients and their rank sum find labels that are known to be wrong."""
     import gradkeep as gk
@@ -174,12 +164,12 @@ def labels(
     found = _label_evaluations(
         opened,
         wrong,
-        train,
-        checkpoints,
-        chosen_runs(opened, run, splits=(train,), capture=capture),
-        capture,
+        train=train,
+        checkpoints=checkpoints,
+        run=chosen_runs(opened, run, splits=(train,), capture=capture),
+        name=capture,
     )
-    show_evaluations(opened, found, save=save, plots=plots, json=json)
+    show_evaluations(opened, found, result)
 
 
 def removal(
@@ -200,24 +190,18 @@ def removal(
         bool, typer.Option("--keep-only", help="Train on the named rows alone.")
     ] = False,
     seeds: SeedsOption = 3,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     workers: WorkersOption = None,
-    save: KeepOption = True,
-    plots: PlotsOption = None,
-    json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
+    result: ResultOptions,
 ) -> None:
     """Retrain without the rows that helped queries most, beside random rows and a baseline."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = captures_asked(opened, queries, train, run, capture)
     how = recipe_named(recipe, opened)
-    scores = asked_scores(opened, method, checkpoints, where)
-    beside = [asked_scores(opened, one, checkpoints, where) for one in against or ["label-match"]]
+    scores = captures.scores(opened, method)
+    beside = [captures.scores(opened, one) for one in against or ["label-match"]]
     found = gk.evaluate.removal_curve(
         scores,
         how,
@@ -227,10 +211,10 @@ def removal(
         train="with only" if keep_only else "without",
         seeds=seeds,
         workers=workers,
-        progress=None if json else tell_progress,
+        progress=None if result.json else tell_progress,
     )
     both = [one for one in (found.change, found.flipped) if one is not None]
-    show_evaluations(opened, both, save=save, plots=plots, json=json)
+    show_evaluations(opened, both, result)
 
 
 def leakage(
@@ -238,25 +222,17 @@ def leakage(
     copies: CopiesOption = None,
     method: MethodsOption = None,
     k: Annotated[int, typer.Option(min=1, max=LARGEST, help="Among so many rows.")] = 1,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
-    save: KeepOption = True,
-    plots: PlotsOption = None,
-    json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
+    result: ResultOptions,
 ) -> None:
     """How often the copy of a query among the training rows is the first that scores name."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = captures_asked(opened, queries, train, run, capture)
     asked: list[str | None] = list(method) if method else [None]
-    found = [
-        _leak_evaluation(asked_scores(opened, one, checkpoints, where), copies, k) for one in asked
-    ]
-    show_evaluations(opened, found, save=save, plots=plots, json=json)
+    found = [_leak_evaluation(captures.scores(opened, one), copies, k) for one in asked]
+    show_evaluations(opened, found, result)
 
 
 def sanity(
@@ -267,22 +243,18 @@ def sanity(
         str | None,
         typer.Option("--random-run", help="The run of a model with random weights, if captured."),
     ] = None,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     json: JsonOption = False,
+    *,
+    captures: CaptureOptions,
 ) -> None:
     """Whether shuffled scores predict nothing, and what training adds to a random model's."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = captures_asked(opened, queries, train, run, capture)
-    scores = asked_scores(opened, method, checkpoints, where)
+    scores = captures.scores(opened, method)
     twin = None
     if random_run is not None:
-        twin = asked_scores(opened, scores.method, None, {**where, "run": random_run})
+        twin = captures.scores(opened, scores.method, checkpoints=None, run=random_run)
     found = gk.evaluate.sanity_check(scores, gk.evaluate.load_truth(opened, truth), randomised=twin)
     if json:
         parts = {"trained": found.trained, "shuffled": found.shuffled, "random": found.randomised}
@@ -300,20 +272,17 @@ def all(
     wrong: WrongOption = None,
     copies: CopiesOption = None,
     recipe: RecipeOption = None,
-    queries: QueriesOption = "test",
-    train: TrainOption = "train",
-    checkpoints: CheckpointOption = None,
-    run: RunOption = None,
-    capture: CaptureOption = "main",
     workers: WorkersOption = None,
     save: KeepOption = True,
     plots: PlotsOption = None,
+    *,
+    captures: CaptureOptions,
 ) -> None:
     """Everything that can be said with what there is; what is missing is named with its reason."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    where = captures_asked(opened, queries, train, run, capture)
+    result = ResultOptions(save, plots)
 
     def part(title: str, work: Any) -> None:
         print(f"== {title}")
@@ -323,41 +292,37 @@ def all(
             print(f"not done: {error}")
 
     def score() -> None:
-        judged = _judged(opened, None, truth, checkpoints, where, quiet=False)
+        judged = _judged(opened, None, truth, captures, quiet=False)
         found = [one.evaluation for one in judged.methods if one.evaluation is not None]
         print(judged)
         assert judged.best.evaluation is not None
         print(judged.truth.to_halve(judged.best.evaluation))
-        tell_names(keep_evaluations(opened, found, save=save, plots=plots))
+        tell_names(keep_evaluations(opened, found, result))
 
     def sane() -> None:
-        print(
-            gk.evaluate.sanity_check(
-                asked_scores(opened, None, checkpoints, where),
-                gk.evaluate.load_truth(opened, truth),
-            )
-        )
+        known = gk.evaluate.load_truth(opened, truth)
+        print(gk.evaluate.sanity_check(captures.scores(opened), known))
 
     def label() -> None:
-        found = _label_evaluations(opened, wrong, train, checkpoints, where["run"], capture)
-        show_evaluations(opened, found, save=save, plots=plots, json=False)
+        where = captures.arguments(opened)
+        del where["queries"]
+        show_evaluations(opened, _label_evaluations(opened, wrong, **where), result)
 
     def leak() -> None:
-        found = _leak_evaluation(asked_scores(opened, None, checkpoints, where), copies, 1)
-        show_evaluations(opened, [found], save=save, plots=plots, json=False)
+        found = _leak_evaluation(captures.scores(opened), copies, 1)
+        show_evaluations(opened, [found], result)
 
     def remove() -> None:
         how = recipe_named(recipe, opened)
-        beside = [asked_scores(opened, "label-match", checkpoints, where)]
         found = gk.evaluate.removal_curve(
-            asked_scores(opened, None, checkpoints, where),
+            captures.scores(opened),
             how,
-            against=beside,
+            against=[captures.scores(opened, "label-match")],
             workers=workers,
             progress=tell_progress,
         )
         both = [one for one in (found.change, found.flipped) if one is not None]
-        show_evaluations(opened, both, save=save, plots=plots, json=False)
+        show_evaluations(opened, both, result)
 
     for title, work in (
         ("lds", score),
@@ -394,29 +359,11 @@ def compare(
     print(found)
 
 
-def captures_asked(
-    store: Store, queries: str, train: str, run: list[str] | None, capture: str
-) -> dict[str, Any]:
-    """Which captures a question is about, as `gk.attribute` takes them."""
-    runs = chosen_runs(store, run, splits=(queries, train), capture=capture)
-    return {"queries": queries, "train": train, "run": runs, "name": capture}
-
-
-def asked_scores(
-    store: Store, method: str | None, checkpoints: list[str] | None, where: dict[str, Any]
-) -> Scores:
-    """The scores of a method, or of the one that won for the task."""
-    import gradkeep as gk
-
-    return gk.attribute(store, method=method, checkpoints=checkpoints, **where)
-
-
 def _judged(
     store: Store,
     method: list[str] | None,
     truth: str | None,
-    checkpoints: list[str] | None,
-    where: dict[str, Any],
+    captures: CaptureOptions,
     *,
     quiet: bool,
 ) -> Judgement:
@@ -429,18 +376,11 @@ def _judged(
             print(f"  {one.name}: {one.cpu_seconds:.1f} s", file=sys.stderr)
 
     return gk.evaluate.judge_methods(
-        store, truth, methods=method, checkpoints=checkpoints, report=report, **where
+        store, truth, methods=method, report=report, **captures.arguments(store)
     )
 
 
-def _label_evaluations(
-    store: Store,
-    wrong: str | None,
-    train: str,
-    checkpoints: list[str] | None,
-    run: list[str],
-    capture: str,
-) -> list[Evaluation]:
+def _label_evaluations(store: Store, wrong: str | None, **captures: Any) -> list[Evaluation]:
     import numpy as np
 
     import gradkeep as gk
@@ -453,9 +393,7 @@ def _label_evaluations(
     found, measures = [], []
     for by in ("loss", "self", "noise"):
         try:
-            suspects = gk.suspects(
-                store, train=train, by=by, checkpoints=checkpoints, run=run, name=capture
-            )
+            suspects = gk.suspects(store, by=by, **captures)
         except GradkeepError:
             continue  # gradients or probabilities were not kept
         found.append(gk.evaluate.label_detection(suspects, ids))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
-import math
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from gradkeep._display import to_json_types
 from gradkeep.cli._files import LARGEST, MOST_WORKERS
 from gradkeep.errors import AttributionError, FarmError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from gradkeep.attribution._scores import Scores
     from gradkeep.store import Store
 
 
@@ -51,22 +56,7 @@ SeedsOption = Annotated[int, typer.Option(min=1, max=LARGEST, help="Models for e
 
 def print_json(fields: Any) -> None:
     """Print one JSON document; what JSON has no number for becomes null."""
-    print(json.dumps(_plain(fields), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """The value in the types of JSON."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    return str(value)
+    print(json.dumps(to_json_types(fields), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 CrewOption = Annotated[
@@ -86,27 +76,35 @@ ParameterOption = Annotated[
 ]
 
 
-def workers_asked(
-    workers: int | None,
-    engine: str,
-    address: str | None,
-    cluster: str | None,
-    parameters: list[str] | None,
-) -> dict[str, Any]:
-    """The arguments `workers` or `engine` of a function that shares its work out."""
-    from gradkeep import farm
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Who does the work of a command."""
 
-    if engine != "local":
-        options: dict[str, Any] = {"address": address, "workers": workers, "cluster": cluster}
-        options["parameters"] = _parameters(parameters or [])
-        given = {key: value for key, value in options.items() if value}
-        return {"engine": farm.engine(engine, **given)}
-    if address or cluster or parameters:
-        raise FarmError(
-            "--address, --cluster and --parameter are for other engines",
-            fix="--engine ray or slurm",
-        )
-    return {"workers": workers}
+    workers: CrewOption = None
+    engine: EngineOption = "local"
+    address: AddressOption = None
+    cluster: ClusterOption = None
+    parameter: ParameterOption = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments `workers` or `engine` of a function that shares its work out."""
+        from gradkeep import farm
+
+        if self.engine != "local":
+            options = {
+                "address": self.address,
+                "workers": self.workers,
+                "cluster": self.cluster,
+                "parameters": _parameters(self.parameter or []),
+            }
+            given = {key: value for key, value in options.items() if value}
+            return {"engine": farm.engine(self.engine, **given)}
+        if self.address or self.cluster or self.parameter:
+            raise FarmError(
+                "--address, --cluster and --parameter are for other engines",
+                fix="--engine ray or slurm",
+            )
+        return {"workers": self.workers}
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:
@@ -143,3 +141,67 @@ def chosen_runs(
         found="; ".join(f"{run}: {', '.join(sorted(found))}" for run, found in kept.items()),
         fix=f"--run {fitting[0]}, for example" if fitting else "name splits that there are",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """The captures that a question is about."""
+
+    queries: QueriesOption = "test"
+    train: TrainOption = "train"
+    checkpoints: CheckpointOption = None
+    run: RunOption = None
+    capture: CaptureOption = "main"
+
+    def arguments(self, store: Store) -> dict[str, Any]:
+        """The captures as `gk.attribute` takes them."""
+        splits = (self.queries, self.train)
+        return {
+            "queries": self.queries,
+            "train": self.train,
+            "checkpoints": self.checkpoints,
+            "run": chosen_runs(store, self.run, splits=splits, capture=self.capture),
+            "name": self.capture,
+        }
+
+    def scores(self, store: Store, method: str | None = None, **options: Any) -> Scores:
+        """Scores of a method, or of the default one."""
+        import gradkeep as gk
+
+        return gk.attribute(store, method=method, **{**self.arguments(store), **options})
+
+
+def flatten_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Show typer the fields of a command's dataclass parameters as options of their own."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if dataclasses.is_dataclass(parameter.annotation)
+    }
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in dataclasses.fields(groups[name])
+        ]
+
+    @functools.wraps(command)
+    def call(**options: Any) -> Any:
+        for name, kind in groups.items():
+            names = [field.name for field in dataclasses.fields(kind)]
+            options[name] = kind(**{one: options.pop(one) for one in names})
+        return command(**options)
+
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call

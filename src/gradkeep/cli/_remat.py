@@ -69,8 +69,9 @@ def simulate(
     Exit code 0 if it fits, 3 if it runs out of memory or thrashes.
     """
     from gradkeep._budgets import format_bytes
-    from gradkeep.remat import Timeline, read_log, unlimited_peak
+    from gradkeep.remat import read_log, unlimited_peak
     from gradkeep.remat import simulate as run
+    from gradkeep.remat.simulator._simulate import Timeline
 
     input_file(log, error=RematError)
     if timeline is not None:
@@ -93,23 +94,18 @@ def simulate(
     if timeline is not None and events is not None:
         events.write(timeline)
     if json:
-        fields: dict[str, Any] = dataclasses.asdict(outcome)
-        fields["budget"] = int(allowed)
+        fields: dict[str, Any] = dataclasses.asdict(outcome) | {"budget": int(allowed)}
         print_json({**fields, "ratio": allowed / peak, "unlimited_peak": peak, "log": str(log)})
     else:
-        print(
-            f"{log.name}: {len(program.ops)} operators, peak {format_bytes(peak)} without a budget"
-        )
         words = {
             "ok": f"takes {outcome.overhead:.4f}x the time",
             "oom": "runs out of memory",
             "thrash": f"thrashes: more than {limit:g}x the time",
         }
         print(
+            f"{log.name}: {len(program.ops)} operators, peak {format_bytes(peak)} without a budget\n"
             f"in {format_bytes(allowed)} ({allowed / peak:.0%}) with {outcome.heuristic} it "
-            f"{words[outcome.status]}"
-        )
-        print(
+            f"{words[outcome.status]}\n"
             f"peak {format_bytes(outcome.peak)}, {outcome.evictions} evictions, "
             f"{outcome.rematerializations} operators run again"
         )
@@ -159,20 +155,20 @@ def optimal(
         name: remat.simulate(program, heuristic=name, budget=allowed)
         for name in ("dtr", "dtr-eq", "dtr-local", "msps", "lru", "largest")
     }
-    cost = None if best.schedule is None else best.schedule.compute
+    schedule, base = best.schedule, graph.compute
     if json:
         print_json(
             {
                 "log": str(log),
                 "nodes": len(graph),
                 "budget": allowed,
-                "base_compute": graph.compute,
+                "base_compute": base,
                 "status": best.status,
-                "compute": cost,
-                "overhead": None if cost is None else cost / graph.compute,
+                "compute": None if schedule is None else schedule.compute,
+                "overhead": None if schedule is None else schedule.compute / base,
                 "bound": best.bound,
                 "gap": best.gap,
-                "peak": None if best.schedule is None else best.schedule.peak,
+                "peak": None if schedule is None else schedule.peak,
                 "keep_all": {"compute": keep.compute, "peak": keep.peak},
                 "chen": {"compute": chen.compute, "peak": chen.peak},
                 "heuristics": {
@@ -182,26 +178,21 @@ def optimal(
             }
         )
     else:
-        print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
-        if cost is None:
-            price, note = f"at least {best.bound / graph.compute:.3f}x", str(best.status)
-        else:
-            price = f"{cost / graph.compute:.3f}x"
+        price, note = f"at least {best.bound / base:.3f}x", str(best.status)
+        if schedule is not None:
+            price = f"{schedule.compute / base:.3f}x"
             note = "proven" if best.gap == 0 else f"at most {best.gap:.1%} above the best"
         lines = [
             ("keep all", "1.000x", f"in {format_bytes(keep.peak)}"),
             ("optimum", price, note),
-            (
-                "chen sqrt(n)",
-                f"{chen.compute / graph.compute:.3f}x",
-                f"in {format_bytes(chen.peak)}",
-            ),
+            ("chen sqrt(n)", f"{chen.compute / base:.3f}x", f"in {format_bytes(chen.peak)}"),
         ]
         for name, found in heuristics.items():
             fits = found.status == "ok"
             lines.append((name, f"{found.overhead:.3f}x" if fits else found.status, ""))
+        print(f"{log.name}: {len(graph)} operators, budget {format_bytes(allowed)}")
         print(text_table(("schedule", "time", ""), lines, right={1}))
-    if cost is None:
+    if schedule is None:
         raise typer.Exit(3)
 
 
@@ -213,10 +204,7 @@ def chosen_budget(peak: int, *, ratio: float | None, budget: str | None) -> floa
         raise RematError(
             "say either --ratio or --budget", fix="for example --budget 0.5, or --budget 2GiB"
         )
-    if budget is not None:
-        allowed = parse_budget(budget)
-        return int(peak * allowed) if isinstance(allowed, float) else allowed
-    assert ratio is not None
-    if not ratio > 0:
+    if ratio is not None and not ratio > 0:
         raise RematError("a ratio is a share of the peak above 0", found=ratio)
-    return int(peak * ratio)
+    allowed = ratio if ratio is not None else parse_budget(budget or "")
+    return int(peak * allowed) if isinstance(allowed, float) else allowed

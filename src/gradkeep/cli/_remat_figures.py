@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from gradkeep.compat.dtr.experiments import DtrExperiment
     from gradkeep.remat.simulator._picture import PictureStyle
-    from gradkeep.remat.simulator._sweep import SweepCase, SweepRow
+    from gradkeep.remat.simulator._sweep import PaperFigure, SweepCase, SweepRow
 
 LogsArgument = Annotated[list[Path], typer.Argument(metavar="LOG...", help="Recorded steps.")]
 OutOption = Annotated[
@@ -37,7 +38,6 @@ WorkersOption = Annotated[
 ]
 _RATIOS = "1.0,0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"
 _LIVE_RATIOS = "0.9,0.8,0.7,0.6,0.5,0.4"
-_FEWER = "0.9,0.7,0.5,0.3"
 
 
 def pareto(
@@ -84,7 +84,7 @@ def pareto(
     """
     from gradkeep.compat.dtr.experiments import PLACEMENTS, pareto_experiment
     from gradkeep.remat.simulator._picture import PictureStyle
-    from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases
+    from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases, sweep_cases
 
     if not logs and not model:
         raise RematError("nothing to draw", expected="recorded steps, or --model NAME")
@@ -106,8 +106,10 @@ def pareto(
         )
         measured = _trained(experiment, out / "trials", workers)
     look = PictureStyle("What a smaller memory budget costs")
+    for log in logs or []:
+        input_file(log, error=RematError)
     wanted = [
-        *_cases(logs or [], names, budgets, limit),
+        *sweep_cases(logs or [], heuristics=names, ratios=budgets, limit=limit),
         *optimum_cases(logs or [], ratios=budgets),
     ]
     _figure("pareto", look, wanted, out, workers, json=json, measured=measured)
@@ -116,19 +118,15 @@ def pareto(
 def ablate(
     logs: LogsArgument,
     out: OutOption = Path("ablate"),
-    ratios: RatiosOption = _FEWER,
+    ratios: RatiosOption = "0.9,0.7,0.5,0.3",
     limit: LimitOption = 2.0,
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
     """Which parts of the heuristic matter: its neighbourhood, its size, its staleness."""
-    from gradkeep.remat import heuristics
-    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._sweep import ABLATE
 
-    names = [name for name in heuristics() if name.startswith("ab-")]
-    look = PictureStyle("What each part of the heuristic is worth")
-    wanted = _cases(logs, names, _numbers(ratios), limit)
-    _figure("ablate", look, wanted, out, workers, json=json)
+    _simulated(ABLATE, logs, out, ratios, limit, workers, json=json)
 
 
 def accesses(
@@ -140,14 +138,9 @@ def accesses(
     json: JsonOption = False,
 ) -> None:
     """How many storages each heuristic looks at to make its choices."""
-    from gradkeep.remat.simulator._picture import PictureStyle
+    from gradkeep.remat.simulator._sweep import ACCESSES
 
-    look = PictureStyle(
-        "How much looking around choosing takes", "accesses", "storages looked at", logarithmic=True
-    )
-    names = ("dtr", "dtr-eq", "dtr-local", "dtr-union")
-    wanted = _cases(logs, names, _numbers(ratios), limit)
-    _figure("accesses", look, wanted, out, workers, json=json)
+    _simulated(ACCESSES, logs, out, ratios, limit, workers, json=json)
 
 
 def banish(
@@ -162,14 +155,9 @@ def banish(
 
     The curves are the paper's: dtr-union that banishes, dtr that evicts at once, dtr without releases.
     """
-    from gradkeep.remat.simulator._log_list import find_logs
-    from gradkeep.remat.simulator._paper import DEAD_CURVES, PaperFigure, dead_style
+    from gradkeep.remat.simulator._sweep import BANISH
 
-    for log in logs:
-        input_file(log, error=RematError)
-    figure = PaperFigure("banish", dead_style(), DEAD_CURVES)
-    wanted = figure.cases(find_logs(logs).logs, ratios=_numbers(ratios), limit=limit)
-    _figure("banish", figure.look, wanted, out, workers, json=json)
+    _simulated(BANISH, logs, out, ratios, limit, workers, json=json)
 
 
 def figures(
@@ -188,31 +176,23 @@ def figures(
     Random choices are drawn as mean and range of ten seeds, accesses are counted as the original
     counts them. Writes figures.csv and one picture each as .png, .svg and .html.
     """
-    from gradkeep.remat.simulator._log_list import find_logs
-    from gradkeep.remat.simulator._paper import paper_figures
     from gradkeep.remat.simulator._picture import draw_sweep
-    from gradkeep.remat.simulator._sweep import sweep
+    from gradkeep.remat.simulator._sweep import PAPER_FIGURES, find_logs, sweep
 
-    found = find_logs(logs)
-    for note in found.notes:
-        print(f"note: {note}", file=sys.stderr)
+    found, notes = find_logs(logs)
+    _show_notes(notes)
+    paths = [log.path for log in found]
+    titles = tuple((str(log.path), log.title) for log in found)
     shares = _numbers(ratios)
-    wanted = paper_figures(found.logs)
-    cases = [case for one in wanted for case in one.cases(found.logs, ratios=shares, limit=limit)]
+    cases = [case for one in PAPER_FIGURES for case in one.cases(paths, ratios=shares, limit=limit)]
     table = output_folder(out, error=RematError) / "figures.csv"
     with progress("figures", "simulations") as report:
         rows = sweep(cases, table, workers=workers, progress=report)
-    done = {row.case: row for row in rows}
     files = [table]
-    for one in wanted:
-        files += draw_sweep(one.rows(done, found.logs), out, one.name, one.look)
-    if json:
-        failed = sum(row.status != "ok" for row in rows)
-        told = {"logs": len(found.logs), "rows": len(rows), "not_ok": failed}
-        print_json({**told, "files": [str(path) for path in files], "notes": found.notes})
-        return
-    for path in files:
-        print(f"wrote {path}")
+    for one in PAPER_FIGURES:
+        look = dataclasses.replace(one.look, titles=titles)
+        files += draw_sweep(one.rows(rows), out, one.name, look)
+    _show_files(rows, files, json=json, logs=len(found), notes=notes)
 
 
 def experiments(
@@ -222,15 +202,7 @@ def experiments(
     out: Annotated[
         Path, typer.Option("--out", help="Folder for everything; a rerun resumes.")
     ] = Path("experiments"),
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            min=1,
-            max=MOST_WORKERS,
-            help="Simulations at a time; by default one per core.",
-        ),
-    ] = None,
+    workers: WorkersOption = None,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run trials again that failed before.")
     ] = False,
@@ -247,26 +219,18 @@ def experiments(
     input_file(config, error=RematError)
     output_folder(out, error=RematError)
     experiment = read_experiment(config)
-    for note in experiment.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _show_notes(experiment.notes)
     with progress("experiments", "trials") as told:
         report = run_experiment(
             experiment, out, workers=workers, retry_failed=retry_failed, progress=told
         )
-    for note in report.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _show_notes(report.notes)
     if json:
-        print_json(
-            {
-                "trials": len(report.results),
-                "ran": report.ran,
-                "reused": report.reused,
-                "failed": report.failed,
-                "results": report.results,
-                "files": [str(path) for path in report.files],
-                "notes": [*experiment.notes, *report.notes],
-            }
-        )
+        counts = {"trials": len(report.results), "ran": report.ran, "reused": report.reused}
+        files = [str(path) for path in report.files]
+        notes = [*experiment.notes, *report.notes]
+        told_all = {"failed": report.failed, "results": report.results, "files": files}
+        print_json({**counts, **told_all, "notes": notes})
     else:
         print(f"{report.ran} trials run, {report.reused} were there already")
         for line in sweep_sentences(report.points):
@@ -291,28 +255,37 @@ def _ending(result: dict[str, Any]) -> str | None:
 
     kind, status = result["type"], result["status"]
     said = (str(result.get("message", "")).splitlines() or [""])[-1]
-    told = f"{status}: {said}"
     if status in FAILED:
-        return f"{result['model']} {kind} {result['key']}: {told}"
-    if status == "too large":
-        return f"{result['model']} {kind}: {told}"
+        which = f" {result['key']}"
+    elif status == "too large":
+        which = ""
     # A placement that a model does not have is no news; that a budget is too small is.
-    if kind in ("dtr", "planned") and (status != "ok" or said):
-        return f"{result['model']} {kind} {result['ratio'] or result['budget']}: {told}"
-    return None
+    elif kind in ("dtr", "planned") and (status != "ok" or said):
+        which = f" {result['ratio'] or result['budget']}"
+    else:
+        return None
+    return f"{result['model']} {kind}{which}: {status}: {said}"
 
 
-def _cases(
+def _show_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _simulated(
+    figure: PaperFigure,
     logs: Sequence[Path],
-    heuristics: Sequence[str],
-    ratios: Sequence[float],
+    out: Path,
+    ratios: str,
     limit: float,
-) -> list[SweepCase]:
-    from gradkeep.remat.simulator._sweep import sweep_cases
-
+    workers: int | None,
+    *,
+    json: bool,
+) -> None:
     for log in logs:
         input_file(log, error=RematError)
-    return sweep_cases(logs, heuristics=heuristics, ratios=ratios, limit=limit)
+    cases = figure.cases(logs, ratios=_numbers(ratios), limit=limit)
+    _figure(figure.name, figure.look, cases, out, workers, json=json)
 
 
 def _figure(
@@ -335,15 +308,21 @@ def _figure(
     if not rows:
         raise RematError("no trial gave anything that could be drawn")
     write_table(table, rows)
-    pictures = draw_sweep(rows, out, name, look)
+    files = [table, *draw_sweep(rows, out, name, look)]
+    for line in () if json else sweep_sentences(rows):
+        print(line)
+    _show_files(rows, files, json=json)
+
+
+def _show_files(
+    rows: Sequence[SweepRow], files: Sequence[Path], *, json: bool, **more: Any
+) -> None:
     if json:
         failed = sum(row.status != "ok" for row in rows)
-        files = [str(path) for path in (table, *pictures)]
-        print_json({"rows": len(rows), "not_ok": failed, "files": files})
+        told = {"rows": len(rows), "not_ok": failed, "files": [str(path) for path in files]}
+        print_json({**told, **more})
         return
-    for line in sweep_sentences(rows):
-        print(line)
-    for path in (table, *pictures):
+    for path in files:
         print(f"wrote {path}")
 
 
@@ -351,8 +330,7 @@ def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> li
     """Run the trials of models; what went wrong is told and left out of the picture."""
     from gradkeep.compat.dtr.experiments import run_experiment
 
-    for note in experiment.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _show_notes(experiment.notes)
     with progress("models", "trials") as told:
         report = run_experiment(experiment, folder, workers=workers, progress=told)
     show_endings(report.results)
@@ -360,13 +338,13 @@ def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> li
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts]
-    wrong = [
-        text for text, (_, sign, value) in zip(texts, pairs, strict=True) if not sign or not value
-    ]
-    if wrong:
-        raise RematError("a size is NAME=NUMBER", found=wrong[0], expected="--size batch_size=16")
-    return {name.strip(): value for name, _, value in pairs}
+    sizes = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value:
+            raise RematError("a size is NAME=NUMBER", found=text, expected="--size batch_size=16")
+        sizes[name.strip()] = value
+    return sizes
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -379,7 +357,7 @@ def _numbers(text: str) -> list[float]:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         found = []
-    if not found or not all(0 < ratio <= 1000.0 for ratio in found):
+    if not found or not all(0 < ratio <= 1000 for ratio in found):
         raise RematError(
             "ratios are numbers above 0 with commas between them",
             found=shown(text),

@@ -15,9 +15,8 @@ from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from gradkeep.remat import BudgetPoint
 
 FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 ScriptArgument = Annotated[
@@ -59,17 +58,9 @@ def record(
     program = read_log(log)
     peak = unlimited_peak(program)
     if json:
-        print_json(
-            {
-                "log": str(log),
-                "operators": len(program.ops),
-                "compute": program.compute,
-                "peak": peak,
-                "live_peak": recorder.live_peak,
-                "constant_bytes": program.constant_bytes,
-                "repeats": recorder.repeats,
-            }
-        )
+        told = {"log": str(log), "operators": len(program.ops), "compute": program.compute}
+        told |= {"peak": peak, "live_peak": recorder.live_peak, "repeats": recorder.repeats}
+        print_json({**told, "constant_bytes": program.constant_bytes})
         return
     print(
         f"recorded {len(program.ops)} operators, {program.compute / 1e6:.1f} ms, "
@@ -120,7 +111,11 @@ def plan(
             f"without a budget the step takes {format_bytes(about.peak)}; "
             f"the floor is {format_bytes(about.floor)} ({about.floor / max(1, about.peak):.2f})"
         )
-        print(text_table(("budget", "", "costs"), _lines(points), right={0, 1}))
+        lines = [
+            (f"{share:.1f}", *str(point).split(": ", 1))
+            for share, point in zip(FRACTIONS, points, strict=True)
+        ]
+        print(text_table(("budget", "", "costs"), lines, right={0, 1}))
     asked = None
     if budget is not None:
         chosen = whole.anew(budget)
@@ -142,22 +137,6 @@ def plan(
         print(asked)
     if save is not None:
         print(f"wrote {save}: gk.memory_budget({budget!r}).load({str(save)!r})")
-
-
-def _lines(points: Sequence[BudgetPoint]) -> list[tuple[str, str, str]]:
-    """Fraction, bytes, and what they cost."""
-    from gradkeep._budgets import format_bytes
-
-    costs = [
-        f"time x{point.slowdown:.3f}"
-        if point.fits
-        else f"does not fit; {format_bytes(point.peak)} would"
-        for point in points
-    ]
-    return [
-        (f"{fraction:.1f}", format_bytes(point.budget), cost)
-        for fraction, point, cost in zip(FRACTIONS, points, costs, strict=True)
-    ]
 
 
 def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:

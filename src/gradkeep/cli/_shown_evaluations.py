@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from gradkeep.cli._files import output_folder
-from gradkeep.cli._options import print_json
+from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -15,32 +18,49 @@ if TYPE_CHECKING:
     from gradkeep.store import Store
 
 
+PlotsOption = Annotated[
+    str | None, typer.Option("--plots", metavar="DIR", help="Draw what was found into DIR.")
+]
+KeepOption = Annotated[
+    bool, typer.Option("--save/--no-save", help="Keep what is found in the store.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOptions:
+    """What becomes of evaluations: saved, drawn, printed as JSON."""
+
+    save: KeepOption = True
+    plots: PlotsOption = None
+    json: JsonOption = False
+
+
 def keep_evaluations(
-    store: Store, found: list[Evaluation], *, save: bool, plots: str | None
+    store: Store, found: list[Evaluation], result: ResultOptions
 ) -> list[str | None]:
     """Save and draw evaluations; their names in the store."""
     import xxhash
 
+    plots = result.plots
     folder = None if plots is None else output_folder(plots, error=EvaluationError)
     names: list[str | None] = []
     for one in found:
         mark = xxhash.xxh3_64_hexdigest(f"{one.universe} {one.subject} {one.value}".encode())[:8]
         words = re.sub(r"[^A-Za-z0-9]+", "-", f"{one.metric} {one.subject.split(' at ')[0]}")
         name = f"{words.strip('-')[:80]}-{mark}"
-        if save:
+        if result.save:
             one.save(name, store=store)
-        names.append(name if save else None)
+        names.append(name if result.save else None)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             one.plot().savefig(Path(folder) / f"{name}.png")
     return names
 
 
-def show_evaluations(
-    store: Store, found: list[Evaluation], *, save: bool, plots: str | None, json: bool
-) -> None:
-    names = keep_evaluations(store, found, save=save, plots=plots)
-    if json:
+def show_evaluations(store: Store, found: list[Evaluation], result: ResultOptions) -> None:
+    """Save, draw and print evaluations."""
+    names = keep_evaluations(store, found, result)
+    if result.json:
         print_json(
             [
                 {**evaluation_fields(one), "saved": name}

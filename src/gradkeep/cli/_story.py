@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._surroundings import torch_threads
-from gradkeep.cli._shown_evaluations import keep_evaluations
+from gradkeep.cli._shown_evaluations import ResultOptions, keep_evaluations
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtra
@@ -69,7 +69,7 @@ def hold_against_retraining(
     given = {scores.method: scores}
     judged = judge_methods(store, truth, methods=asked, given=given, hybrid_of_best=False)
     found = [one.evaluation for one in judged.methods if one.evaluation is not None]
-    keep_evaluations(store, found, save=True, plots=None)
+    keep_evaluations(store, found, ResultOptions())
     told = [
         f"{one.name} {figure.value:.2f} [{figure.interval[0]:.2f}, {figure.interval[1]:.2f}]"
         for one, figure in zip(judged.methods, found, strict=True)

@@ -5,8 +5,9 @@ Each is loaded when it is first used, for its library takes seconds to import.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gradkeep._public import lazy_names
 
 if TYPE_CHECKING:
     from gradkeep.integrations._lightning import GradkeepLightningCallback
@@ -22,19 +23,16 @@ __all__ = [
     "write_wandb",
 ]
 
-_HOMES = {
-    "GradkeepLightningCallback": "_lightning",
-    "GradkeepTrainerCallback": "_transformers",
-    "GradkeepTrainerRecorder": "_recorder",
-    "write_tensorboard": "_links_out",
-    "write_wandb": "_links_out",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "GradkeepLightningCallback": f"{__name__}._lightning",
+        "GradkeepTrainerCallback": f"{__name__}._transformers",
+        "GradkeepTrainerRecorder": f"{__name__}._recorder",
+        "write_tensorboard": f"{__name__}._links_out",
+        "write_wandb": f"{__name__}._links_out",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradkeep._arguments import count, one_of
 from gradkeep.errors import CaptureError
-from gradkeep.integrations._replays import base, learning_rate, need, replays
+from gradkeep.integrations._replays import Replays, base, need
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
     Base = object
@@ -46,15 +47,12 @@ class GradkeepLightningCallback(Base):
         **options: Any,
     ) -> None:
         need(Base, "lightning")
-        if at not in get_args(LightningMoment):
-            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(LightningMoment)))
-        if every < 1:
-            raise CaptureError("every must be at least 1", found=every)
-        self._replays = replays(store, loaders, task=task, run=run, options=options)
+        one_of("at", at, get_args(LightningMoment), error=CaptureError)
+        count("every", every, error=CaptureError, least=1)
+        self._replays = Replays.of(store, loaders, task, run, options)
         self._at, self._every, self._module = at, every, module
-        self._lr: float | None = None
-        self.captured: list[Captured] = []
-        """What was kept so far."""
+        self.captured: list[Captured] = self._replays.captured
+        """Captures so far."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse to meet what is there before hours have passed."""
@@ -62,7 +60,7 @@ class GradkeepLightningCallback(Base):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note the learning rate: a schedule moves it on before the epoch ends."""
-        self._lr = learning_rate(optimizer)
+        self._replays.note_rate(optimizer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Replay after an epoch."""
@@ -78,5 +76,4 @@ class GradkeepLightningCallback(Base):
         if not trainer.is_global_zero:
             return
         model = pl_module.get_submodule(self._module)
-        step = int(trainer.global_step)
-        self.captured += self._replays.keep(model, f"epoch-{epochs}", step=step, lr=self._lr)
+        self._replays.keep(model, f"epoch-{epochs}", step=int(trainer.global_step))

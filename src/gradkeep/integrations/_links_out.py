@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,40 +26,19 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedScalar:
-    """A number at a step."""
-
-    tag: str
-    value: float
-    step: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoggedDistribution:
-    """The numbers of all rows at a step."""
-
-    tag: str
-    values: Floats
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedTable:
-    """Rows of texts and numbers."""
-
-    tag: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LoggedStore:
-    """All that is written about a store."""
+    """Numbers of a store at steps, distributions of all rows, and tables."""
 
-    scalars: tuple[LoggedScalar, ...]
-    distributions: tuple[LoggedDistribution, ...]
-    tables: tuple[LoggedTable, ...]
+    scalars: list[tuple[str, float, int]] = field(default_factory=list)
+    """Tag, value and step."""
+    distributions: list[tuple[str, Floats, int]] = field(default_factory=list)
+    """Tag, the values of all rows, and step."""
+    tables: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = field(default_factory=dict)
+    """Columns and rows, by tag."""
+
+    def __len__(self) -> int:
+        return len(self.scalars) + len(self.distributions) + len(self.tables)
 
 
 @checked(StoreError)
@@ -90,16 +70,15 @@ def write_tensorboard(
         writer: Any = SummaryWriter(where)
     except OSError as error:
         raise StoreError("event files cannot be written there", path=where, found=error) from None
-    try:
-        for scalar in found.scalars:
-            writer.add_scalar(scalar.tag, scalar.value, scalar.step)
-        for shown in found.distributions:
-            writer.add_histogram(shown.tag, shown.values, shown.step)
-        for table in found.tables:
-            writer.add_text(table.tag, _markdown(table), 0)
-    finally:
-        writer.close()
-    return len(found.scalars) + len(found.distributions) + len(found.tables)
+    with contextlib.closing(writer):
+        for tag, value, step in found.scalars:
+            writer.add_scalar(tag, value, step)
+        for tag, values, step in found.distributions:
+            writer.add_histogram(tag, values, step)
+        for tag, (columns, rows) in found.tables.items():
+            lines = [columns, ("---",) * len(columns), *rows]
+            writer.add_text(tag, "\n".join(_markdown(line) for line in lines), 0)
+    return len(found)
 
 
 @checked(StoreError)
@@ -124,20 +103,20 @@ def write_wandb(
         raise MissingExtra("this needs wandb", fix=install_hint("wandb")) from error
     found = logged(opened, suspected=suspected, budget=budget)
     by_step: dict[int, dict[str, Any]] = {}
-    for scalar in found.scalars:
-        by_step.setdefault(scalar.step, {})[scalar.tag] = scalar.value
-    for shown in found.distributions:
-        by_step.setdefault(shown.step, {})[shown.tag] = wandb.Histogram(shown.values)
-    for step, values in sorted(by_step.items()):
-        run.log({"gradkeep/step": step, **values})
+    for tag, value, step in found.scalars:
+        by_step.setdefault(step, {})[tag] = value
+    for tag, values, step in found.distributions:
+        by_step.setdefault(step, {})[tag] = wandb.Histogram(values)
+    for step, logged_values in sorted(by_step.items()):
+        run.log({"gradkeep/step": step, **logged_values})
     if found.tables:
         run.log(
             {
-                table.tag: wandb.Table(columns=list(table.columns), data=[*map(list, table.rows)])
-                for table in found.tables
+                tag: wandb.Table(columns=list(columns), data=[*map(list, rows)])
+                for tag, (columns, rows) in found.tables.items()
             }
         )
-    return len(found.scalars) + len(found.distributions) + len(found.tables)
+    return len(found)
 
 
 def _check(suspected: int, budget: MemoryBudget | None) -> None:
@@ -147,10 +126,8 @@ def _check(suspected: int, budget: MemoryBudget | None) -> None:
 
 
 def logged(store: Store, *, suspected: int, budget: MemoryBudget | None) -> LoggedStore:
-    """What is told about a store: losses and accuracies, suspects, evaluations, a budget."""
-    scalars: list[LoggedScalar] = []
-    distributions: list[LoggedDistribution] = []
-    tables: list[LoggedTable] = []
+    """Losses and accuracies, suspects, evaluations and a budget of a store."""
+    log = LoggedStore()
     steps = {
         (run, known.name): place if known.step is None else known.step
         for run in {key.run for key in store.captures()}
@@ -161,59 +138,43 @@ def logged(store: Store, *, suspected: int, budget: MemoryBudget | None) -> Logg
         if "loss" not in block.names or not len(block):
             continue
         step = steps.get((key.run, key.checkpoint), 0)
-        name = "/".join(
-            part
-            for part, usual in ((key.run, "main"), (key.split, None), (key.capture, "main"))
-            if part != usual
-        )
+        parts = ((key.run, "main"), (key.split, None), (key.capture, "main"))
+        name = "/".join(part for part, usual in parts if part != usual)
         losses = np.asarray(block.column("loss"), np.float32)
-        scalars.append(LoggedScalar(f"loss/{name}", float(losses.mean()), step))
-        distributions.append(LoggedDistribution(f"losses/{name}", losses, step))
+        log.scalars.append((f"loss/{name}", float(losses.mean()), step))
+        log.distributions.append((f"losses/{name}", losses, step))
         if {"label", "predicted"} <= set(block.names):
             right = np.asarray(block.column("label")) == np.asarray(block.column("predicted"))
-            scalars.append(LoggedScalar(f"accuracy/{name}", float(right.mean()), step))
-    tables += _suspects_table(store, suspected) + _evaluations_table(store)
+            log.scalars.append((f"accuracy/{name}", float(right.mean()), step))
+    # Without labels or a training split there is nothing to suspect.
+    with contextlib.suppress(GradkeepError):
+        found = suspects(store) if suspected else None
+        if found is not None:
+            ids, values = found.ids[:suspected], np.asarray(found.values)[:suspected]
+            rows = list(zip(ids.tolist(), values.tolist(), strict=True))
+            log.tables["suspects"] = ("row", "suspicion"), rows
+    judged = [
+        (name, one.metric, one.subject, one.value, *one.interval)
+        for name, one in evaluations(store).items()
+    ]
+    if judged:
+        columns = ("name", "metric", "subject", "value", "low", "high")
+        log.tables["evaluations"] = columns, judged
     if budget is not None:
         report = budget.report()
-        told = {
+        figures = {
             "budget": report.budget,
             "measured peak": report.measured_peak,
             "predicted peak": report.predicted_peak,
             "share of recomputation": report.recompute_share,
             "planned steps": report.planned,
         }
-        scalars += [
-            LoggedScalar(f"memory/{name}", float(value), 0)
-            for name, value in told.items()
-            if value is not None
-        ]
-    return LoggedStore(tuple(scalars), tuple(distributions), tuple(tables))
+        for name, figure in figures.items():
+            if figure is not None:
+                log.scalars.append((f"memory/{name}", float(figure), 0))
+    return log
 
 
-def _suspects_table(store: Store, count: int) -> list[LoggedTable]:
-    if not count:
-        return []
-    try:
-        found = suspects(store)
-    except GradkeepError:
-        return []  # no labels, or no training split: nothing to suspect
-    ids, values = found.ids[:count].tolist(), np.asarray(found.values)[:count].tolist()
-    return [LoggedTable("suspects", ("row", "suspicion"), tuple(zip(ids, values, strict=True)))]
-
-
-def _evaluations_table(store: Store) -> list[LoggedTable]:
-    rows = tuple(
-        (name, one.metric, one.subject, one.value, *one.interval)
-        for name, one in evaluations(store).items()
-    )
-    columns = ("name", "metric", "subject", "value", "low", "high")
-    return [LoggedTable("evaluations", columns, rows)] if rows else []
-
-
-def _markdown(table: LoggedTable) -> str:
-    def line(cells: tuple[Any, ...]) -> str:
-        shown = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
-        return f"| {' | '.join(cell.replace('|', '/') for cell in shown)} |"
-
-    head = [line(table.columns), line(("---",) * len(table.columns))]
-    return "\n".join([*head, *map(line, table.rows)])
+def _markdown(cells: tuple[Any, ...]) -> str:
+    shown = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
+    return f"| {' | '.join(cell.replace('|', '/') for cell in shown)} |"

@@ -10,7 +10,7 @@ import torch
 from gradkeep._arguments import text
 from gradkeep.capturing._recording import recording
 from gradkeep.errors import CaptureError
-from gradkeep.integrations._replays import base, need
+from gradkeep.integrations._replays import base, check_options, need
 
 if TYPE_CHECKING:
     import os
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     Base = object
 else:
     Base = base("transformers", "TrainerCallback")
-
-_IGNORED = -100
 
 
 class GradkeepTrainerRecorder(Base):
@@ -48,13 +46,7 @@ class GradkeepTrainerRecorder(Base):
         **options: Any,
     ) -> None:
         need(Base, "transformers")
-        wrong = sorted({"checkpoints", "reduction"} & set(options))
-        if wrong:
-            raise CaptureError(
-                "the training decides about these arguments",
-                found=", ".join(wrong),
-                fix="leave them out",
-            )
+        check_options(options, ("checkpoints", "reduction"))
         self._ids = text("ids", ids, error=CaptureError)
         self._store, self._options = store, {"run": run, "split": split, **options}
         self._hook: Any = None
@@ -85,12 +77,10 @@ class GradkeepTrainerRecorder(Base):
         )
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Take the gradients of a batch whose step is not complete."""
+        """Take the gradients of a batch."""
         self._batch.close()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Take the gradients of the last batch of a step."""
-        self._batch.close()
+    on_pre_optimizer_step = on_substep_end
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Seal the capture of an epoch."""
@@ -115,29 +105,22 @@ class GradkeepTrainerRecorder(Base):
                 found=", ".join(kwargs),
                 fix="let the collate function pass the column on",
             )
-        divisor = self._divisor(rest)
-        self._batch.close()
-        self._batch.enter_context(self._recording.batch(ids, divisor=divisor))
-        self.rows += len(ids)
-        return args, rest
-
-    def _divisor(self, batch: dict[str, Any]) -> float:
-        """What the Trainer divides the sum of a batch's losses by."""
-        told = batch.get("num_items_in_batch")
-        if told is not None:
-            return float(told)
-        labels = batch.get("labels")
-        if not isinstance(labels, torch.Tensor):
+        # What the Trainer divides the sum of a batch's losses by.
+        divisor: Any
+        labels: Any
+        divisor, labels = rest.get("num_items_in_batch"), rest.get("labels")
+        if divisor is None and (self._steps > 1 or not isinstance(labels, torch.Tensor)):
             raise CaptureError(
-                "no labels in the batch: it is not known what the loss is divided by",
-                found=", ".join(batch),
-                fix="replay the data instead, with GradkeepTrainerCallback",
-            )
-        if self._steps > 1:
-            raise CaptureError(
-                "this model's loss is divided by accumulated steps, of which the last may be fewer",
-                found=f"gradient_accumulation_steps={self._steps}",
+                "this model's loss is divided by accumulated steps, of which the last may be fewer"
+                if self._steps > 1
+                else "no labels in the batch: it is not known what the loss is divided by",
+                found=f"gradient_accumulation_steps={self._steps}, {', '.join(rest)}",
                 fix="accumulate no steps, or replay the data with GradkeepTrainerCallback",
             )
-        valid = labels[:, 1:] if labels.dim() == 2 else labels
-        return float((valid != _IGNORED).sum())
+        if divisor is None:
+            valid = labels[:, 1:] if labels.dim() == 2 else labels
+            divisor = (valid != -100).sum()
+        self._batch.close()
+        self._batch.enter_context(self._recording.batch(ids, divisor=float(divisor)))
+        self.rows += len(ids)
+        return args, rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
-_OWN = ("checkpoint", "ids", "lr", "model", "progress", "resume", "split", "step")
+_OWN = ("checkpoints", "ids", "lr", "model", "progress", "resume", "split", "step")
 """Arguments of `gk.capture` that follow from the training."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Replays:
-    """What to replay at every checkpoint, and how to keep it."""
+    """Loaders that are replayed at moments of a training, and how their rows are kept."""
 
     store: Store
     loaders: Mapping[str, Iterable[Any]]
@@ -37,6 +37,25 @@ class Replays:
     run: str
     options: Mapping[str, Any]
     """Further arguments of `gk.capture`."""
+    captured: list[Captured] = field(default_factory=list)
+    lr: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        store: Store | str | os.PathLike[str],
+        loaders: Mapping[str, Iterable[Any]],
+        task: Task,
+        run: str,
+        options: Mapping[str, Any],
+    ) -> Replays:
+        """Validate the arguments of a callback."""
+        if not loaders:
+            raise CaptureError(
+                "no loaders to replay", fix='pass {"train": train_loader, "test": test_loader}'
+            )
+        check_options(options, _OWN)
+        return cls(gs.open(store), dict(loaders), task, run, {"mode": "eval", **options})
 
     def check_new(self, step: int) -> None:
         """Raise before training goes on from a step if captures of later ones are there already."""
@@ -53,62 +72,41 @@ class Replays:
                 fix="give the callback another run=, or delete those captures",
             )
 
-    def keep(
-        self, model: nn.Module, checkpoint: str, *, step: int, lr: float | None
-    ) -> list[Captured]:
+    def note_rate(self, optimizer: Any) -> None:
+        """Note the step size, if all parameters have the same: a schedule moves it on."""
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        self.lr = rates.pop() if len(rates) == 1 else None
+
+    def keep(self, model: nn.Module, checkpoint: str, *, step: int) -> None:
         """Capture every loader at the weights that the model has now.
 
         The training goes on as if nothing had happened: loaders draw a seed from torch's random
         state, which is put back, as are the model's mode and gradients.
         """
-        kept: list[Captured] = []
+        fixed: dict[str, Any] = {"task": self.task, "run": self.run, "progress": False}
         with torch.random.fork_rng(), torch.enable_grad():
             for split, loader in self.loaders.items():
-                found = capture(
+                captured = capture(
                     self.store,
                     model,
                     loader,
-                    task=self.task,
                     split=split,
                     checkpoints=checkpoint,
-                    run=self.run,
                     step=step,
-                    lr=lr,
-                    progress=False,
+                    lr=self.lr,
+                    **fixed,
                     **self.options,
                 )
-                kept += found if isinstance(found, list) else [found]
-        return kept
+                self.captured.append(captured)
 
 
-def replays(
-    store: Store | str | os.PathLike[str],
-    loaders: Mapping[str, Iterable[Any]],
-    *,
-    task: Task,
-    run: str,
-    options: Mapping[str, Any],
-) -> Replays:
-    """The replays of a callback, once its arguments are seen to make sense."""
-    if not loaders:
-        raise CaptureError(
-            "no loaders to replay", fix='pass {"train": train_loader, "test": test_loader}'
-        )
-    wrong = sorted(set(options) & set(_OWN))
+def check_options(options: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Raise for arguments that follow from the training."""
+    wrong = ", ".join(sorted(set(options) & set(own)))
     if wrong:
         raise CaptureError(
-            "the training decides about these arguments",
-            found=", ".join(wrong),
-            fix="leave them out",
+            "the training decides about these arguments", found=wrong, fix="leave them out"
         )
-    opened = store if isinstance(store, gs.Store) else gs.open(store)
-    return Replays(opened, dict(loaders), task, run, {"mode": "eval", **options})
-
-
-def learning_rate(optimizer: Any) -> float | None:
-    """The optimizer's step size, if all its parameters have the same."""
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
-    return rates.pop() if len(rates) == 1 else None
 
 
 def base(module: str, name: str) -> type:

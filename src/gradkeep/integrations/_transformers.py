@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gradkeep._arguments import one_of
 from gradkeep.errors import CaptureError
-from gradkeep.integrations._replays import base, learning_rate, need, replays
+from gradkeep.integrations._replays import Replays, base, need
 
 if TYPE_CHECKING:
     import os
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import Store
 
     Base = object
@@ -45,13 +46,11 @@ class GradkeepTrainerCallback(Base):
         **options: Any,
     ) -> None:
         need(Base, "transformers")
-        if at not in get_args(TrainerMoment):
-            raise CaptureError(f"no moment {at!r}", expected=", ".join(get_args(TrainerMoment)))
-        self._replays = replays(store, loaders, task=task, run=run, options=options)
+        one_of("at", at, get_args(TrainerMoment), error=CaptureError)
+        self._replays = Replays.of(store, loaders, task, run, options)
         self._at = at
-        self._lr: float | None = None
-        self.captured: list[Captured] = []
-        """What was kept so far."""
+        self.captured: list[Captured] = self._replays.captured
+        """Captures so far."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Refuse what would keep nothing, or meet what is there, before hours have passed."""
@@ -65,7 +64,7 @@ class GradkeepTrainerCallback(Base):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Note the learning rate: a schedule moves it on before anything is saved."""
-        self._lr = learning_rate(given["optimizer"])
+        self._replays.note_rate(given["optimizer"])
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Replay after the Trainer's own checkpoint is written."""
@@ -83,4 +82,4 @@ class GradkeepTrainerCallback(Base):
         if moment != self._at or not state.is_world_process_zero:
             return
         step = int(state.global_step)
-        self.captured += self._replays.keep(model, f"checkpoint-{step}", step=step, lr=self._lr)
+        self._replays.keep(model, f"checkpoint-{step}", step=step)

@@ -167,7 +167,6 @@ def _curves(
                     heuristic=heuristic,
                     budget=int(peak * ratio),
                     limit=_LIMIT,
-                    count_accesses=False,
                 )
                 points.append(_cost(ratio, outcome))
             done += 1
@@ -179,7 +178,8 @@ def _curves(
 
 def _timeline(log: str, program: Program, heuristic: str, ratio: float) -> TimelineView:
     from gradkeep._budgets import format_bytes
-    from gradkeep.remat import Timeline, simulate, unlimited_peak
+    from gradkeep.remat import simulate, unlimited_peak
+    from gradkeep.remat.simulator._simulate import Timeline
 
     peak = unlimited_peak(program)
     events = Timeline()
@@ -188,7 +188,6 @@ def _timeline(log: str, program: Program, heuristic: str, ratio: float) -> Timel
         heuristic=heuristic,
         budget=int(peak * ratio),
         limit=_LIMIT,
-        count_accesses=False,
         timeline=events,
     )
     step = max(1, len(events.events) // _MOST_EVENTS)

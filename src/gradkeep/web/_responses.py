@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from gradkeep._display import to_json_types
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -21,28 +20,11 @@ if TYPE_CHECKING:
 
 def to_json(answer: Any) -> bytes:
     """The bytes of an answer; what JSON has no number for becomes null."""
-    text = json.dumps(_plain(answer), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        to_json_types(answer), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
     # Half a pair of surrogates, as broken file names have it, is no text.
     return text.encode(errors="replace")
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [part.name for part in dataclasses.fields(value)]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

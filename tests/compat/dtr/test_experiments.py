@@ -18,7 +18,7 @@ from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.compat.dtr.experiments._tables import batch_size_lines, write_graphs
 from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
-from gradkeep.remat.simulator._log_list import find_logs
+from gradkeep.remat.simulator._sweep import find_logs
 
 SMALL = {"length": 6, "in_dim": 4, "mem_dim": 8}
 
@@ -152,10 +152,8 @@ def test_unknown_keys_are_told_but_not_fatal():
     commands = [{"type": "baseline", "batchsize": 3, "extra_params": {"colour": 3}}]
     found = parse(commands, retries=4)
     assert len(found.trials) == 1
-    assert "unknown key 'retries' is ignored" in found.notes
-    assert any(
-        "command 1: unknown field 'batchsize'" in n and "batch_size" in n for n in found.notes
-    )
+    assert "'retries' is unknown and ignored" in found.notes
+    assert any("command 1: 'batchsize'" in n and "batch_size" in n for n in found.notes)
     assert any("no size 'colour'" in note for note in found.notes)
 
 
@@ -513,7 +511,7 @@ def test_logs_are_saved_where_the_configuration_says_with_a_manifest(tmp_path):
     assert log in one.files
     listed = json.loads((tmp_path / "logs" / "sim_conf.json").read_text())
     assert [entry["log"] for entry in listed["lstm"]] == [str(log)]
-    assert find_logs([tmp_path / "logs" / "sim_conf.json"]).logs[0].title == "lstm (2)"
+    assert find_logs([tmp_path / "logs" / "sim_conf.json"])[0][0].title == "lstm (2)"
     # Reused in a configuration of its own, beside the same step recorded anew.
     commands = [
         {"type": "simrd", "kind": "use_log", "file_path": str(log), "ratio": 0.9, "config": {}},

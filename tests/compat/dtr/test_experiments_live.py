@@ -12,6 +12,7 @@ import torch
 from gradkeep.cli._remat_figures import show_endings
 from gradkeep.compat.dtr.experiments._config import pareto_experiment, parse_experiment
 from gradkeep.compat.dtr.experiments._live import (
+    make_log,
     measure_checkpoints,
     measure_online,
     measure_planned,
@@ -21,7 +22,7 @@ from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.compat.dtr.experiments._trial import TrialWork
 from gradkeep.data.architectures._catalog import build
 from gradkeep.errors import RematError
-from gradkeep.remat import chain
+from gradkeep.remat import chain, read_log, simulate, unlimited_peak
 from gradkeep.remat.simulator._optimal import optimum_point
 from gradkeep.remat.simulator._picture import PictureStyle, draw_sweep, sweep_sentences
 from gradkeep.remat.simulator._sweep import SweepRow, read_table, sweep, write_table
@@ -176,6 +177,27 @@ def test_budgets_that_are_too_small_say_so_and_name_the_floor(capsys):
     large = {**common, "type": "optimal", "status": "too large", "message": "so many"}
     show_endings([large, {**large, "ratio": 0.5}, {**common, "type": "simrd", "status": "oom"}])
     assert capsys.readouterr().err == "words optimal: too large: so many\n"
+
+
+def test_live_trials_run_out_of_memory_where_the_simulator_does(tmp_path):
+    log = tmp_path / "step.log"
+    make_log(WORDS, log)
+    program = read_log(log)
+    assert simulate(program, budget=3e5).status == "oom"
+    online = measure_online(WORDS, 3e5, **ASKED, limit=10.0)
+    assert online["message"].startswith("out of memory")
+
+
+def test_a_log_without_recomputation_runs_live_within_its_budget(tmp_path):
+    resnet = plan_of("resnet20", batch_size=4, height=16, width=16)
+    log = tmp_path / "step.log"
+    make_log(resnet, log)
+    program = read_log(log)
+    peak = unlimited_peak(program)
+    assert simulate(program, budget=peak).rematerializations == 0
+    online = measure_online(resnet, peak, **ASKED, limit=10.0)
+    assert online["status"] == "ok"
+    assert online["peak"] <= peak
 
 
 def test_checkpoints_go_where_they_are_told_and_away_again():

@@ -226,11 +226,12 @@ def test_a_new_log_has_its_name(tmp_path, monkeypatch):
 
 def test_toggles_count_for_the_budget_in_force():
     dtr.set_memory_budget("60kB")
-    chooser = dtr._prototype.STATE.chooser
+    looks = dtr._prototype.STATE.sample
     pool = dict.fromkeys(type("S", (), {"size": 4})() for _ in range(400))
-    assert chooser._part(pool) is pool
+    assert looks.of(pool) is pool
     dtr.toggle_sampling(True)
-    assert len(chooser._part(pool)) < 100
+    assert len(looks.of(pool)) < 100
+    dtr.toggle_sampling(False)
 
 
 def test_installing_is_the_only_thing_that_needs_torch():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing._adam import AdamState
+    from gradkeep.capturing._weights import AdamState
     from gradkeep.factors._form import AnyForm
 
 
@@ -29,7 +29,7 @@ class AdamOptions:
 
 
 def _prepare_adam(at: CheckpointView, options: AdamOptions) -> Scorer:
-    from gradkeep.capturing._adam import AdamState
+    from gradkeep.capturing._weights import AdamState
 
     budget = at.question.memory_budget
     limit = None if budget is None else parse_bytes(budget)

@@ -14,7 +14,7 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.attribution._method import Method, Scorer
 from gradkeep.attribution.scorers._kernel import solved_scores
 from gradkeep.capturing._batches import to_device
-from gradkeep.capturing._mode import in_mode
+from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.curvature import _random
 from gradkeep.curvature._cholesky import WeightedKernel
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
-    from gradkeep.capturing._mode import Mode
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing._readiness import Mode
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import AnyForm, Parameter
     from gradkeep.query import Gradients
 
@@ -106,7 +106,7 @@ def curvature(at: CheckpointView, told: CurvatureOptions) -> CurvatureProblem:
             "or curvature='fisher'",
         )
     from gradkeep.attribution.scorers._influence import ReplayedGaussNewton
-    from gradkeep.capturing.tasks._supervised import Classification
+    from gradkeep.capturing.tasks._tasks import Classification
 
     mode: Mode = "train" if at.train_block.schema.fingerprints.get("mode") == "train" else "eval"
     replayed = ReplayedGaussNewton(space, model, data, told.task or Classification(), mode)

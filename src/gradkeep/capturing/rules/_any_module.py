@@ -9,18 +9,17 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from gradkeep.capturing._batches import rows_of
-from gradkeep.capturing.rules._gradients import LayerGradients, possible
-from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.capturing.rules._layers import dense_gradients, possible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep.capturing._calls import LayerCall
-    from gradkeep.capturing.rules._gradients import SampleAxis
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
+    from gradkeep.capturing.rules._rules import LayerUnit
 
 
 def module_gradients(
@@ -32,7 +31,8 @@ def module_gradients(
     Cost: one forward and backward of this module per sample, on top of the model's own.
     """
     first = units[0]
-    weights = local_names(first.modules[0], [w for unit in units for w in unit.weights])
+    names = {id(weight): name for name, weight in first.modules[0].named_parameters()}
+    weights = {names[id(weight)]: weight for unit in units for weight in unit.weights}
     total: torch.Tensor | None = None
     for call in calls:
         if first.rule == "module":
@@ -42,13 +42,26 @@ def module_gradients(
             found = torch.stack(list(each))
         total = found if total is None else total + found
     assert total is not None
-    result = {}
-    at = 0
-    for unit in units:
-        form = Dense(unit.parameters, f"{unit.name}.gradient", unit.size)
-        result[unit] = LayerGradients(form, DenseRows(total[:, at : at + unit.size]))
-        at += unit.size
-    return result
+    return _by_unit(units, total)
+
+
+def _by_unit(units: Sequence[LayerUnit], values: torch.Tensor) -> dict[LayerUnit, LayerGradients]:
+    """The gradients of all units `[B, P]`, taken apart."""
+    parts = torch.split(values, [unit.size for unit in units], 1)
+    return {
+        unit: dense_gradients(unit.name, unit.parameters, part)
+        for unit, part in zip(units, parts, strict=True)
+    }
+
+
+def _flat(
+    weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """One vector of all gradients; zeros where there is none."""
+    pairs = zip(weights, gradients, strict=True)
+    return torch.cat(
+        [(torch.zeros_like(w) if g is None else g.to_dense()).reshape(-1) for w, g in pairs]
+    )
 
 
 def _all(
@@ -128,71 +141,39 @@ def _one(
         [suffix.to(tensor.dtype) for tensor, suffix in pairs],
         allow_unused=True,
     )
-    flat = [
-        torch.zeros_like(weight).reshape(-1)
-        if gradient is None
-        else gradient.to_dense().reshape(-1)
-        for weight, gradient in zip(own.values(), found, strict=True)
-    ]
-    return torch.cat(flat)
+    return _flat(list(own.values()), found)
 
 
 def _of_row(inputs: Any, row: int, rows: int, axis: SampleAxis) -> Any:
     """The inputs of one sample; tensors that do not count the samples are shared by all."""
-    leaves, shape = tree_flatten(inputs)
-    cut = [
-        _cut(leaf, row, rows, axis) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-        for leaf in leaves
-    ]
-    return tree_unflatten(cut, shape)
 
+    def cut(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.dim() or not possible(leaf.shape, rows, axis):
+            return leaf
+        if axis == "second":
+            return leaf[:, row : row + 1]
+        each = len(leaf) // rows
+        return leaf[row * each : (row + 1) * each]
 
-def _cut(leaf: torch.Tensor, row: int, rows: int, axis: SampleAxis) -> torch.Tensor:
-    if not possible(leaf.shape, rows, axis):
-        return leaf
-    if axis == "second":
-        return leaf[:, row : row + 1]
-    each = len(leaf) // rows
-    return leaf[row * each : (row + 1) * each]
-
-
-def local_names(module: nn.Module, weights: Sequence[nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The weights by the names that the module knows them under, in the given order."""
-    found = {id(weight): name for name, weight in module.named_parameters()}
-    return {found[id(weight)]: weight for weight in weights}
+    return tree_map_only(torch.Tensor, cut, inputs)
 
 
 def whole_model_gradients(
     units: Sequence[LayerUnit],
-    target: Callable[[nn.Module, Any], torch.Tensor],
-    model: nn.Module,
+    measure: Callable[[Any], tuple[Any, torch.Tensor]],
     batch: Any,
     *,
     rows: int,
 ) -> dict[LayerUnit, LayerGradients]:
     """The dense gradients of these units' parameters, by autograd on batches of one.
 
-    `target(model, batch) -> [B]` is what is differentiated. Cost: one forward and backward pass of
+    The second of `measure(batch)` is differentiated. Cost: one forward and backward pass of
     the model per sample.
     """
     weights = [weight for unit in units for weight in unit.weights]
     found: list[torch.Tensor] = []
     for row in range(rows):
-        value = target(model, rows_of(batch, row, row + 1)).sum()
+        value = measure(rows_of(batch, row, row + 1))[1].sum()
         gradients = torch.autograd.grad(value, weights, allow_unused=True)
-        flat = [
-            torch.zeros_like(weight).reshape(-1)
-            if gradient is None
-            else gradient.to_dense().reshape(-1)
-            for weight, gradient in zip(weights, gradients, strict=True)
-        ]
-        found.append(torch.cat(flat))
-    stacked = torch.stack(found)
-    result = {}
-    at = 0
-    for unit in units:
-        size = sum(parameter.size for parameter in unit.parameters)
-        form = Dense(unit.parameters, f"{unit.name}.gradient", size)
-        result[unit] = LayerGradients(form, DenseRows(stacked[:, at : at + size]))
-        at += size
-    return result
+        found.append(_flat(weights, gradients))
+    return _by_unit(units, torch.stack(found))

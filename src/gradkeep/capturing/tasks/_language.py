@@ -1,18 +1,29 @@
-"""Language modelling: the sum of the losses of a sequence's tokens."""
+"""Language modeling: the sum of the losses of a sequence's tokens; and completions as batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from gradkeep._arguments import count, flag, one_of, optional, text
-from gradkeep.capturing.tasks._task import Measured, Task, call, holds_numbers, logits_of
+from gradkeep.capturing.tasks._tasks import (
+    Measured,
+    Task,
+    call,
+    described_batch,
+    holds_numbers,
+    logits_of,
+)
 from gradkeep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -173,7 +184,7 @@ class LanguageModelling(Task):
             if targets is None:
                 raise CaptureError(
                     "no tokens in the batch",
-                    found=f"a dict with {', '.join(map(str, batch))}",
+                    found=described_batch(batch),
                     expected="input_ids, and optionally attention_mask and labels",
                 )
             mask = batch.get("attention_mask")
@@ -187,9 +198,7 @@ class LanguageModelling(Task):
             return batch, batch, self.shift
         raise CaptureError(
             "a batch that is no sequence of tokens",
-            found=f"{batch.dtype} {tuple(batch.shape)}"
-            if isinstance(batch, torch.Tensor)
-            else type(batch).__name__,
+            found=described_batch(batch),
             expected="a dict with input_ids, (tokens, next tokens), or tokens [B, T]",
         )
 
@@ -207,9 +216,93 @@ def _with_decoder_inputs(model: Any, inputs: Any, batch: Any) -> Any:
     if not isinstance(batch, Mapping) or "labels" not in batch or prepare is None:
         raise CaptureError(
             "an encoder-decoder needs to be told what its decoder writes",
-            found=f"a dict with {', '.join(map(str, batch))}"
-            if isinstance(batch, Mapping)
-            else type(batch).__name__,
+            found=described_batch(batch),
             expected="a dict with input_ids and labels, or with decoder_input_ids, too",
         )
     return {**inputs, "decoder_input_ids": prepare(labels=batch["labels"])}
+
+
+def completions(
+    prompts: torch.Tensor | Sequence[Any],
+    generated: Any,
+    *,
+    with_prompt: bool = True,
+    pad: int | None = None,
+    eos: int | None = None,
+    ignore_index: int = -100,
+) -> dict[str, torch.Tensor]:
+    """A model's own completions as a batch: tokens of prompts are read, those it wrote are asked about.
+
+    `prompts` are token ids, `[B, P]` or one list per row; `generated` is what `model.generate` gives
+    (ids that begin with the prompt, `[B, P + G]`, or an object with such `sequences`), or with
+    `with_prompt=False` the new ids alone. `pad` names the token that rows were filled up with: it is
+    taken off prompts at both ends and off the end of what was written; if it is `eos` too, one stays.
+    Gives `input_ids` and `labels` `[B, T]`, filled up at the end, for `gk.LanguageModelling()`: what
+    stands behind a causal model's tokens cannot change them, so there is no mask.
+
+    >>> completions([[5, 6]], torch.tensor([[5, 6, 7, 8]]))["labels"]
+    tensor([[-100, -100,    7,    8]])
+    """
+    flag("with_prompt", with_prompt, error=CaptureError)
+    optional(count, "pad", pad, error=CaptureError)
+    optional(count, "eos", eos, error=CaptureError)
+    ignore_index = count("ignore_index", ignore_index, error=CaptureError, least=-(2**63))
+    asked = _rows("prompts", prompts)
+    written = _rows("generated", getattr(generated, "sequences", generated))
+    if len(asked) != len(written):
+        raise CaptureError(
+            "every prompt needs what was written after it",
+            found=f"{len(asked)} prompts, {len(written)} completions",
+            fix="several completions of one prompt: repeat the prompt for each",
+        )
+    rows = []
+    for row, (prompt, ids) in enumerate(zip(asked, written, strict=True)):
+        if with_prompt and ids[: len(prompt)] != prompt:
+            raise CaptureError(
+                f"what was written in row {row} does not begin with its prompt",
+                found=str(ids[: min(8, len(prompt))]),
+                expected=str(prompt[:8]),
+                fix="pass with_prompt=False if these are the new tokens alone",
+            )
+        new = ids[len(prompt) :] if with_prompt else ids
+        new = new[: new.index(eos) + 1] if eos is not None and eos in new else _stripped(new, pad)
+        prompt = _stripped(_stripped(prompt, pad)[::-1], pad)[::-1]
+        if not new or not prompt:
+            raise CaptureError(
+                "a prompt without a completion" if prompt else "a completion without a prompt",
+                found=f"row {row}: {len(prompt)} and {len(new)} tokens",
+                fix="leave the row out; a model that writes from nothing begins with a token, such "
+                "as its bos",
+            )
+        rows.append((prompt, new))
+    longest = max(len(prompt) + len(new) for prompt, new in rows)
+    tokens = torch.full((len(rows), longest), pad or 0)
+    labels = torch.full((len(rows), longest), ignore_index)
+    for row, (prompt, new) in enumerate(rows):
+        both = torch.tensor([*prompt, *new])
+        tokens[row, : len(both)] = both
+        labels[row, len(prompt) : len(both)] = both[len(prompt) :]
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _rows(name: str, given: Any) -> list[list[int]]:
+    """Ids as a list of rows."""
+    rows = given.tolist() if isinstance(given, torch.Tensor) else given
+    rows = rows if isinstance(rows, list | tuple) else []
+    found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in rows]
+    whole = bool(found) and all(isinstance(one, list | tuple) for one in found)
+    if not whole or any(type(t) is not int or t < 0 for t in chain.from_iterable(found)):
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise CaptureError(
+            f"{name} are no token ids",
+            found=str(shape),
+            expected="whole numbers [B, T], or a list of them for each row",
+        )
+    return [list(one) for one in found]
+
+
+def _stripped(tokens: list[int], pad: int | None) -> list[int]:
+    """The tokens without padding at their end."""
+    while tokens and tokens[-1] == pad:
+        tokens = tokens[:-1]
+    return tokens

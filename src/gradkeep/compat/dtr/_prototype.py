@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat import heuristic
-from gradkeep.remat.simulator._heuristics import SampledHeuristic
+from gradkeep.remat.simulator._heuristics import PoolSample
 
 if TYPE_CHECKING:
     import os
@@ -28,14 +27,12 @@ class PrototypeState:
     """The runtime in force, and how it is to choose."""
 
     online: OnlineRuntime | None = None
-    chooser: SampledHeuristic | None = None
-    """Of the budget in force."""
+    sample: PoolSample = field(default_factory=PoolSample)
+    """What is looked at to choose what to evict."""
     recorder: Recorder | None = None
     log: Path = Path(DEFAULT_LOG)
     marked: Any = None
     """Tensors that were told to be checkpoints, held weakly."""
-    sampling: bool = False
-    ignore_small: bool = False
     profiling: bool = True
     base: int = 0
     """Nanoseconds of runtimes that have ended; the others likewise."""
@@ -121,9 +118,7 @@ def set_memory_budget(budget: float | str | None) -> None:
         return
     from gradkeep.remat.online._runtime import OnlineRuntime  # loads torch
 
-    STATE.chooser = SampledHeuristic(heuristic("dtr-eq"))
-    _look()
-    STATE.online = OnlineRuntime(size, heuristic=STATE.chooser, strict=True)
+    STATE.online = OnlineRuntime(size, sample=STATE.sample, strict=True)
     STATE.online.__enter__()
 
 
@@ -138,7 +133,7 @@ def clear_checkpointpool() -> None:
         raise RematError(
             "a budget cannot end while what runs in it is logged", fix="toggle_log(False) first"
         )
-    online, STATE.online, STATE.chooser = STATE.online, None, None
+    online, STATE.online = STATE.online, None
     if online is not None:
         online.__exit__(None, None, None)
         remember(online)
@@ -195,19 +190,12 @@ def _marked() -> Any:
 
 def toggle_sampling(on: bool) -> None:
     """Choose among about 2 sqrt(n) storages in place of all, from now on."""
-    STATE.sampling = on
-    _look()
+    STATE.sample.sample = on
 
 
 def toggle_ignore_small_tensors(on: bool) -> None:
     """Never evict storages below 1 % of the mean size, from now on."""
-    STATE.ignore_small = on
-    _look()
-
-
-def _look() -> None:
-    if STATE.chooser is not None:
-        STATE.chooser.look(skip_small=STATE.ignore_small, sample=STATE.sampling)
+    STATE.sample.skip_small = on
 
 
 def end_all() -> None:

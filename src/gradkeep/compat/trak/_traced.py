@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._footprint import rows_at_once
-from gradkeep.capturing.tasks._task import Measured, Task
+from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, rows_at_once
+from gradkeep.capturing.tasks._tasks import Measured, Task
 from gradkeep.compat.trak.projectors import SketchProjector
 from gradkeep.curvature._project import project_layers
 from gradkeep.errors import CaptureError
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing.rules._gradients import LayerGradients
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
     from gradkeep.compat.trak.projectors import AbstractProjector
 

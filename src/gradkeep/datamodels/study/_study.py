@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gradkeep.capturing._report import Captured
-    from gradkeep.capturing.tasks._task import Task
+    from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._result import Datamodels
     from gradkeep.farm._run import Outcome
@@ -229,7 +229,7 @@ class Study:
             )
         from gradkeep.capturing._capture import capture
         from gradkeep.capturing._report import Captured
-        from gradkeep.capturing.tasks._supervised import Classification
+        from gradkeep.capturing.tasks._tasks import Classification
 
         taken = [name for name in _RESERVED if name in options]
         if taken:

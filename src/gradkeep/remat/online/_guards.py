@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from gradkeep.remat.tracing._tensors import has_storage
+from gradkeep.remat._tensors import has_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

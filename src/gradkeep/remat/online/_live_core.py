@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,16 +11,17 @@ import torch
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, RematError
+from gradkeep.remat._rerun import hash_bytes
+from gradkeep.remat._tensors import StorageRef, mapped, run_operator, tensors_in
 from gradkeep.remat.simulator._core import EvictionCore, Storage
-from gradkeep.remat.tracing._content import hash_bytes
-from gradkeep.remat.tracing._tensors import StorageRef, run_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gradkeep.remat._tensors import Geometry
     from gradkeep.remat.simulator._core import TensorNode as Node
-    from gradkeep.remat.simulator._cost_ratio import Heuristic
-    from gradkeep.remat.tracing._tensors import Geometry
+    from gradkeep.remat.simulator._heuristics import PoolSample
+    from gradkeep.remat.simulator._neighbourhoods import Heuristic
 
 
 class OnlineArgument(NamedTuple):
@@ -29,62 +31,28 @@ class OnlineArgument(NamedTuple):
     geometry: Geometry
 
 
+@dataclass(slots=True, eq=False)
 class OnlineOperator:
     """What the eviction core needs to know of an operator, and what it takes to run it again."""
 
-    __slots__ = (
-        "aliases",
-        "args",
-        "cost",
-        "exact",
-        "grad_mode",
-        "kwargs",
-        "name",
-        "random",
-        "results",
-        "run",
-        "sizes",
-    )
-
-    def __init__(
-        self, name: str, *, cost: int, sizes: tuple[int, ...], aliases: tuple[int, ...]
-    ) -> None:
-        self.name = name
-        self.cost = cost
-        """Nanoseconds."""
-        self.sizes = sizes
-        """Bytes of each new storage; 0 for what is written in place."""
-        self.aliases = aliases
-        """For each result the index of the argument whose storage it changes, or -1."""
-        self.run: Callable[..., Any] | None = None
-        """None: it cannot be run again."""
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: tuple[tuple[str, Any], ...] = ()
-        self.results: tuple[tuple[int, Geometry], ...] = ()
-        """For each new storage, which result shows it whole, and how."""
-        self.grad_mode = True
-        self.exact = True
-        """Every byte of its results means something."""
-        self.random: torch.Tensor | None = None
-        """The state of the generator before it ran."""
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in an operator's arguments or results, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
-
-
-def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """The same arguments with everything of a type replaced."""
-    if isinstance(value, kind):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(mapped(item, change, kind) for item in value)
-    return value
+    name: str
+    cost: int
+    """Nanoseconds."""
+    sizes: tuple[int, ...]
+    """Bytes of each new storage; 0 for what is written in place."""
+    aliases: tuple[int, ...]
+    """For each result the index of the argument whose storage it changes, or -1."""
+    run: Callable[..., Any] | None = None
+    """None: it cannot be run again."""
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    results: tuple[tuple[int, Geometry], ...] = ()
+    """For each new storage, which result shows it whole, and how."""
+    grad_mode: bool = True
+    exact: bool = True
+    """Every byte of its results means something."""
+    random: torch.Tensor | None = None
+    """The state of the generator before it ran."""
 
 
 def predicted_bytes(
@@ -107,7 +75,8 @@ def predicted_bytes(
         named["device"] = torch.device("meta")
     try:
         out = func(*mapped(args, _without_content, torch.Tensor), **named)
-        return sum({id(s): s.nbytes() for s in map(_storage, tensors_in(out))}.values())
+        storages = [tensor.untyped_storage() for tensor in tensors_in(out)]
+        return sum({id(storage): storage.nbytes() for storage in storages}.values())
     except Exception:
         return guess
 
@@ -116,29 +85,22 @@ def _without_content(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
-
-
 _PATIENCE = 50_000_000
 """Nanoseconds of recomputation that are too few to judge by."""
 
 
+@dataclass(slots=True, eq=False)
 class StorageBytes:
     """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
 
-    __slots__ = ("dead", "device", "held", "nbytes", "ref", "was")
-
-    def __init__(self, storage: torch.UntypedStorage, ref: StorageRef) -> None:
-        self.ref = ref
-        self.nbytes = storage.nbytes()
-        self.device = storage.device
-        self.dead = False
-        """Nobody but us has it."""
-        self.was: int | None = None
-        """A hash of the bytes that were evicted, until they are back and compared."""
-        self.held: torch.UntypedStorage | None = None
-        """The bytes of a dead storage that was made again, or of a pinned one that others need."""
+    ref: StorageRef
+    nbytes: int
+    dead: bool = False
+    """Nobody but us has it."""
+    was: int | None = None
+    """A hash of the bytes that were evicted, until they are back and compared."""
+    held: torch.UntypedStorage | None = None
+    """The bytes of a dead storage that was made again, or of a pinned one that others need."""
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage as it is now, filled or empty."""
@@ -153,9 +115,15 @@ class LiveCore(EvictionCore):
     """
 
     def __init__(
-        self, heuristic: Heuristic, *, budget: float, limit: float, strict: bool = False
+        self,
+        heuristic: Heuristic,
+        *,
+        budget: float,
+        limit: float,
+        strict: bool = False,
+        sample: PoolSample | None = None,
     ) -> None:
-        super().__init__(heuristic, budget=budget, policy="eager")
+        super().__init__(heuristic, budget=budget, policy="eager", sample=sample)
         self.limit = limit
         self.strict = strict
         """Raise where nothing is left to evict."""
@@ -190,11 +158,6 @@ class LiveCore(EvictionCore):
         found = self.latest.get(id(storage))
         return self._constant(storage) if found is None else found
 
-    def expect(self, storage: torch.UntypedStorage) -> None:
-        """Count a constant from now on, before an operator uses it."""
-        if id(storage) not in self.latest:
-            self._constant(storage)
-
     def constants(self) -> list[StorageRef]:
         """The constants so far."""
         return [
@@ -204,7 +167,7 @@ class LiveCore(EvictionCore):
         ]
 
     def _constant(self, storage: torch.UntypedStorage) -> Node:
-        operator = OnlineOperator("constant", cost=0, sizes=(storage.nbytes(),), aliases=(-1,))
+        operator = OnlineOperator("constant", 0, (storage.nbytes(),), (-1,))
         (node,) = self._declare(operator, ())  # type: ignore[arg-type]
         self.follow(storage, node)
         self._arrive(node.storage)
@@ -215,7 +178,7 @@ class LiveCore(EvictionCore):
         """From now on `storage` stands for the value."""
         ref = StorageRef(storage, self._gone)
         ref.key = id(storage)
-        self.bytes[node.storage] = StorageBytes(storage, ref)
+        self.bytes[node.storage] = StorageBytes(ref, storage.nbytes())
         self.latest[ref.key] = node
 
     def _gone(self, ref: StorageRef) -> None:
@@ -249,14 +212,9 @@ class LiveCore(EvictionCore):
 
     def _needed(self, storage: Storage) -> bool:
         """Whether something that may have to be made again was computed from it."""
-        if any(self._may_go(other) for other in storage.below):
-            return True
         # Whoever makes one result of an operator again makes them all.
-        beside = (sibling.storage for node in storage.tensors for sibling in node.siblings)
-        return any(self._may_go(other) for other in beside)
-
-    def _may_go(self, storage: Storage) -> bool:
-        return storage in self.bytes and not storage.pinned
+        beside = [sibling.storage for node in storage.tensors for sibling in node.siblings]
+        return any(o in self.bytes and not o.pinned for o in (*storage.below, *beside))
 
     def _forget(self, storage: Storage) -> None:
         """Nobody asks for it any more; neither, then, for what it alone was made from."""
@@ -329,9 +287,9 @@ class LiveCore(EvictionCore):
             node.storage.last_access = self.clock + operator.cost
             if alias >= 0:
                 node.defined = True
-                for key, value in list(self._named(node.storage)):
-                    if value.storage is node.storage:
-                        self.latest[key] = node
+                key = self.bytes[node.storage].ref.key
+                if key in self.latest and self.latest[key].storage is node.storage:
+                    self.latest[key] = node
                 continue
             self.follow(next(fresh), node)
             self._arrive(node.storage)
@@ -344,11 +302,6 @@ class LiveCore(EvictionCore):
         self.base_compute += operator.cost
         self.ops_run += 1
         return nodes
-
-    def _named(self, storage: Storage) -> list[tuple[int, Node]]:
-        key = self.bytes[storage].ref.key
-        found = self.latest.get(key)
-        return [] if found is None else [(key, found)]
 
     def _arrive(self, storage: Storage) -> None:
         storage.material = True
@@ -377,8 +330,7 @@ class LiveCore(EvictionCore):
                 continue
             if place.dead and not self._needed(other):
                 continue
-            latest = other.tensors[-1]
-            self.keep(latest)
+            self.keep(other.tensors[-1])
 
     def _free(self, need: int) -> None:
         began = perf_counter_ns()
@@ -414,14 +366,12 @@ class LiveCore(EvictionCore):
         began = perf_counter_ns()
         out = self._again(operator)
         taken = perf_counter_ns() - began
-        fresh = [node for node in (tensor, *tensor.siblings) if operator.aliases[node.index] < 0]
-        by_index = {node.index: node for node in fresh}
-        new = [index for index, alias in enumerate(operator.aliases) if alias < 0]
+        by_index = {node.index: node for node in (tensor, *tensor.siblings)}
         results = tensors_in(out)
-        for (position, geometry), index in zip(operator.results, new, strict=True):
-            node = by_index[index]
-            if not node.storage.material:
-                self._fill(node.storage, results[position], geometry)
+        # What is new comes before what is written in place.
+        for index, (position, geometry) in enumerate(operator.results):
+            if not by_index[index].storage.material:
+                self._fill(by_index[index].storage, results[position], geometry)
         super()._run(tensor, need, again=again)
         # The core counts what was expected; what it took is what people are told.
         self.remat_compute += taken - operator.cost

@@ -9,6 +9,7 @@ bytes that pass no operator, such as `.numpy()`, bring the bytes back first (`_g
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import threading
 import warnings
@@ -22,18 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetWarning
-from gradkeep.remat.online._guards import lower_guards, raise_guards
-from gradkeep.remat.online._live_core import (
-    LiveCore,
-    OnlineArgument,
-    OnlineOperator,
-    mapped,
-    predicted_bytes,
-    tensors_in,
-)
-from gradkeep.remat.online._pace import Pace
-from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
-from gradkeep.remat.tracing._rerun import (
+from gradkeep.remat._rerun import (
     FirstResultRerun,
     OperatorRerun,
     compared,
@@ -41,47 +31,79 @@ from gradkeep.remat.tracing._rerun import (
     leaves_unwritten,
     rerun_of,
 )
-from gradkeep.remat.tracing._tensors import (
+from gradkeep.remat._tensors import (
     Geometry,
     QuickDispatchMode,
     has_storage,
+    mapped,
     run_operator,
     signature_of,
     storages_of,
+    tensors_in,
     written_tensors,
 )
+from gradkeep.remat.online._guards import lower_guards, raise_guards
+from gradkeep.remat.online._live_core import (
+    LiveCore,
+    OnlineArgument,
+    OnlineOperator,
+    predicted_bytes,
+)
+from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from gradkeep.remat._tensors import OperatorSignature
     from gradkeep.remat.simulator._core import Storage
     from gradkeep.remat.simulator._core import TensorNode as Node
-    from gradkeep.remat.simulator._cost_ratio import Heuristic
-    from gradkeep.remat.tracing._tensors import OperatorSignature
+    from gradkeep.remat.simulator._heuristics import PoolSample
 
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
 """Views that look at no byte and at no bound of their argument's storage."""
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _AMPLE = 8
 """Times the largest argument: few operators give more than that."""
-_SMALL = 8
-"""Bytes of a single number, which host code likes to read and which is not worth evicting."""
+
+_LOGGER = logging.getLogger("gradkeep.remat")
+_MEASURED = 32
+_TOO_SLOW = 3.0
+"""Times the plain time, before anything is evicted; at .8 of the peak it is three to ten times as much."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OperatorRun:
-    """An operator that ran."""
+class Pace:
+    """What the first operators take by themselves, and with all that is done around them."""
 
-    name: str
-    cost: int
-    """Nanoseconds."""
-    grad_mode: bool
-    state: Tensor | None
-    """Of the random generator, before it ran."""
-    changed: list[Storage]
-    """What it wrote in place."""
-    exact: bool
-    """Every byte of its results means something."""
+    def __init__(self) -> None:
+        self._seen = 0
+        self._whole: list[int] = []
+        self._alone: list[int] = []
+
+    def known(self, whole: int, alone: int) -> bool:
+        """Note one operator, in nanoseconds of its thread; whether enough have been seen."""
+        if alone <= 0:
+            return False  # a view: nothing ran
+        self._seen += 1
+        # At first it is looked up what operators are.
+        if self._seen > 16:
+            self._whole.append(whole)
+            self._alone.append(alone)
+        return len(self._whole) >= _MEASURED
+
+    def warning(self) -> str | None:
+        """Say it, once and early, if a plan is what this step needs."""
+        # Sums, not medians: many small operators do no harm beside a few large ones.
+        whole, alone = sum(self._whole) / _MEASURED, sum(self._alone) / _MEASURED
+        if whole < _TOO_SLOW * alone:
+            return None
+        said = (
+            f"operators of this step take about {alone / 1e3:.0f} us each, and deciding about each "
+            f"takes {(whole - alone) / 1e3:.0f} us more: expect {whole / alone:.0f} times the plain "
+            "time while nothing is evicted, and several times that in a tight budget; mode='planned' "
+            "of gradkeep.memory_budget decides once, before, and adds microseconds per saved tensor"
+        )
+        _LOGGER.warning(said)
+        return said
 
 
 class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,13 +125,15 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self,
         budget: float = math.inf,
         *,
-        heuristic: str | Heuristic = "dtr-eq",
+        heuristic: str = "dtr-eq",
         limit: float = 4.0,
+        sample: PoolSample | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.budget = budget
         self.heuristic, self.limit = heuristic, limit
+        self._sample = sample
         self.strict = strict
         """Raise where nothing is left to evict, and warn when evicting is given up."""
         self.live = self._new()
@@ -130,17 +154,20 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._pace: Pace | None = Pace()
 
     def _new(self) -> LiveCore:
-        named = heuristic_named(self.heuristic) if isinstance(self.heuristic, str) else None
-        chosen: Any = named or self.heuristic
-        return LiveCore(chosen, budget=self.budget, limit=self.limit, strict=self.strict)
+        return LiveCore(
+            heuristic_named(self.heuristic),
+            budget=self.budget,
+            limit=self.limit,
+            strict=self.strict,
+            sample=self._sample,
+        )
 
     def __enter__(self) -> Self:
         # Parameters take their bytes from the beginning, not from when an operator reads them.
         known = [storage for ref in self.live.constants() if (storage := ref()) is not None]
         self.live = self._new()
-        for storage in known:
-            self.live.expect(storage)
-        del known
+        while known:
+            self.live.node_on(known.pop(0))
         self._parameters.clear()
         self._operators = self._pinned = 0
         self._on = True
@@ -351,13 +378,14 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[key] = sum(result.untyped_storage().nbytes() for _, result in fresh)
         if fresh or changed:
             recipe = self._recipe(func, args, kwargs, given, nodes, results, written=bool(changed))
-            name = func._schema.name
-            exact = not leaves_unwritten(name) and compared(func, len(results)) == len(results)
-            ran = _OperatorRun(name, cost, grad_mode, state, changed, exact)
+            ran = OnlineOperator(func._schema.name, cost, (), (), grad_mode=grad_mode, random=state)
+            ran.exact = not leaves_unwritten(ran.name) and compared(func, len(results)) == len(
+                results
+            )
             if recipe.apart is not None and recipe.apart.run is not None:
-                self._enter_apart(ran, recipe.apart, fresh, nodes)
+                self._enter_apart(ran, recipe.apart, fresh, nodes, changed)
             else:
-                self._enter(ran, recipe, fresh, nodes)
+                self._enter(ran, recipe, fresh, nodes, changed)
         return out
 
     def _fresh(self, results: list[Tensor]) -> list[tuple[int, Tensor]]:
@@ -373,30 +401,27 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(
         self,
-        ran: _OperatorRun,
+        ran: OnlineOperator,
         recipe: OperatorRerun,
         fresh: list[tuple[int, Tensor]],
         nodes: list[Node],
+        changed: list[Storage],
     ) -> list[Node]:
         """Tell the core of an operator and its new storages; what cannot be made again stays."""
         storages = [result.untyped_storage() for _, result in fresh]
         by_storage = [node.storage for node in nodes]
-        operator = OnlineOperator(
-            ran.name,
-            cost=ran.cost,
-            sizes=(*(storage.nbytes() for storage in storages), *(0 for _ in ran.changed)),
-            aliases=(*(-1 for _ in storages), *(by_storage.index(one) for one in ran.changed)),
+        operator = dataclasses.replace(
+            ran,
+            sizes=(*(storage.nbytes() for storage in storages), *(0 for _ in changed)),
+            aliases=(*(-1 for _ in storages), *(by_storage.index(one) for one in changed)),
+            results=tuple((at, Geometry.of(result)) for at, result in fresh),
         )
-        operator.results = tuple((at, Geometry.of(result)) for at, result in fresh)
-        operator.grad_mode, operator.random = ran.grad_mode, ran.state
-        operator.exact = ran.exact
         if recipe.run is not None and all(_shows_all(result) for _, result in fresh):
             operator.run, operator.args, operator.kwargs = recipe.run, recipe.args, recipe.kwargs
         made = self.live.ran(operator, nodes, storages)
         workspace = has_workspace(ran.name)
         evicted = [workspace or _may_be_evicted(result) for _, result in fresh]
-        evicted += [True for _ in ran.changed]
-        for node, may_go in zip(made, evicted, strict=True):
+        for node, may_go in zip(made, [*evicted, *(True for _ in changed)], strict=True):
             if operator.run is None or not may_go:
                 self._pinned += not node.storage.pinned
                 self.live.keep(node)
@@ -404,27 +429,23 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_apart(
         self,
-        ran: _OperatorRun,
+        ran: OnlineOperator,
         apart: FirstResultRerun,
         fresh: list[tuple[int, Tensor]],
         nodes: list[Node],
+        changed: list[Storage],
     ) -> None:
         """Batch normalization: its statistics stay, and with them its result is made again."""
         rest = [(at, result) for at, result in fresh if at > 0]
         # After what is new come the running statistics, which it changed.
-        statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes)
-        first = [(at, result) for at, result in fresh if at == 0]
+        statistics = self._enter(ran, OperatorRerun(None, (), ()), rest, nodes, changed)
         shown = tuple(
             OnlineArgument(node, Geometry.of(result))
             for node, (_, result) in zip(statistics[: len(rest)], rest, strict=True)
         )
         again = OperatorRerun(apart.run, (*apart.args, *shown), ())
-        self._enter(
-            dataclasses.replace(ran, cost=0, state=None, changed=[]),
-            again,
-            first,
-            [*nodes, *statistics],
-        )
+        free = dataclasses.replace(ran, cost=0, random=None)
+        self._enter(free, again, [one for one in fresh if one[0] == 0], [*nodes, *statistics], [])
 
     def _recipe(
         self,
@@ -491,7 +512,7 @@ def _may_be_evicted(tensor: Tensor) -> bool:
     return (
         (dtype.is_floating_point or dtype.is_complex)
         and type(tensor) in _PLAIN
-        and tensor.nbytes > _SMALL
+        and tensor.nbytes > 8  # host code likes to read a single number
     )
 
 

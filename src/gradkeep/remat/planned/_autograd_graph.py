@@ -59,93 +59,40 @@ class GraphWalk:
         self._numbers: dict[int, int] = {}
 
     def below(self, tensor: torch.Tensor) -> GraphBelow:
-        """Everything below a tensor that was not seen before; for recordings."""
-        node = tensor.grad_fn
+        """Everything below a tensor that was not seen before."""
+        node: Any = tensor.grad_fn
         if node is None:
             return _NOWHERE
         numbers = self._numbers
         sequence = node._sequence_nr()
-        number = numbers.get(sequence)
-        if number is not None:
-            return GraphBelow(number, tensor.output_nr, ())
+        first = numbers.get(sequence)
+        if first is not None:
+            return GraphBelow(first, tensor.output_nr, ())
         first = numbers[sequence] = len(numbers)
         found = []
         stack = [(first, node)]
         while stack:
-            number, current = stack.pop()
-            above = current.next_functions
-            parents: list[int] = []
+            number, node = stack.pop()
+            above = node.next_functions
+            parents: list[Any] = []
             for parent, result in above:
-                at = _NONE if parent is None else self._number(parent, stack)
+                at: int | None = _NONE
+                if parent is not None:
+                    sequence = parent._sequence_nr()
+                    at = _leaf(parent) if sequence == _LEAF else numbers.get(sequence)
+                    if at is None:
+                        at = numbers[sequence] = len(numbers)
+                        stack.append((at, parent))
                 parents += (at, result)
-            scalars = _scalars(current, above)
-            found.append((number, GraphNode(_name(current), scalars, tuple(parents))))
+            scalars = _scalars(node, above)
+            found.append((number, GraphNode(_name(node), scalars, tuple(parents))))
         return GraphBelow(first, tensor.output_nr, tuple(found))
-
-    def _number(self, node: Any, stack: list[tuple[int, Any]]) -> int:
-        sequence = node._sequence_nr()
-        if sequence == _LEAF:
-            return _leaf(node)
-        number = self._numbers.get(sequence)
-        if number is None:
-            number = self._numbers[sequence] = len(self._numbers)
-            stack.append((number, node))
-        return number
 
     def mark(self, tensor: torch.Tensor) -> None:
         """Take a tensor as it is: no look at what lies below it."""
         node = tensor.grad_fn
         if node is not None:
             self._numbers.setdefault(node._sequence_nr(), len(self._numbers))
-
-    def matches(self, tensor: torch.Tensor, expected: ExpectedGraph) -> bool:
-        """Whether a tensor comes from what is known the way it did when it was recorded."""
-        node: Any = tensor.grad_fn
-        if node is None:
-            return expected.node == _NONE
-        numbers = self._numbers
-        sequence = node._sequence_nr()
-        number = numbers.get(sequence)
-        if tensor.output_nr != expected.result:
-            return False
-        if number is not None:
-            return number == expected.node and not expected.new
-        numbers[sequence] = len(numbers)
-        stack = [node]
-        for name, scalars, edges in expected.new:
-            if not stack:
-                return False
-            node = stack.pop()
-            parents = node.next_functions
-            if _name(node) != name or 2 * len(parents) != len(edges):
-                return False
-            if _scalars(node, parents) != scalars:
-                return False
-            at = 0
-            for parent, result in parents:
-                if parent is None:
-                    number = _NONE
-                else:
-                    sequence = parent._sequence_nr()
-                    if sequence == _LEAF:
-                        number = _leaf(parent)
-                    else:
-                        number = numbers.get(sequence)
-                        if number is None:
-                            number = numbers[sequence] = len(numbers)
-                            stack.append(parent)
-                if number != edges[at] or result != edges[at + 1]:
-                    return False
-                at += 2
-        return not stack
-
-
-class ExpectedGraph(NamedTuple):
-    """What a run must find below a tensor, in the order in which it looks."""
-
-    node: int
-    result: int
-    new: tuple[GraphNode, ...]
 
 
 class GraphExpectations:
@@ -160,26 +107,27 @@ class GraphExpectations:
         if seen.node != _NONE:
             self._numbers.setdefault(seen.node, len(self._numbers))
 
-    def below(self, seen: GraphBelow) -> ExpectedGraph:
-        """The run looks below this tensor: the same order as in `Walk.matches`."""
+    def below(self, seen: GraphBelow) -> GraphBelow:
+        """The run looks below this tensor, in the same order as `GraphWalk.below`."""
         numbers = self._numbers
         if seen.node == _NONE:
-            return ExpectedGraph(_NONE, 0, ())
+            return _NOWHERE
         if seen.node in numbers:
-            return ExpectedGraph(numbers[seen.node], seen.result, ())
+            return GraphBelow(numbers[seen.node], seen.result, ())
         first = numbers[seen.node] = len(numbers)
         found = []
         stack = [seen.node]
         while stack:
-            walked = self._nodes[stack.pop()]
+            number = stack.pop()
+            walked = self._nodes[number]
             parents: list[int] = []
             for at, result in zip(walked.parents[::2], walked.parents[1::2], strict=True):
                 if at >= 0 and at not in numbers:
                     numbers[at] = len(numbers)
                     stack.append(at)
                 parents += (numbers[at] if at >= 0 else at, result)
-            found.append(walked._replace(parents=tuple(parents)))
-        return ExpectedGraph(first, seen.result, tuple(found))
+            found.append((numbers[number], walked._replace(parents=tuple(parents))))
+        return GraphBelow(first, seen.result, tuple(found))
 
 
 def leaf_of(tensor: torch.Tensor) -> int | None:

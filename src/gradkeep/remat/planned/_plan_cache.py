@@ -6,31 +6,38 @@ soon as the step has been recorded twice and proves to be the same.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
 from gradkeep.errors import RematError
+from gradkeep.remat._tensors import has_storage
 from gradkeep.remat.planned._modules import ModuleFlag
 from gradkeep.remat.planned._step_recorder import has_gradients
 from gradkeep.remat.planned._trace import (
-    TraceLengths,
     agreed_trace,
     cheaper_trace,
     difference_of,
     with_larger_tail,
 )
+from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
-    import weakref
+    import os
     from collections.abc import Iterable
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
-    from gradkeep.remat.planned._batch_shapes import Shapes
+    from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._programs import CompiledPlan
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
@@ -117,8 +124,8 @@ class StepRecordings:
             for cloned in reversed(self.cloned):
                 found = agreed_trace(kept, cloned)
                 if found is not None:
+                    found = cheaper_trace(found, *self.kept, *self.cloned)
                     for other in (*self.kept, *self.cloned):
-                        found = cheaper_trace(found, other)
                         found = with_larger_tail(found, other)
                     return found
         return None
@@ -146,7 +153,7 @@ class StepPlan:
     misses: int = 0
     """Steps that began like this one and then did something else."""
     doubtful: bool = False
-    """A step was undone: whether it was the last of its kind, the next recording tells."""
+    """Steps were undone or left it: whether it still holds, the next recordings tell."""
     measured_peak: int | None = None
     """The most that was measured so far."""
 
@@ -187,13 +194,13 @@ class SavedPlan:
     states: tuple[int, ...]
 
 
-def digest_of(trace: StepTrace, *, whole: bool = False) -> str:
+def digest_of(trace: StepTrace) -> str:
     """The same for steps that save and compute the same things in the same order.
 
     Counted is what happens until the last saved tensor is asked for: the optimizer does something
-    else in the first step than later. `whole` counts that too, as plans were saved at first.
+    else in the first step than later.
     """
-    ends = TraceLengths(*[None] * 5) if whole else trace.lengths  # type: ignore[arg-type]
+    ends = trace.lengths
     content: list[Any] = [
         [operation.name, sorted(operation.reads), [list(map(str, m)) for m in operation.makes]]
         for operation in trace.operations[: ends.operations]
@@ -219,10 +226,7 @@ def write_plans(path: str | os.PathLike[str], plans: Iterable[StepPlan]) -> None
         if not target.name or (target.exists() and not target.is_file()):
             # Replacing would take the place of a device or a pipe.
             raise RematError("plans are written to a file of their own", found=str(target))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
-        temporary.replace(target)
+        replace_file(target, json.dumps({"format": FORMAT, "plans": entries}, indent=1) + "\n")
     except OSError as error:
         raise RematError(
             "the plans cannot be written", path=target.name[:80], found=error.strerror
@@ -250,3 +254,48 @@ def read_plans(path: str | os.PathLike[str]) -> list[SavedPlan]:
         if isinstance(error, RematError):
             raise
         raise RematError("these are not saved plans", path=path, found=repr(error)[:100]) from error
+
+
+class OptimizerStates:
+    """The states of all optimizers that stepped since this was made."""
+
+    def __init__(self) -> None:
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers, with the number of parameters that had a state when they were last looked at."""
+        self._bytes = 0
+        _listening.add(self)
+        _watch_optimizers()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states, as of when one last got an entry for another parameter."""
+        return self._bytes
+
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """The storages of all states, by id."""
+        found = {}
+        for optimizer in list(self._sizes):
+            for tensor in tree_leaves(list(optimizer.state.values())):
+                if isinstance(tensor, torch.Tensor) and has_storage(tensor):
+                    storage = tensor.untyped_storage()
+                    found[id(storage)] = storage
+        return found
+
+    def _look(self, optimizer: Optimizer) -> None:
+        if self._sizes.get(optimizer) != len(optimizer.state):
+            self._sizes[optimizer] = len(optimizer.state)
+            self._bytes = sum(storage.nbytes() for storage in self.storages().values())
+
+
+_listening: weakref.WeakSet[OptimizerStates] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once and for good: hooks that come and go disturb optimizers that step in other threads."""
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        for states in list(_listening):
+            states._look(optimizer)
+
+    register_optimizer_step_post_hook(stepped)

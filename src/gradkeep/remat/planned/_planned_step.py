@@ -8,25 +8,27 @@ recorded one. What the graph cannot show is seen when a value is back: it must m
 
 from __future__ import annotations
 
+import abc
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from gradkeep.errors import RematError, StepChanged
-from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
-from gradkeep.remat.planned._fingerprint import same_content
+from gradkeep.remat._rerun import same_content
+from gradkeep.remat._tensors import WATCHED_OTHERWISE, has_storage
+from gradkeep.remat.planned._autograd_graph import GraphWalk
 from gradkeep.remat.planned._programs import generator, instruction, replay
 from gradkeep.remat.planned._step_recorder import check_version, keeps_graph
-from gradkeep.remat.tracing._tensors import WATCHED_OTHERWISE, has_storage
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from gradkeep.remat.planned._programs import CompiledPlan, QuickCheck, SlotPlan
+    from gradkeep.remat.planned._programs import CompiledPlan, QuickCheck
 
 
 _task = torch._C._current_graph_task_id
@@ -44,15 +46,10 @@ class KeptTensor:
 
     def unpack(self) -> Tensor:
         """The tensor itself, if nobody changed it."""
-        step, tensor = self.step, self.tensor
-        if step is not None:
-            if tensor._version != self.version:
-                check_version(tensor, self.version)
-            if _task() != -1:
-                step.asked_for(self.slot)
-            return tensor
-        check_version(tensor, self.version)
-        return tensor
+        check_version(self.tensor, self.version)
+        if self.step is not None and _task() != -1:
+            self.step.asked_for(self.slot)
+        return self.tensor
 
 
 def unpack(handle: Any) -> Tensor:
@@ -93,16 +90,28 @@ class DroppedTensor:
         return step.back(self.slot)
 
 
-class PlainStep:
-    """One step that keeps everything, as torch does."""
-
-    __slots__ = ("asked",)
+class Step(abc.ABC):
+    """One training step: what happens to the tensors that autograd saves."""
 
     at = 0
-    quick: ClassVar[dict[int, QuickCheck]] = {}
+    """How many tensors were saved so far."""
+    asks = 0
+    """How many of them the backward pass has asked for."""
+    quick: Mapping[int, QuickCheck] = MappingProxyType({})
+    """Saved tensors that only have to look right."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    @property
+    def asked(self) -> bool:
+        """Whether a backward pass has begun."""
+        return self.asks > 0
+
+    @abc.abstractmethod
+    def pack(self, tensor: Tensor) -> Any:
+        """Keep a saved tensor or let it go; `unpack` understands what is given back."""
+
+
+class PlainStep(Step):
+    """One step that keeps everything, as torch does."""
 
     def pack(self, tensor: Tensor) -> KeptTensor:
         """Keep a saved tensor."""
@@ -110,17 +119,15 @@ class PlainStep:
 
     def asked_for(self, slot: int) -> None:
         """Note that a backward pass has begun."""
-        self.asked = True
+        self.asks += 1
 
 
 class WatchedStep(PlainStep):
     """The same while the online runtime watches."""
 
-    __slots__ = ()
-
     def asked_for(self, slot: int) -> None:
         """Note that a backward pass has begun; refuse a node that watching changes."""
-        self.asked = True
+        self.asks += 1
         node = torch._C._current_autograd_node()
         if node is not None and node.name() in WATCHED_OTHERWISE:
             raise RematError(
@@ -131,14 +138,8 @@ class WatchedStep(PlainStep):
             )
 
 
-class UndecidedStep:
+class UndecidedStep(Step):
     """The beginning of a step that several plans fit: nothing is dropped until they differ."""
-
-    __slots__ = ("_adopt", "_handles", "_plans", "_tensors")
-
-    asked = False
-    at = 0
-    quick: ClassVar[dict[int, QuickCheck]] = {}
 
     def __init__(self, plans: list[Any], adopt: Callable[[Any], PlannedStep]) -> None:
         self._plans = plans
@@ -154,7 +155,7 @@ class UndecidedStep:
         fitting = [
             plan
             for plan in self._plans
-            if number < len(plan.compiled.slots) and _fits(plan.compiled.slots[number], tensor)
+            if number < len(plan.compiled.slots) and plan.compiled.slots[number].fits_leaf(tensor)
         ]
         self._plans = fitting or self._plans[:1]
         if len(self._plans) == 1 or self._plans[0].compiled.slots[number].drop:
@@ -173,37 +174,8 @@ class UndecidedStep:
         return run.pack(tensor)
 
 
-def _fits(slot: SlotPlan, tensor: Tensor) -> bool:
-    return (
-        tensor.shape == slot.size
-        and tensor.dtype is slot.dtype
-        and tensor.stride() == slot.stride
-        and (slot.leaf is None or slot.leaf == leaf_of(tensor))
-    )
-
-
-class PlannedStep:
+class PlannedStep(Step):
     """One step that follows a plan as long as it can."""
-
-    __slots__ = (
-        "_fingerprints",
-        "_following",
-        "_plan",
-        "_random_states",
-        "_snapshot",
-        "_values",
-        "_versions",
-        "_walk",
-        "asks",
-        "at",
-        "began",
-        "changed",
-        "ended",
-        "quick",
-        "quiet",
-        "recomputed",
-        "undone",
-    )
 
     def __init__(
         self,
@@ -218,11 +190,8 @@ class PlannedStep:
         self._versions: dict[int, int] = {}
         self._random_states: dict[tuple[int, str], Tensor] = {}
         self._fingerprints: dict[int, Any] = {}
-        self.asks = 0
         self._following = True
-        self.at = 0
         self.quick = plan.quick
-        """Saved tensors that only have to look right, as long as the plan is followed."""
         self.quiet = plan.quiet
         """Requests that only have to come in order, as long as the plan is followed."""
         self.changed: str | None = None
@@ -257,11 +226,8 @@ class PlannedStep:
             self.leave("more tensors were saved than in the recorded step")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
         slot = slots[number]
-        if (
-            tensor.shape != slot.size
-            or tensor.dtype is not slot.dtype
-            or tensor.stride() != slot.stride
-            or (slot.expected is not None and not self._walk.matches(tensor, slot.expected))
+        if not slot.fits(tensor) or (
+            slot.expected is not None and self._walk.below(tensor) != slot.expected
         ):
             self.leave(f"saved tensor {number} is not the recorded one")
             return KeptTensor(self, number, tensor.detach(), tensor._version)
@@ -289,11 +255,6 @@ class PlannedStep:
         if slot.drop:
             return DroppedTensor(self, number)
         return held, tensor._version, number, self
-
-    @property
-    def asked(self) -> bool:
-        """Whether a backward pass has begun."""
-        return self.asks > 0
 
     def leave(self, why: str) -> None:
         """Stop following the plan: keep all from here on, release nothing any more."""

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import BudgetError, BudgetWarning
-from gradkeep.remat.planned._evaluate import PlanEvaluator
-from gradkeep.remat.planned._optimizer_states import OptimizerStates
-from gradkeep.remat.planned._plan_cache import StepPlan, StepRecordings, StepSignature, digest_of
-from gradkeep.remat.planned._problem import problem_of
+from gradkeep.remat.planned._evaluate import PlanEvaluator, problem_of
+from gradkeep.remat.planned._plan_cache import (
+    OptimizerStates,
+    StepPlan,
+    StepRecordings,
+    StepSignature,
+    digest_of,
+)
 from gradkeep.remat.planned._programs import compile_plan
 from gradkeep.remat.planned._search import FoundPlan, search_plan
 from gradkeep.remat.planned._trace import same_step, with_constant
@@ -22,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.online._runtime import OnlineReport, OnlineRuntime
-    from gradkeep.remat.planned._batch_shapes import Shapes
+    from gradkeep.remat.planned._evaluate import PlanningProblem
+    from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import SavedPlan
     from gradkeep.remat.planned._planned_step import PlannedStep
-    from gradkeep.remat.planned._problem import PlanningProblem
     from gradkeep.remat.planned._programs import Check
     from gradkeep.remat.planned._step_recorder import StepRecorder
     from gradkeep.remat.planned._trace import StepTrace
@@ -33,14 +37,13 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "planned", "online"]
 
 _MOST_RECORDINGS = 9
-"""Of one kind of step that never does the same twice."""
+"""Of one kind of step that never does the same twice, or until a plan that was left is met again."""
 _MOST_MISSES = 2
-"""After so many steps in a row that left a plan, it is made anew."""
-_PATIENCE = 40
-"""After so many recordings that led to nothing most steps should follow plans."""
-_MANY_NEW = 8
-"""After so many recordings in a row of steps that were never seen before a warning says that the budget
-does not hold."""
+"""After so many steps in a row that left a plan steps are recorded until one is met that follows it,
+or that shows that it is out of date."""
+_PATIENCE = 16
+"""After so many recordings of steps that never came again most steps should follow plans, or
+recording stops."""
 _REPEAT = (
     "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
     "to step, or ask for mode='online'"
@@ -111,8 +114,6 @@ class StepPlanner:
         self._forgotten = 0
         self._hopeless: list[StepSignature] = []
         self._states = OptimizerStates()
-        self._new_in_a_row = 0
-        """Recordings since a kind of step was last seen again."""
         self._stopped = False
         """Steps never repeat: nothing is recorded any more."""
         self._begun: dict[Any, int] = {}
@@ -179,30 +180,22 @@ class StepPlanner:
         kind = _kind_of(recording, inputs, batch)
         for plan in [plan for plan in self.plans if plan.kind.like(kind)]:
             if same_step(plan.compiled.trace, trace):
-                plan.doubtful = False
+                plan.doubtful, plan.misses = False, 0
                 return
             if plan.doubtful:
+                self.forget(plan)
+        for plan in [plan for plan in self.plans if plan.doubtful]:
+            plan.misses += 1
+            if plan.misses > _MOST_RECORDINGS:
                 self.forget(plan)
         group = next((known for known in self.recorded if known.kind.like(kind)), None)
         if group is None:
             group = StepRecordings(kind)
             self.recorded.append(group)
-            self._saw_new_kind()
-        else:
-            self._new_in_a_row = 0
         group.add(recording, trace)
         changed = (*group.changing, *recording.modules.changed())
         group.changing = tuple({id(buffer()): buffer for buffer in changed}.values())
         group.parameters = recording.modules.parameters()
-
-    def _saw_new_kind(self) -> None:
-        self._new_in_a_row += 1
-        if self._new_in_a_row == _MANY_NEW:
-            self._warn(
-                f"{_MANY_NEW} recorded steps in a row, no two of them alike, ran without the budget",
-                "steps are recorded until their batch shape has come three times: pad or bucket "
-                "batches to a few shapes, or ask for mode='online'",
-            )
 
     def _judge_recordings(self) -> None:
         """Give up to record where most recordings were of steps that never came again."""
@@ -212,8 +205,15 @@ class StepPlanner:
         if wasted < _PATIENCE or self.counts.planned >= self.counts.recorded // 2:
             return
         self._stopped = True
+        self.recorded.clear()
+        why = f"{wasted} recorded steps, no two of them alike, ran without the budget"
+        self.counts.reasons.append(why)
         if self.settings.mode == "planned":
-            self._warn("no plan, so no budget holds: batches have ever new shapes", _REPEAT)
+            self._warn(
+                why,
+                "steps are recorded until their batch shape has come three times: pad or bucket "
+                "batches to a few shapes, or ask for mode='online'",
+            )
         self._turn_online()
 
     def make_plans(self) -> None:
@@ -237,7 +237,7 @@ class StepPlanner:
                         self._warn(f"no plan, so no budget holds: {why}", _REPEAT)
                     self._turn_online()
                 continue
-            known = self._saved_for(trace)
+            known = self.saved.get(digest_of(trace)) if self.saved else None
             if group.count < self.settings.recordings and known is None:
                 continue
             self.recorded.remove(group)
@@ -253,12 +253,6 @@ class StepPlanner:
                     plan.kind, changing=plan.changing, parameters=plan.parameters
                 )
                 self._adopt(group, with_constant(plan.compiled.trace, missing), None)
-
-    def _saved_for(self, trace: StepTrace) -> SavedPlan | None:
-        """The plan on disk that was made for this step."""
-        if not self.saved:
-            return None
-        return self.saved.get(digest_of(trace)) or self.saved.get(digest_of(trace, whole=True))
 
     def _adopt(self, group: StepRecordings, trace: StepTrace, known: SavedPlan | None) -> None:
         missing = self._states.nbytes - trace.optimizer_bytes
@@ -339,7 +333,6 @@ class StepPlanner:
         if run.changed is None:
             plan.runs += 1
             plan.misses = 0
-            self._new_in_a_row = 0
             self.last = plan
             self.counts.planned += 1
             self.counts.recomputed += run.recomputed / 1e9
@@ -357,7 +350,7 @@ class StepPlanner:
         )
         plan.misses += 1
         if plan.misses >= _MOST_MISSES:
-            self.forget(plan)
+            plan.doubtful = True
 
     def online_step_is_over(self) -> None:
         """Note a step of the online runtime."""

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradkeep.remat.planned._autograd_graph import GraphExpectations
-from gradkeep.remat.planned._fingerprint import TensorSample, content_of, sample_of
-from gradkeep.remat.tracing._rerun import TensorRef, leaves_unwritten
+from gradkeep.remat._rerun import TensorRef, TensorSample, content_of, leaves_unwritten, sample_of
+from gradkeep.remat._tensors import SEQUENCES
+from gradkeep.remat.planned._autograd_graph import GraphExpectations, leaf_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from gradkeep.remat.planned._autograd_graph import ExpectedGraph
-    from gradkeep.remat.planned._evaluate import PlanEvaluation, Rebuild
-    from gradkeep.remat.planned._fingerprint import Fingerprint
+    from gradkeep.remat._rerun import Fingerprint
+    from gradkeep.remat._tensors import Geometry
+    from gradkeep.remat.planned._autograd_graph import GraphBelow
+    from gradkeep.remat.planned._evaluate import PlanEvaluation, PlanningProblem, Rebuild
     from gradkeep.remat.planned._modules import Source
-    from gradkeep.remat.planned._problem import PlanningProblem
     from gradkeep.remat.planned._search import States
     from gradkeep.remat.planned._trace import StepTrace, TracedOperation
-    from gradkeep.remat.tracing._tensors import Geometry
 
 Check = Literal["full", "sampled"]
 """Whether every byte of what is made again is compared, or a few numbers of it."""
@@ -36,7 +35,8 @@ Check = Literal["full", "sampled"]
 class TensorArgument(NamedTuple):
     """A tensor argument: where it goes, and what it shows; no view if the whole is meant."""
 
-    position: int
+    place: int | str | tuple[int, int]
+    """A position, a name, or a position and an index in the list there."""
     value: int
     view: ArgumentView | None
 
@@ -56,22 +56,15 @@ class ArgumentView(NamedTuple):
         return geometry.on_storage_of(base)
 
 
-class TensorListArgument(NamedTuple):
-    """A list of tensors as one argument."""
-
-    position: int
-    items: tuple[TensorArgument, ...]
-
-
 class ReplayInstruction(NamedTuple):
     """One operator to run again."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
-    tensors: tuple[TensorArgument, ...]
-    lists: tuple[TensorListArgument, ...]
     kwargs: dict[str, Any]
-    named: tuple[tuple[str, TensorArgument], ...]
+    tensors: tuple[TensorArgument, ...]
+    lists: tuple[int, ...]
+    """Positions of lists with tensors."""
     alone: int
     """The value that the only result shows; -1 if there are several, or none."""
     makes: tuple[tuple[int, int], ...]
@@ -103,7 +96,7 @@ class SlotPlan:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    expected: ExpectedGraph | None
+    expected: GraphBelow | None
     """What must lie below it in the autograd graph, if it is dropped."""
     drop: bool
     hold: bool
@@ -125,6 +118,22 @@ class SlotPlan:
     """How to show this slot, given the value as it is made again."""
     exact: Geometry
     """How to show this slot, given any tensor on its storage."""
+    varies: bool
+    """It may have any size."""
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks like the recorded one."""
+        if self.varies:
+            return tensor.dtype is self.dtype and tensor.dim() == len(self.size)
+        return (
+            tensor.shape == self.size
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+        )
+
+    def fits_leaf(self, tensor: Tensor) -> bool:
+        """The same, and it shows the same parameter if it shows one."""
+        return self.fits(tensor) and (self.leaf is None or self.leaf == leaf_of(tensor))
 
 
 class ExpectedMask(NamedTuple):
@@ -156,8 +165,6 @@ class CompiledPlan:
     work: tuple[RebuildProgram | None, ...]
     releases: tuple[tuple[int, ...], ...]
     constants: tuple[tuple[int, Source], ...]
-    first_slots: dict[int, int]
-    """For saved values: the slot that shows them first."""
     devices: tuple[str, ...]
     quick: dict[int, QuickCheck]
     """Slots that are kept and need nothing else."""
@@ -225,7 +232,6 @@ class _PlanCompiler:
             work=tuple(work),
             releases=tuple(map(tuple, releases)),
             constants=tuple((value, trace.sources[value]) for value in constants),
-            first_slots=self.first_slots,
             devices=tuple(sorted({o.device for o in trace.operations if o.random})),
             quick=self._quick(slots),
             quiet={
@@ -247,7 +253,7 @@ class _PlanCompiler:
                 leaf=seen.seen.node < 0,
             )
             for number, (slot, seen) in enumerate(zip(slots, self.trace.slots, strict=True))
-            if slot.plain
+            if slot.plain and not slot.varies
         }
 
     def _slots(self, sources: set[int]) -> tuple[SlotPlan, ...]:
@@ -272,7 +278,7 @@ class _PlanCompiler:
         for number, slot in enumerate(trace.slots):
             first = self.first_slots[slot.value] == number
             drop = slot.value in self.dropped
-            base = self._made_geometry(slot.value) if drop else slot.geometry
+            base = self._first_made(slot.value)[1] if drop else slot.geometry
             mark = not drop and slot.value in sources
             if mark:
                 expectations.mark(slot.seen)
@@ -297,6 +303,7 @@ class _PlanCompiler:
                     releases=tuple(late.get(number, ())),
                     view=None if base == slot.geometry else slot.geometry,
                     exact=slot.geometry,
+                    varies=slot.varies,
                 )
             )
         return tuple(found)
@@ -308,10 +315,6 @@ class _PlanCompiler:
             return sample_of(shown[0])
         operation, made = self._first_made(value)
         return content_of(made, shown, whole=not leaves_unwritten(operation.name))
-
-    def _made_geometry(self, value: int) -> Geometry:
-        """How a value's tensor looks when it is made again: as its storage was first made."""
-        return self._first_made(value)[1]
 
     def _first_made(self, value: int) -> tuple[TracedOperation, Geometry]:
         """The operator that made the storage of a value, and how."""
@@ -357,7 +360,7 @@ class _PlanCompiler:
             operation = trace.operations[number]
             for made in operation.makes:
                 if made.position < 0 or made.value in wanted:
-                    self.geometry[made.value] = self._made_geometry(made.value)
+                    self.geometry[made.value] = self._first_made(made.value)[1]
             instructions.append(
                 instruction(
                     trace,
@@ -390,56 +393,41 @@ def instruction(
     operation = trace.operations[number]
     assert operation.run is not None
 
-    def given(position: int, ref: TensorRef) -> TensorArgument:
-        if geometry.get(ref.value) == ref.geometry:
-            return TensorArgument(position, ref.value, None)
-        view = ArgumentView(ref.geometry, trace.anchors.get(ref.value))
-        return TensorArgument(position, ref.value, view)
-
-    tensors, lists = [], []
-    for position, arg in enumerate(operation.args):
-        if isinstance(arg, TensorRef):
-            tensors.append(given(position, arg))
-        elif isinstance(arg, tuple) and any(isinstance(item, TensorRef) for item in arg):
-            items = tuple(
-                given(at, item) for at, item in enumerate(arg) if isinstance(item, TensorRef)
-            )
-            lists.append(TensorListArgument(position, items))
-    named = tuple(
-        (name, given(-1, value)) for name, value in operation.kwargs if isinstance(value, TensorRef)
-    )
+    tensors: list[TensorArgument] = []
+    lists: list[Any] = []
+    for position, arg in (*enumerate(operation.args), *operation.kwargs):
+        several = type(arg) in SEQUENCES and isinstance(position, int)
+        items: list[Any] = [(position, arg)]
+        if several:
+            items = [((position, at), item) for at, item in enumerate(arg)]
+        refs = [(place, ref) for place, ref in items if isinstance(ref, TensorRef)]
+        if refs and several:
+            lists.append(position)
+        for place, ref in refs:
+            view = None
+            if geometry.get(ref.value) != ref.geometry:
+                view = ArgumentView(ref.geometry, trace.anchors.get(ref.value))
+            tensors.append(TensorArgument(place, ref.value, view))
     makes = tuple(
         (made.position, made.value)
         for made in operation.makes
         if made.position >= 0 and (wanted is None or made.value in wanted)
     )
+    new = {trace.values[m.value].storage: m.value for m in operation.makes if m.position < 0}
+    overwritten = [(old, trace.values[old].storage) for old in operation.overwrites]
     return ReplayInstruction(
         run=operation.run,
         args=operation.args,
+        kwargs=dict(operation.kwargs),
         tensors=tuple(tensors),
         lists=tuple(lists),
-        kwargs=dict(operation.kwargs),
-        named=named,
-        alone=makes[0][1] if len(makes) == 1 and _single(operation) else -1,
+        alone=makes[0][1] if len(makes) == 1 and operation.single else -1,
         makes=makes,
-        renames=_renames(trace, operation),
+        renames=tuple((old, new[storage]) for old, storage in overwritten if storage in new),
         frees=frees,
         grad_mode=operation.grad_mode,
         random_slot=random_slot,
         device=operation.device,
-    )
-
-
-def _single(operation: TracedOperation) -> bool:
-    return operation.single
-
-
-def _renames(trace: StepTrace, operation: TracedOperation) -> tuple[tuple[int, int], ...]:
-    new = {trace.values[m.value].storage: m.value for m in operation.makes if m.position < 0}
-    return tuple(
-        (old, new[trace.values[old].storage])
-        for old in operation.overwrites
-        if trace.values[old].storage in new
     )
 
 
@@ -454,31 +442,30 @@ def replay(
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         try:
             for (
-                run, args, tensors, lists, kwargs, named, alone, makes, renames, frees, mode, slot, device,
+                run, args, kwargs, tensors, lists, alone, makes, renames, frees, mode, slot, device,
             ) in instructions:  # fmt: skip
                 if mode is not grad_mode:
                     # Some kernels return a workspace only if gradients are wanted.
                     torch._C._set_grad_enabled(mode)
                     grad_mode = mode
                 given: Any = list(args)
-                for position, value, view in tensors:
+                named: Any = kwargs
+                for at in lists:
+                    given[at] = list(given[at])
+                for place, value, view in tensors:
                     base: Any = values[value]
-                    given[position] = base if view is None else view.of(base)
-                for position, items in lists:
-                    several: Any = list(given[position])
-                    for at, value, view in items:
-                        base = values[value]
-                        several[at] = base if view is None else view.of(base)
-                    given[position] = several
-                if named:
-                    kwargs = dict(kwargs)
-                    for name, (_, value, view) in named:
-                        base = values[value]
-                        kwargs[name] = base if view is None else view.of(base)
+                    if view is not None:
+                        base = view.of(base)
+                    if type(place) is int:
+                        given[place] = base
+                    elif type(place) is tuple:
+                        given[place[0]][place[1]] = base
+                    else:
+                        named = {**named, place: base}
                 if slot < 0:
-                    out: Any = run(*given, **kwargs)
+                    out: Any = run(*given, **named)
                 else:
-                    out = _as_then(run, given, kwargs, device, random_states[slot, device])
+                    out = _as_then(run, given, named, device, random_states[slot, device])
                 if alone >= 0:
                     values[alone] = out
                 elif makes:
@@ -490,7 +477,7 @@ def replay(
                 for old, new in renames:
                     values[new], values[old] = values[old], None
                 # Nothing may be held by a name here while the next operator asks for memory.
-                given = several = base = out = None
+                given = named = base = out = None
                 for value in frees:
                     values[value] = None
         finally:

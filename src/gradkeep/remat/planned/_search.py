@@ -19,7 +19,7 @@ from gradkeep.remat.planned._evaluate import PlanEvaluation, PlanEvaluator, Trea
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gradkeep.remat.planned._problem import PlanningProblem
+    from gradkeep.remat.planned._evaluate import PlanningProblem
 
 
 States = tuple[int, ...]
@@ -27,21 +27,14 @@ Score = tuple[float, float, float]
 
 _EXHAUSTIVE = 4096
 """So many plans are searched through instead of guessed at."""
-_FEWEST, _MOST = 4000, 12_000
-"""Evaluations while annealing; small problems are evaluated faster and may have more."""
-_EFFORT = 500_000
+_EVALUATIONS = 9000
+"""Of plans while annealing."""
 _WORK = 300_000
 """Operators in rebuilds that were worked out: it bounds the time to a few seconds."""
-
-
 _STARTS = 4
-_ANNEALED = 3
-_EXCHANGES, _UNIT_MOVES = 0.15, 0.35
-_GROUP_MOVES = 0.25
-_SWAPS = 0.35
+"""How many of the first plans are improved, and how many of these annealed."""
 _LARGEST_GROUP = 12
-_HOPELESS = 1.3
-"""Starts with so many times the energy of the best are not worth polishing."""
+"""More candidates than that are seldom dropped together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +66,6 @@ def groups_of(problem: PlanningProblem) -> list[tuple[int, ...]]:
     return [*((index,) for index in range(len(problem.candidates))), *sorted(shared)]
 
 
-Unit = tuple[int, ...]
-"""Candidates that are made by way of the same dear operator."""
-
-
-def roles_of(problem: PlanningProblem) -> list[tuple[Unit, ...]]:
-    """Units that do the same at different places, in the order of the step, as the gates of a cell at
-    each time or a normalization in each block: what one of them is worth, its neighbours are.
-    """
-    trace, costs = problem.trace, problem.costs
-    units: dict[int, list[int]] = {}
-    for index, candidate in enumerate(problem.candidates):
-        dear = max(candidate.recipe, key=lambda number: (costs[number], number))
-        units.setdefault(dear, []).append(index)
-    roles: dict[tuple[str, tuple[tuple[str, int], ...]], list[Unit]] = {}
-    for dear, unit in sorted(units.items()):
-        members = [problem.candidates[index] for index in unit]
-        makers = [trace.values[member.value].maker for member in members]
-        names = ["" if maker is None else trace.operations[maker].name for maker in makers]
-        sizes = [member.size for member in members]
-        key = (trace.operations[dear].name, tuple(zip(names, sizes, strict=True)))
-        roles.setdefault(key, []).append(tuple(unit))
-    return [tuple(role) for role in roles.values()]
-
-
 class _PlanSearch:
     def __init__(self, problem: PlanningProblem, budget: int, seed: int, effort: float) -> None:
         self._effort = effort
@@ -110,9 +79,11 @@ class _PlanSearch:
         self._costs = problem.costs
         self._groups = groups_of(problem)
         self._together = [group for group in self._groups if len(group) > 1]
-        roles = roles_of(problem)
-        self._units = [unit for role in roles for unit in role]
-        self._pairs = [pair for role in roles for pair in itertools.pairwise(role)]
+        dear: dict[int, list[int]] = {}
+        for index, candidate in enumerate(problem.candidates):
+            dear.setdefault(max(candidate.recipe, key=problem.costs.__getitem__), []).append(index)
+        self._units = [tuple(unit) for unit in dear.values()]
+        """Candidates that are made by way of the same dear operator."""
         self._unit = max(problem.trace.seconds, 1e-9)
         self._best: tuple[Score, States] = ((math.inf, math.inf, math.inf), ())
 
@@ -138,16 +109,12 @@ class _PlanSearch:
         promising = sorted(starts, key=lambda start: (self._energy(start), start))[:count]
         fitting = sorted(starts, key=lambda start: (self._score(start), start))[: count // 2]
         ready = {self._regrouped(self._greedy(start)) for start in (nothing, *promising, *fitting)}
-        # Where nothing fits yet, those that cost most may come lowest.
-        fits = self._best[0][0] == 0
-        most = _HOPELESS * min(map(self._energy, ready)) + 0.05 if fits else math.inf
         polished = sorted(
-            {self._polished(start) for start in sorted(ready) if self._energy(start) <= most},
+            {self._polished(start) for start in sorted(ready)},
             key=lambda start: (self._score(start), start),
         )
-        steps = max(_FEWEST, min(_MOST, _EFFORT // len(self._candidates)))
-        for start in polished[:_ANNEALED]:
-            self._anneal(start, int(self._effort * steps) // _ANNEALED)
+        for start in polished[: _STARTS - 1]:
+            self._anneal(start, int(self._effort * _EVALUATIONS) // (_STARTS - 1))
         self._polished(self._regrouped(self._best[1]))
 
     def _score(self, states: States) -> Score:
@@ -276,53 +243,36 @@ class _PlanSearch:
         for step in range(steps):
             if self._tired():
                 break
-            kind = draw.random()
-            if self._pairs and kind < _EXCHANGES:
-                trial = self._exchanged(states)
-            elif kind < _EXCHANGES + _UNIT_MOVES:
-                trial = self._units_changed(states)
-            else:
-                trial = self._some_changed(states)
+            trial = self._changed(states)
             after = self._energy(trial)
             heat = hot * (cold / hot) ** (step / max(steps, 1))
             if after <= energy or draw.random() < math.exp((energy - after) / heat):
                 states, energy = trial, after
 
-    def _exchanged(self, states: States) -> States:
-        """Neighbours of one role change places; half of the time something else changes too."""
+    def _changed(self, states: States) -> States:
+        """One state and others with it: what is made together, anything, or a neighbour in time."""
         draw, trial = self._random, list(states)
-        for one, other in zip(*draw.choice(self._pairs), strict=True):
-            trial[one], trial[other] = trial[other], trial[one]
-        if draw.random() < 0.5:
-            index = draw.randrange(len(trial))
-            trial[index] = self._other(trial[index])
-        return tuple(trial)
-
-    def _units_changed(self, states: States) -> States:
-        """All of a unit, or of a few: the dear operator then runs for all or for none."""
-        draw, trial = self._random, list(states)
-        for _ in range(draw.choice((1, 1, 2, 3))):
-            state = int(draw.choice((*Treatment, Treatment.TOGETHER)))
-            for index in draw.choice(self._units):
-                trial[index] = state
-        return tuple(trial)
-
-    def _some_changed(self, states: States) -> States:
-        """One state, and others with it."""
-        draw, trial = self._random, list(states)
+        if draw.random() < 0.4:
+            # All of a unit, or of a few: the dear operator then runs for all or for none.
+            for _ in range(draw.choice((1, 1, 2, 3))):
+                state = int(draw.choice((*Treatment, Treatment.TOGETHER)))
+                for index in draw.choice(self._units):
+                    trial[index] = state
+            return tuple(trial)
         index = draw.randrange(len(trial))
         trial[index] = self._other(trial[index])
-        if self._together and draw.random() < _GROUP_MOVES:
+        kind = draw.random()
+        if self._together and kind < 0.25:
             for member in draw.choice(self._together):
                 trial[member] = trial[index]
-        elif draw.random() < _SWAPS:
+        elif kind < 0.5:
             # Anything the other way: a plan near its budget has no room for single changes.
             other = draw.randrange(len(trial))
             trial[other] = int(Treatment.KEEP) if trial[other] else int(Treatment.TOGETHER)
-        elif draw.random() < 0.5:
-            # A neighbour in time the other way: segments move by that.
+        elif kind < 0.75:
+            # A neighbour in time changes places with it: segments move by that.
             near = min(max(index + draw.choice((-2, -1, 1, 2)), 0), len(trial) - 1)
-            trial[near] = self._other(trial[near])
+            trial[index], trial[near] = trial[near], states[index]
         return tuple(trial)
 
     def _regrouped(self, states: States) -> States:

@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradkeep import _annotations
 from gradkeep.errors import BudgetError, RematError
-from gradkeep.remat.planned._batch_shapes import BatchShapes
+from gradkeep.remat._tensors import (
+    QuickDispatchMode,
+    beside_compiler,
+    has_storage,
+    inside_compiled,
+    not_compiled,
+    run_operator,
+)
+from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
     KeptTensor,
     PlainStep,
     PlannedStep,
+    Step,
     StepSnapshot,
     UndecidedStep,
     WatchedStep,
     unpack,
 )
-from gradkeep.remat.planned._recording_mode import RecordingMode
 from gradkeep.remat.planned._step_recorder import StepRecorder
-from gradkeep.remat.tracing._tensors import (
-    beside_compiler,
-    has_storage,
-    inside_compiled,
-    not_compiled,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.remat.online._runtime import OnlineRuntime
-    from gradkeep.remat.planned._batch_shapes import Shapes
+    from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import StepPlan
     from gradkeep.remat.planned._planner import StepPlanner
+
+_ctc_loss = torch.ctc_loss
+
+
+def _ctc_loss_by_numbers(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
+    """`torch.ctc_loss` on the CPU as it runs unwatched, with lengths as numbers.
+
+    While a mode watches, torch takes another operator, which saves the lengths too.
+    """
+    if not log_probs.is_cuda:
+        with torch._C._DisableTorchDispatch():
+            lengths = tuple(
+                given.tolist() if isinstance(given, torch.Tensor) else given for given in lengths
+            )
+    return _ctc_loss(log_probs, targets, *lengths, **options)
+
+
+class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows operators to the recorder it was given last; it can come and go between two operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording: StepRecorder | None = None
+        self._on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recording = self.recording
+        if recording is None or recording.quiet:
+            return run_operator(func, args, kwargs)
+        start = perf_counter_ns()
+        out = run_operator(func, args, kwargs)
+        recording.saw(func, args, kwargs, out, start)
+        return out
+
+    def show(self, recording: StepRecorder) -> None:
+        """Watch for this recording from now on."""
+        self.recording = recording
+        if not self._on:
+            if inside_compiled():
+                raise RematError(
+                    "a training step begins inside of a compiled function, where torch lets no mode "
+                    "come or go",
+                    fix="put `with budget.step():` around each step, or let an optimizer step inside "
+                    "of the block: then steps begin outside of what is compiled",
+                )
+            self.__enter__()  # type: ignore[no-untyped-call]
+            torch.ctc_loss = _ctc_loss_by_numbers
+            self._on = True
+
+    def rest(self) -> None:
+        """Watch no more; the mode itself goes as soon as no other mode lies upon it."""
+        self.recording = None
+        if self._on and _get_current_dispatch_mode() is self and not inside_compiled():
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            torch.ctc_loss = _ctc_loss
+            self._on = False
+
 
 _task = torch._C._current_graph_task_id
 _active = threading.local()
@@ -66,9 +131,8 @@ class BudgetSession:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             not_compiled(self._pack), not_compiled(unpack)
         )
-        self._optimizer_hook: Any = None
         self._recording: StepRecorder | None = None
-        self._run: PlannedStep | PlainStep | UndecidedStep | None = None
+        self._run: Step | None = None
         self._plan: StepPlan | None = None
         self._recorded_batch: Shapes = ()
         self._meter: StepRecorder | None = None
@@ -93,10 +157,9 @@ class BudgetSession:
             )
         self._begin()  # raises where no plan keeps the budget: nothing is switched on yet
         self._batch.open()
+        _watch_optimizers()
         _active.session = self
         self._hooks.__enter__()
-        if self._automatic:
-            self._optimizer_hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self, error: BaseException | None) -> None:
         """Switch the hooks off, whatever happened."""
@@ -126,8 +189,6 @@ class BudgetSession:
         _active.session = None
         self._batch.close()
         self._hooks.__exit__(None, None, None)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
         if self._left:
             self._mode.rest()
 
@@ -227,9 +288,9 @@ class BudgetSession:
         elif isinstance(run, PlainStep) and not self._left:
             self._planner.counts.kept += 1
 
-    def _stepped(self, *_: Any) -> None:
+    def optimizer_stepped(self) -> None:
         """An optimizer has stepped: if there was a backward pass, the step is over."""
-        if getattr(_active, "session", None) is self and self._asked():
+        if self._automatic and self._asked():
             self._end()
             self._batch.begin()
             self._begin()
@@ -238,7 +299,7 @@ class BudgetSession:
         current = self._recording or self._run
         return current is not None and current.asked
 
-    def _first(self, tensor: Tensor) -> PlannedStep | PlainStep | UndecidedStep | StepRecorder:
+    def _first(self, tensor: Tensor) -> Step | StepRecorder:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
         planner = self._planner
         if self._keep_all or self._online is not None:
@@ -356,3 +417,15 @@ def session_here() -> BudgetSession | None:
     """The session of this thread."""
     found: BudgetSession | None = getattr(_active, "session", None)
     return found
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once and for good, after the planner's hook, which counts the states that end with the step."""
+
+    def stepped(*_: Any) -> None:
+        session = session_here()
+        if session is not None:
+            session.optimizer_stepped()
+
+    register_optimizer_step_post_hook(stepped)

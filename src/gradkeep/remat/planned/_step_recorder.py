@@ -9,7 +9,7 @@ same bits.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +17,33 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradkeep.remat._rerun import (
+    FirstResultRerun,
+    OperatorRerun,
+    TensorRef,
+    compared,
+    mask_numbers,
+    rerun_of,
+    tried,
+    tried_apart,
+)
+from gradkeep.remat._tensors import (
+    SEQUENCES,
+    WATCHED_OTHERWISE,
+    Geometry,
+    OperatorSignature,
+    StorageRef,
+    collect_tensors,
+    has_storage,
+    mapped,
+    signature_of,
+    written_storages,
+)
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
-from gradkeep.remat.planned._cut_constants import CutConstants
-from gradkeep.remat.planned._fingerprint import mask_numbers
 from gradkeep.remat.planned._modules import ModuleTracker
 from gradkeep.remat.planned._trace import (
     NOTHING,
+    CutConstants,
     MadeValue,
     SavedSlot,
     StepTrace,
@@ -32,33 +53,13 @@ from gradkeep.remat.planned._trace import (
     TraceEvent,
     TraceLengths,
 )
-from gradkeep.remat.tracing._rerun import (
-    FirstResultRerun,
-    OperatorRerun,
-    TensorRef,
-    compared,
-    rerun_of,
-    tried,
-    tried_apart,
-)
-from gradkeep.remat.tracing._tensors import (
-    SEQUENCES,
-    WATCHED_OTHERWISE,
-    Geometry,
-    OperatorSignature,
-    StorageRef,
-    collect_tensors,
-    has_storage,
-    signature_of,
-    written_storages,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
-    from gradkeep.remat.planned._optimizer_states import OptimizerStates
+    from gradkeep.remat.planned._plan_cache import OptimizerStates
 
 _task = torch._C._current_graph_task_id
 _node = torch._C._current_autograd_node
@@ -70,13 +71,13 @@ def has_gradients(parameters: Iterable[weakref.ref[Any]]) -> bool:
     return any((p := reference()) is not None and p.grad is not None for reference in parameters)
 
 
+@dataclass(slots=True, eq=False)
 class _AliveStorage:
     """A storage while it is alive."""
 
-    __slots__ = ("number", "ref", "value")
-
-    def __init__(self, number: int, value: int, ref: StorageRef) -> None:
-        self.number, self.value, self.ref = number, value, ref
+    number: int
+    value: int
+    ref: StorageRef
 
 
 class RecordedTensor:
@@ -231,14 +232,14 @@ class StepRecorder:
         self._happened("op", number)
         recipe = OperatorRerun(None, (), ())
         if not backward and len(given) == len(passed):
-            encode = dict(zip(map(id, given), reads, strict=True))
-            recipe = rerun_of(
-                func,
-                _encoded(args, encode),
-                tuple((key, _encoded(value, encode)) for key, value in kwargs.items()),
-                made,
-                in_place=bool(changed),
-            )
+            values = dict(zip(map(id, given), reads, strict=True))
+
+            def shown(tensor: Tensor) -> TensorRef:
+                return TensorRef(values[id(tensor)], Geometry.of(tensor))
+
+            named = tuple((key, mapped(value, shown, Tensor)) for key, value in kwargs.items())
+            shown_args = mapped(args, shown, Tensor)
+            recipe = rerun_of(func, shown_args, named, made, in_place=bool(changed))
             if recipe.run is not None and not changed and not recipe.random:
                 recipe = tried(recipe, func, args, kwargs, made)
             if recipe.apart is not None:
@@ -261,6 +262,7 @@ class StepRecorder:
                 device=made[0].device.type if made else "cpu",
                 layer=self.modules.current,
                 single=single,
+                backward=backward,
             )
         )
         if apart is not None and makes:
@@ -353,8 +355,7 @@ class StepRecorder:
     def _resized(self, alive: _AliveStorage, size: int, before: int) -> None:
         """Other memory under the same storage: the old one ends, a new one begins."""
         event = len(self._events)
-        old = self._storages[alive.number]
-        self._storages[alive.number] = replace(old, death=event + 1, natural=event + 1)
+        self._end(alive.number, event + 1)
         alive.number = len(self._storages)
         self._storages.append(TracedStorage(size, event, -1, -1, constant=False))
         maker = self._values[alive.value].maker
@@ -363,9 +364,10 @@ class StepRecorder:
     def _gone(self, ref: StorageRef) -> None:
         alive = self._alive.pop(ref.key, None)
         if alive is not None:
-            at = len(self._events)
-            old = self._storages[alive.number]
-            self._storages[alive.number] = replace(old, death=at, natural=at)
+            self._end(alive.number, len(self._events))
+
+    def _end(self, storage: int, event: int) -> None:
+        self._storages[storage] = replace(self._storages[storage], death=event, natural=event)
 
     def _copy_gone(self, ref: StorageRef) -> None:
         self._alive.pop(ref.key, None)
@@ -489,9 +491,8 @@ class StepRecorder:
         end = len(self._events)
         optimizer_bytes = 0 if states is None else self._count_states(states)
         for alive in self._alive.values():
-            old = self._storages[alive.number]
-            if old.death < 0:
-                self._storages[alive.number] = replace(old, death=end, natural=end)
+            if self._storages[alive.number].death < 0:
+                self._end(alive.number, end)
         self._alive.clear()
         asked = set(self._order)
         still = frozenset(
@@ -569,12 +570,3 @@ def _freed(asked: Sequence[int], nodes: Sequence[Any]) -> tuple[int, ...]:
         if event in found:
             waiting.setdefault(task, []).append(event)
     return tuple(found[event] for event in asked)
-
-
-def _encoded(value: Any, numbers: dict[int, int]) -> Any:
-    """Arguments without their tensors, which become references."""
-    if isinstance(value, Tensor):
-        return TensorRef(numbers[id(value)], Geometry.of(value))
-    if type(value) in SEQUENCES:
-        return tuple(_encoded(item, numbers) for item in value)
-    return value

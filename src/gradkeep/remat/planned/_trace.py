@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from gradkeep.remat._rerun import TensorRef
+from gradkeep.remat._tensors import Geometry, mapped
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
+    from torch import Tensor
 
     from gradkeep.remat.planned._autograd_graph import GraphBelow
-    from gradkeep.remat.tracing._tensors import Geometry
 
 
 class MadeValue(NamedTuple):
@@ -78,17 +81,31 @@ class TracedOperation:
     """It gives one tensor, not several."""
     apart: bool = False
     """It stands for another way to a result, with a cost of its own."""
+    backward: bool = False
+    """It runs in the backward pass."""
 
     def same(self, other: TracedOperation) -> bool:
         """Whether it is the same work, whatever it cost and whatever numbers it was given."""
-        return (self.name, self.makes, self.overwrites, self.reads, self.grad_mode) == (
-            (other.name, other.makes, other.overwrites, other.reads, other.grad_mode)
-        )
+        ours = (self.name, self.overwrites, self.reads, self.grad_mode, len(self.makes))
+        if ours != (other.name, other.overwrites, other.reads, other.grad_mode, len(other.makes)):
+            return False
+        for made, again in zip(self.makes, other.makes, strict=True):
+            alike = self.backward or alike_but_for_size(made.geometry, again.geometry)
+            if made != again and not (alike and made == again._replace(geometry=made.geometry)):
+                return False
+        return True
 
     def described(self) -> str:
         """The operator, where it ran and what it made, for people."""
         shapes = ", ".join(str(list(made.geometry.size)) for made in self.makes)
         return f"{self.name} in {self.layer or 'the step'} giving {shapes}"
+
+
+def alike_but_for_size(left: Geometry, right: Geometry) -> bool:
+    """Whether two tensors are equal, or indices and masks of which there may be more or fewer."""
+    dtype = left.dtype
+    indices = not dtype.is_floating_point and not dtype.is_complex
+    return left == right or (indices and dtype is right.dtype and len(left.size) == len(right.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +122,13 @@ class SavedSlot:
     """The parameter that it shows, if it does."""
     marks: frozenset[float] = frozenset()
     """If it holds only two or three different numbers, as a mask does: these."""
+    varies: bool = False
+    """Its size changes from step to step: it is always kept, and nothing is made from it."""
+
+    def same(self, other: SavedSlot) -> bool:
+        """Whether it is the same tensor of the step, be it larger or smaller."""
+        alike = replace(other, geometry=self.geometry, marks=self.marks, varies=self.varies)
+        return self == alike and alike_but_for_size(self.geometry, other.geometry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,20 +214,11 @@ T = TypeVar("T")
 def agreed_trace(kept: StepTrace, cloned: StepTrace) -> StepTrace | None:
     """The trace of a step recorded twice, or None if it did different things.
 
-    From the cloning recording come the natural deaths and which operators can be run again; from
-    both the least cost. An operator that was given another number each time is not run again.
+    From the cloning recording come the natural deaths and which operators can be run again.
     """
     if not _same(kept, cloned):
         return None
     lengths = kept.lengths
-    operations = tuple(
-        replace(
-            theirs,
-            cost=min(ours.cost, theirs.cost),
-            run=theirs.run if _same_numbers(ours, theirs) else None,
-        )
-        for ours, theirs in _pairs(kept.operations, cloned.operations, lengths.operations)
-    )
     storages = tuple(
         replace(
             ours,
@@ -212,33 +227,59 @@ def agreed_trace(kept: StepTrace, cloned: StepTrace) -> StepTrace | None:
         )
         for ours, theirs in _pairs(kept.storages, cloned.storages, lengths.storages)
     )
-    slots = tuple(
-        replace(ours, marks=ours.marks if ours.marks == theirs.marks else frozenset())
-        for ours, theirs in _pairs(kept.slots, cloned.slots, lengths.slots)
-    )
     sources = {
         value: source
         for value, source in kept.sources.items()
         if cloned.sources.get(value) == source
     }
-    return replace(
+    cloned_operations = cloned.operations[: lengths.operations]
+    agreed = replace(
         kept,
-        operations=operations + kept.operations[lengths.operations :],
+        operations=cloned_operations + kept.operations[lengths.operations :],
         storages=storages + kept.storages[lengths.storages :],
-        slots=slots + kept.slots[lengths.slots :],
         sources=sources,
         open_slots=kept.open_slots | cloned.open_slots,
     )
+    return cheaper_trace(agreed, kept, cloned)
 
 
-def cheaper_trace(trace: StepTrace, other: StepTrace) -> StepTrace:
-    """The trace with the smaller costs of one more recording, if that was the same step."""
-    if not _same(trace, other):
-        return trace
-    count = trace.lengths.operations
-    pairs = _pairs(trace.operations, other.operations, count)
-    operations = tuple(replace(ours, cost=min(ours.cost, theirs.cost)) for ours, theirs in pairs)
-    return replace(trace, operations=operations + trace.operations[count:])
+def cheaper_trace(trace: StepTrace, *others: StepTrace) -> StepTrace:
+    """The trace with the least costs and largest sizes of more recordings of the same step.
+
+    What differs between recordings, as a number that an operator is given or the size of an index, is
+    not made again.
+    """
+    ends = trace.lengths
+    for other in others:
+        if not _same(trace, other):
+            continue
+        operations = tuple(
+            replace(
+                ours,
+                cost=min(ours.cost, theirs.cost),
+                run=ours.run if _same_numbers(ours, theirs) else None,
+            )
+            for ours, theirs in _pairs(trace.operations, other.operations, ends.operations)
+        )
+        storages = tuple(
+            replace(ours, size=max(ours.size, theirs.size))
+            for ours, theirs in _pairs(trace.storages, other.storages, ends.storages)
+        )
+        slots = tuple(
+            replace(
+                ours,
+                marks=ours.marks if ours.marks == theirs.marks else frozenset(),
+                varies=ours.varies or ours.geometry != theirs.geometry,
+            )
+            for ours, theirs in _pairs(trace.slots, other.slots, ends.slots)
+        )
+        trace = replace(
+            trace,
+            operations=operations + trace.operations[ends.operations :],
+            storages=storages + trace.storages[ends.storages :],
+            slots=slots + trace.slots[ends.slots :],
+        )
+    return trace
 
 
 def with_larger_tail(trace: StepTrace, other: StepTrace) -> StepTrace:
@@ -281,7 +322,8 @@ def with_constant(trace: StepTrace, nbytes: int) -> StepTrace:
 def _same_numbers(left: TracedOperation, right: TracedOperation) -> bool:
     """Whether an operator can be run again, and was given the same both times."""
     both = left.run is not None and right.run is not None
-    return both and (left.args, left.kwargs) == (right.args, right.kwargs)
+    ours, theirs = (left.args, left.kwargs, left.makes), (right.args, right.kwargs, right.makes)
+    return both and ours == theirs
 
 
 def _same(left: StepTrace, right: StepTrace) -> bool:
@@ -300,7 +342,7 @@ def difference_of(left: StepTrace, right: StepTrace) -> str | None:
             return f"one step runs {ours.described()}, another {theirs.described()}"
     slots = zip(left.slots[: ends.slots], right.slots[: others.slots], strict=False)
     for number, (saved, other) in enumerate(slots):
-        if saved != replace(other, marks=saved.marks):
+        if not saved.same(other):
             before, after = saved.geometry, other.geometry
             return (
                 f"saved tensor {number} is {list(before.size)} {before.dtype} in one step, "
@@ -321,20 +363,91 @@ def difference_of(left: StepTrace, right: StepTrace) -> str | None:
         or left.values[: ends.values] != right.values[: ends.values]
     ):
         return "tensors are made or let go in another order"
-    sizes = _pairs(left.storages, right.storages, ends.storages)
-    if any(a.size != b.size for a, b in sizes):
-        return "storages have other sizes"
     return None
 
 
 def same_step(left: StepTrace, right: StepTrace) -> bool:
-    """Whether two steps did the same with the same numbers."""
-    count = left.lengths.operations
-    return _same(left, right) and all(
-        (a.args, a.kwargs) == (b.args, b.kwargs)
-        for a, b in _pairs(left.operations, right.operations, count)
+    """Whether a later step did the same as a planned one, with the same numbers."""
+    ends = left.lengths
+    return (
+        _same(left, right)
+        and all(
+            a.run is None or (a.args, a.kwargs, a.makes) == (b.args, b.kwargs, b.makes)
+            for a, b in _pairs(left.operations, right.operations, ends.operations)
+        )
+        and all(
+            a.varies or a.geometry == b.geometry
+            for a, b in _pairs(left.slots, right.slots, ends.slots)
+        )
     )
 
 
 def _pairs(left: Sequence[T], right: Sequence[T], count: int) -> Iterator[tuple[T, T]]:
     return zip(left[:count], right[:count], strict=True)
+
+
+class _Cut(NamedTuple):
+    value: int
+    start: int
+    """Bytes from the beginning of the storage."""
+    stop: int
+
+    def shows(self, geometry: Geometry) -> bool:
+        start, stop = geometry.span
+        return self.start <= start and stop <= self.stop
+
+    def seen(self, geometry: Geometry) -> Geometry:
+        """The geometry, counted from where this begins."""
+        return geometry._replace(offset=geometry.offset - self.start // geometry.dtype.itemsize)
+
+
+class CutConstants:
+    """The tensors of one step that were cut from constants; new values are added to `values`."""
+
+    def __init__(self, values: list[TracedValue]) -> None:
+        self._values = values
+        self._cuts: dict[int, list[_Cut]] = {}
+
+    def cut(self, constant: int, tensor: Tensor) -> tuple[int, Geometry]:
+        """The value that a tensor is, on the storage of a constant, and its geometry there."""
+        geometry = Geometry.of(tensor)
+        cuts = self._cuts.setdefault(constant, [])
+        known = next((cut for cut in cuts if cut.shows(geometry)), None)
+        if known is None:
+            value = constant
+            if cuts:
+                value = len(self._values)
+                self._values.append(TracedValue(self._values[constant].storage, None))
+            known = _Cut(value, *geometry.span)
+            cuts.append(known)
+        return known.value, known.seen(geometry)
+
+    def anchors(self, slots: Sequence[SavedSlot]) -> dict[int, int]:
+        """Where the tensor begins that stands for each value: the first that is saved, or what was given."""
+        found: dict[int, int] = {cut.value: 0 for cuts in self._cuts.values() for cut in cuts}
+        for slot in reversed(slots):
+            if slot.value in found:
+                found[slot.value] = slot.geometry.offset * slot.geometry.dtype.itemsize
+        return found
+
+    def resolved(self, operation: TracedOperation) -> TracedOperation:
+        """The operator, reading what was cut; one that reads other parts is not run again."""
+        if operation.run is None or not operation.reads & self._cuts.keys():
+            return operation
+        found: list[int] = []
+
+        def cut(ref: TensorRef) -> TensorRef:
+            if ref.value in self._cuts:
+                parts = [part for part in self._cuts[ref.value] if part.shows(ref.geometry)]
+                if not parts:
+                    raise LookupError
+                part = parts[0]
+                ref = TensorRef(part.value, part.seen(ref.geometry))
+            found.append(ref.value)
+            return ref
+
+        try:
+            args, kwargs = mapped((operation.args, operation.kwargs), cut, TensorRef)
+        except LookupError:  # a part that no tensor was cut for
+            return replace(operation, run=None, args=(), kwargs=(), reads=frozenset())
+        return replace(operation, args=args, kwargs=kwargs, reads=frozenset(found))

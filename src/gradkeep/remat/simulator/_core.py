@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep.errors import RematError
@@ -21,7 +22,8 @@ from gradkeep.remat.simulator._program import StepKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.remat.simulator._cost_ratio import Heuristic
+    from gradkeep.remat.simulator._heuristics import PoolSample
+    from gradkeep.remat.simulator._neighbourhoods import Heuristic
     from gradkeep.remat.simulator._program import Op, Program
     from gradkeep.remat.simulator._simulate import Timeline
 
@@ -41,69 +43,53 @@ class Thrashing(Exception):
     """More was recomputed than the limit allows."""
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
     """Bytes that come and go as one: a tensor and its aliases."""
 
-    __slots__ = (
-        "above",
-        "below",
-        "cached",
-        "compute",
-        "edges_above",
-        "edges_below",
-        "evicted_dependents",
-        "group",
-        "last_access",
-        "locks",
-        "material",
-        "number",
-        "pinned",
-        "references",
-        "size",
-        "tensors",
-    )
+    number: int
+    size: int
+    compute: int = 0
+    """The cost of the distinct operators behind all its tensors."""
+    material: bool = False
+    locks: int = 0
+    references: int = 0
+    pinned: bool = False
+    last_access: float = -math.inf
+    tensors: list[TensorNode] = field(default_factory=list)
+    above: dict[Storage, int] = field(default_factory=dict)
+    """Storages it was computed from, with the number of edges."""
+    below: dict[Storage, int] = field(default_factory=dict)
+    """Storages computed from it, with the number of edges."""
+    edges_above: int = 0
+    """Arguments of all its tensors together, other tensors of the same storage included."""
+    edges_below: int = 0
+    """Results of what its tensors are arguments of, likewise."""
+    evicted_dependents: set[TensorNode] = field(default_factory=set)
+    """Only kept under the policy `banish`."""
+    group: object = None
+    """A place for the heuristic's own bookkeeping."""
+    cached: float | None = None
+    """The heuristic's numerator, while it is known."""
+    looks: int = 0
+    """Accesses beside the edges when that is asked for again."""
 
-    def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.size = size
-        self.compute = 0
-        """The cost of the distinct operators behind all its tensors."""
-        self.material = False
-        self.locks = 0
-        self.references = 0
-        self.pinned = False
-        self.last_access: float = -math.inf
-        self.tensors: list[TensorNode] = []
-        self.above: dict[Storage, int] = {}
-        """Storages it was computed from, with the number of edges."""
-        self.below: dict[Storage, int] = {}
-        """Storages computed from it, with the number of edges."""
-        self.edges_above = 0
-        """Arguments of all its tensors together, other tensors of the same storage included."""
-        self.edges_below = 0
-        """Results of what its tensors are arguments of, likewise."""
-        self.evicted_dependents: set[TensorNode] = set()
-        """Only kept under the policy `banish`."""
-        self.group: object = None
-        """A place for the heuristic's own bookkeeping."""
-        self.cached: float | None = None
-        """The heuristic's numerator, while it is known."""
+    def __repr__(self) -> str:
+        return f"Storage({self.number}, {self.size} bytes)"
 
 
+@dataclass(slots=True, eq=False)
 class TensorNode:
     """One result of an operator: a view of its storage."""
 
-    __slots__ = ("children", "defined", "index", "is_alias", "op", "parents", "siblings", "storage")
-
-    def __init__(self, op: Op, index: int, storage: Storage, parents: list[TensorNode]) -> None:
-        self.op = op
-        self.index = index
-        self.storage = storage
-        self.parents = parents
-        self.siblings: list[TensorNode] = []
-        self.children: list[TensorNode] = []
-        self.defined = False
-        self.is_alias = bool(storage.tensors)
+    op: Op
+    index: int
+    storage: Storage
+    parents: list[TensorNode]
+    is_alias: bool
+    siblings: list[TensorNode] = field(default_factory=list)
+    children: list[TensorNode] = field(default_factory=list)
+    defined: bool = False
 
 
 class EvictionCore:
@@ -116,9 +102,11 @@ class EvictionCore:
         budget: float = math.inf,
         policy: Policy = "eager",
         remat_limit: float = math.inf,
+        sample: PoolSample | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.heuristic = heuristic
+        self._sample = sample
         self.budget = budget
         self.policy: Policy = policy
         self.remat_limit = remat_limit
@@ -187,7 +175,7 @@ class EvictionCore:
                 storage = Storage(self._storages, op.sizes[index])
                 storage.compute = op.cost
                 self._storages += 1
-            tensor = TensorNode(op, index, storage, list(args))
+            tensor = TensorNode(op, index, storage, list(args), bool(storage.tensors))
             storage.tensors.append(tensor)
             storage.references += 1
             tensors.append(tensor)
@@ -315,7 +303,8 @@ class EvictionCore:
 
     def _victim(self) -> Storage:
         """What the heuristic wants to go; it may be anybody's, so it is checked."""
-        chosen = self.heuristic.choose(self.pool, self.clock)
+        pool = self.pool if self._sample is None else self._sample.of(self.pool)
+        chosen = self.heuristic.choose(pool, self.clock)
         if chosen not in self.pool:
             raise RematError(
                 f"the heuristic {self.heuristic.name!r} chose what may not go",

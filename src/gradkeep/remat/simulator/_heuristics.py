@@ -18,28 +18,47 @@ The ablation grid `ab-{exact,eq,local,none}[-size][-stale]` takes any numerator 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import random
 from typing import TYPE_CHECKING
 
 from gradkeep import _annotations
 from gradkeep.errors import RematError
-from gradkeep.remat.simulator._cost_ratio import CostRatio, Heuristic, LocalCost, NoCost
 from gradkeep.remat.simulator._neighbourhoods import (
+    CostRatio,
     EquivalenceClasses,
     EvictedAncestors,
     ExactNeighbourhood,
+    Heuristic,
     UnionNeighbourhood,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from gradkeep.remat.simulator._core import Storage, TensorNode
-    from gradkeep.remat.simulator._cost_ratio import Pool
+    from gradkeep.remat.simulator._core import Storage
+    from gradkeep.remat.simulator._neighbourhoods import Pool
 
-_SMALL = 0.01
-"""Of the mean size: what is below may be passed over."""
+
+class LocalCost(CostRatio):
+    """Only the storage's own cost."""
+
+    name = "dtr-local"
+
+    def numerator(self, storage: Storage) -> float:
+        storage.cached = storage.compute
+        return storage.compute
+
+
+class NoCost(CostRatio):
+    """No cost at all."""
+
+    name = "ab-none-size-stale"
+
+    def numerator(self, storage: Storage) -> float:
+        storage.cached = 1
+        return 1
 
 
 class LeastRecentlyUsed(Heuristic):
@@ -79,96 +98,44 @@ class RandomChoice(Heuristic):
         return list(pool)[self._random.randrange(len(pool))]
 
 
-class SampledHeuristic(Heuristic):
-    """A heuristic that looks at a part of the pool only; the same part for the same seed.
+class PoolSample:
+    """The part of the pool that a heuristic looks at; the same part for the same seed.
 
     `skip_small` passes over storages below 1 % of the pool's mean size, `sample` walks the pool in
     random strides of 1 to sqrt(n), which leaves about 2 sqrt(n) candidates. If nothing is left, the
     whole pool counts.
     """
 
-    def __init__(
-        self, inner: Heuristic, *, skip_small: bool = False, sample: bool = False, seed: int = 0
-    ) -> None:
-        self.name = inner.name
-        self._inner = inner
-        self._skip_small = skip_small
-        self._sample = sample
+    def __init__(self, *, skip_small: bool = False, sample: bool = False, seed: int = 0) -> None:
+        self.skip_small, self.sample = skip_small, sample
         self._random = random.Random(seed)
 
-    def look(self, *, skip_small: bool, sample: bool) -> None:
-        """How it looks from the next choice on."""
-        self._skip_small, self._sample = skip_small, sample
-
-    def arrived(self, storage: Storage, *, again: bool) -> None:
-        self._inner.arrived(storage, again=again)
-
-    def evicted(self, storage: Storage) -> None:
-        self._inner.evicted(storage)
-
-    def declared(self, results: Sequence[TensorNode]) -> None:
-        self._inner.declared(results)
-
-    def ran(self, storages: Sequence[Storage]) -> None:
-        self._inner.ran(storages)
-
-    def choose(self, pool: Pool, clock: int) -> Storage:
-        chosen = self._inner.choose(self._part(pool), clock)
-        self.evaluations, self.accesses = self._inner.evaluations, self._inner.accesses
-        return chosen
-
-    def _part(self, pool: Pool) -> Pool:
-        if not self._skip_small and not self._sample:
+    def of(self, pool: Pool) -> Pool:
+        """Those of the pool that are looked at, in its order."""
+        if not self.skip_small and not self.sample:
             return pool
         some = list(pool)
-        if self._skip_small:
-            least = _SMALL * sum(storage.size for storage in some) / len(some)
+        if self.skip_small:
+            least = sum(storage.size for storage in some) / len(some) / 100
             some = [storage for storage in some if storage.size >= least] or some
-        if self._sample:
-            some = self._strides(some)
+        if self.sample:
+            longest = math.isqrt(len(some))
+            places = []
+            at = self._random.randint(1, longest) - 1
+            while at < len(some):
+                places.append(at)
+                at += self._random.randint(1, longest)
+            some = [some[at] for at in places]
         return dict.fromkeys(some)
 
-    def _strides(self, some: list[Storage]) -> list[Storage]:
-        longest = math.isqrt(len(some))
-        picked = []
-        at = self._random.randint(1, longest) - 1
-        while at < len(some):
-            picked.append(some[at])
-            at += self._random.randint(1, longest)
-        return picked
 
-
-def _ablation(base: type[CostRatio], *, size: bool, stale: bool) -> Callable[[], Heuristic]:
-    name = f"ab-{_NUMERATORS[base]}{'-size' if size else ''}{'-stale' if stale else ''}"
-    return type(base.__name__, (base,), {"name": name, "uses_size": size, "uses_staleness": stale})
-
-
-_NUMERATORS: dict[type[CostRatio], str] = {
-    ExactNeighbourhood: "exact",
-    EquivalenceClasses: "eq",
-    LocalCost: "local",
-    NoCost: "none",
+_registry: dict[str, Callable[[], Heuristic]] = {
+    kind.name: kind
+    for kind in (
+        *(ExactNeighbourhood, EquivalenceClasses, LocalCost, EvictedAncestors),
+        *(LeastRecentlyUsed, LargestFirst, RandomChoice, UnionNeighbourhood),
+    )
 }
-_PLAIN: tuple[type[Heuristic], ...] = (
-    ExactNeighbourhood,
-    EquivalenceClasses,
-    LocalCost,
-    EvictedAncestors,
-    LeastRecentlyUsed,
-    LargestFirst,
-    RandomChoice,
-    UnionNeighbourhood,
-)
-_registry: dict[str, Callable[[], Heuristic]] = {kind.name: kind for kind in _PLAIN}
-for _base in _NUMERATORS:
-    for _size in (True, False):
-        for _stale in (True, False):
-            if _base is NoCost and not (_size or _stale):
-                _registry["ab-none"] = type("Random", (RandomChoice,), {"name": "ab-none"})
-                continue
-            _made = _ablation(_base, size=_size, stale=_stale)
-            _registry[_made.name] = _made  # type: ignore[attr-defined]
-
 ORIGINAL_NAMES = {
     "DTR": "dtr",
     "DTREqClass": "dtr-eq",
@@ -178,18 +145,23 @@ ORIGINAL_NAMES = {
     "LRU": "lru",
     "LargestStorage": "largest",
     "RandomStorage": "random",
-    **{
-        f"Ab{old}{'Size' if size else ''}{'Stale' if stale else ''}": (
-            f"ab-{new}{'-size' if size else ''}{'-stale' if stale else ''}"
-        )
-        for old, new in (("E", "exact"), ("Eq", "eq"), ("Local", "local"), ("", "none"))
-        for size in (True, False)
-        for stale in (True, False)
-    },
     "AbRandom": "ab-none",
 }
 """The names that the original simulator uses for the same scores."""
-
+_NUMERATORS: tuple[tuple[type[CostRatio], str, str], ...] = (
+    (ExactNeighbourhood, "exact", "E"),
+    (EquivalenceClasses, "eq", "Eq"),
+    (LocalCost, "local", "Local"),
+    (NoCost, "none", ""),
+)
+for (_base, _ours, _theirs), _size, _stale in itertools.product(
+    _NUMERATORS, (True, False), (True, False)
+):
+    _name = f"ab-{_ours}{'-size' if _size else ''}{'-stale' if _stale else ''}"
+    _fields = {"name": _name, "uses_size": _size, "uses_staleness": _stale}
+    _kind: type[Heuristic] = RandomChoice if _name == "ab-none" else _base
+    _registry[_name] = type(_kind.__name__, (_kind,), _fields)
+    ORIGINAL_NAMES[f"Ab{_theirs}{'Size' if _size else ''}{'Stale' if _stale else ''}"] = _name
 
 _own: set[str] = set()
 """Names that were registered from outside."""
@@ -212,7 +184,7 @@ def register(name: str, make: Callable[[], Heuristic]) -> None:
     if not isinstance(made, Heuristic):
         raise RematError(
             f"nothing makes the heuristic {name!r}",
-            found=f"it gave {type(made).__name__}" if callable(make) else type(make).__name__,
+            found=type(made if callable(make) else make).__name__,
             expected="a class derived from gradkeep.remat.Heuristic, or a function that gives one",
         )
     kind = type(made)

@@ -1,21 +1,131 @@
-"""Costs of a storage with what was evicted around it: in classes that only grow, or exactly."""
+"""What every heuristic is, and costs of a storage with what was evicted around it.
+
+The neighbourhood of `dtr` and `msps` is exact. The original keeps two sets for every storage in memory,
+one upwards and one downwards: the evicted storages that it reaches through evicted ones only, and those
+in memory where that ends. It changes them at every eviction and builds them again at every run, and its
+count of accesses is the work of doing so. With a bit per storage that work is a few operations on whole
+sets (`EvictedRegions`). The live runtime, where edges also go, searches instead.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from gradkeep.remat.simulator._cost_ratio import CostRatio, Heuristic
-from gradkeep.remat.simulator._regions import EvictedRegions
+import numpy as np
+
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from gradkeep.remat.simulator._core import Storage, TensorNode
-    from gradkeep.remat.simulator._cost_ratio import Pool
 
-_LONG = 3_000_000
-"""So many storages passed in searches take longer than keeping sets of them does."""
+Pool = dict["Storage", None]
+"""The storages that may go, in the order in which they came to be free."""
+
+
+class Heuristic:
+    """Base: scores every storage of the pool; the last of the lowest goes, the first that is free.
+
+    `arrived` and `evicted` keep a heuristic's own books; `score` may be called for storages that are
+    in memory and not locked. One of your own is known by name once it is registered:
+
+    >>> class Oldest(Heuristic):
+    ...     def score(self, storage, clock):
+    ...         return storage.number
+    >>> from gradkeep.remat import chain, register, simulate
+    >>> register("oldest-first", Oldest)
+    >>> simulate(chain(10), heuristic="oldest-first", budget=8).heuristic
+    'oldest-first'
+    """
+
+    name = "keep"
+    evaluations = 0
+    """How many scores were asked for."""
+    accesses = 0
+    """How many storages were looked at to answer, and to keep the books, as the original counts."""
+
+    trials = 1
+    """How many seeds a picture takes the mean and the range of."""
+
+    def score(self, storage: Storage, clock: int) -> float:
+        """What evicting the storage would cost."""
+        raise NotImplementedError
+
+    def arrived(self, storage: Storage, *, again: bool) -> None:
+        """The storage came into memory, for the first time or again."""
+
+    def evicted(self, storage: Storage) -> None:
+        """The storage left memory."""
+
+    def declared(self, results: Sequence[TensorNode]) -> None:
+        """An operator is about to run for the first time; simulations tell, except of `banish`."""
+
+    def ran(self, storages: Sequence[Storage]) -> None:
+        """One run brought these into memory, after `arrived` of each; told likewise."""
+
+    def choose(self, pool: Pool, clock: int) -> Storage:
+        """The storage of the pool to evict, in the pool's order."""
+        best, chosen, score = math.inf, None, self.score
+        scanned = 0
+        for storage in pool:
+            scanned += 1
+            cost = score(storage, clock)
+            if cost <= best:
+                best, chosen = cost, storage
+                if cost == 0:
+                    break
+        self.evaluations += scanned
+        self.accesses += scanned
+        if chosen is None:
+            raise RematError(
+                f"the heuristic {self.name!r} gave no storage a score",
+                found=repr(score(next(iter(pool)), clock)),
+                expected="a number for at least one; the storage with the smallest goes",
+            )
+        return chosen
+
+
+class CostRatio(Heuristic):
+    """A numerator over size, staleness, both or nothing."""
+
+    uses_size = True
+    uses_staleness = True
+    recounts = False
+    """The original works a numerator out anew each time: its accesses count though it is kept."""
+
+    def numerator(self, storage: Storage) -> float:
+        """What would have to be recomputed."""
+        raise NotImplementedError
+
+    def choose(self, pool: Pool, clock: int) -> Storage:
+        # The same as the base's loop, written out: this is where a simulation spends its time.
+        best, chosen, numerator = math.inf, None, self.numerator
+        size, stale, recounts = self.uses_size, self.uses_staleness, self.recounts
+        scanned = looked = 0
+        for storage in pool:
+            scanned += 1
+            under: float = storage.size if size else 1
+            if stale:
+                under *= clock - storage.last_access
+            cost = math.inf
+            if under > 0 or recounts:
+                top = storage.cached
+                if top is None:
+                    top = numerator(storage)
+                elif recounts:
+                    looked += storage.edges_above + storage.edges_below + storage.looks
+                if under > 0:
+                    cost = top / under
+            if cost <= best:
+                best, chosen = cost, storage
+                if cost == 0:
+                    break
+        self.evaluations += scanned
+        self.accesses += scanned + looked
+        assert chosen is not None
+        return chosen
 
 
 class _EvictedClass:
@@ -47,33 +157,7 @@ class EquivalenceClasses(CostRatio):
 
     name = "dtr-eq"
 
-    def __init__(self) -> None:
-        self._looks: dict[Storage, int] = {}
-        """Nodes of classes that are looked at when a numerator that is known is asked for again."""
-
-    def choose(self, pool: Pool, clock: int) -> Storage:
-        # Of an evaluation the numerator is kept, but not its accesses: the original makes them anew.
-        best, chosen, looks = math.inf, None, self._looks
-        size, stale, scanned, looked = self.uses_size, self.uses_staleness, 0, 0
-        for storage in pool:
-            scanned += 1
-            under: float = storage.size if size else 1
-            if stale:
-                under *= clock - storage.last_access
-            top = storage.cached
-            if top is None:
-                top = self.numerator(storage)
-            else:
-                looked += storage.edges_above + storage.edges_below + looks[storage]
-            cost = top / under if under > 0 else math.inf
-            if cost <= best:
-                best, chosen = cost, storage
-                if cost == 0:
-                    break
-        self.evaluations += scanned
-        self.accesses += scanned + looked
-        assert chosen is not None
-        return chosen
+    recounts = True
 
     def numerator(self, storage: Storage) -> float:
         total, seen, later = storage.compute, [], 0
@@ -94,7 +178,7 @@ class EquivalenceClasses(CostRatio):
                 total += root.compute
                 root.watchers.append(storage)
         self.accesses += looked
-        self._looks[storage] = later
+        storage.looks = later
         storage.cached = total
         return total
 
@@ -148,12 +232,8 @@ class ExactNeighbourhood(CostRatio):
     def __init__(self) -> None:
         self._changed: list[Storage] = []
         """Storages that came or went since the last choice."""
-        self._told: list[Storage] = []
-        """All storages by number, where every operator is told of."""
-        self._searched = 0
-        """Storages passed in searches."""
         self._regions: EvictedRegions | None = None
-        """In place of searches, to count accesses or once these have become long."""
+        """In place of searches, where every operator is announced."""
 
     def numerator(self, storage: Storage) -> float:
         total = storage.compute
@@ -168,16 +248,13 @@ class ExactNeighbourhood(CostRatio):
         return total
 
     def declared(self, results: Sequence[TensorNode]) -> None:
-        if self.counting and self._regions is None:
+        if self._regions is None:
             self._regions = EvictedRegions()
-        if self._regions is not None:
-            self._regions.declared(results)
-        else:
-            self._told += [tensor.storage for tensor in results if not tensor.is_alias]
+        self._regions.declared(results)
 
     def ran(self, storages: Sequence[Storage]) -> None:
         if self._regions is not None:
-            self.accesses += self._regions.arrived(storages, counted=self.counting)
+            self.accesses += self._regions.arrived(storages)
 
     def reachable(self, storage: Storage, *, upwards: bool) -> set[Storage]:
         """Evicted storages reached through evicted ones only."""
@@ -191,13 +268,12 @@ class ExactNeighbourhood(CostRatio):
                 if not other.material and other not in found:
                     found.add(other)
                     stack.append(other)
-        self._searched += len(found)
         found.discard(storage)
         return found
 
     def evicted(self, storage: Storage) -> None:
         if self._regions is not None:
-            self.accesses += self._regions.left(storage, counted=self.counting)
+            self.accesses += self._regions.left(storage)
         else:
             self._changed.append(storage)
 
@@ -209,8 +285,6 @@ class ExactNeighbourhood(CostRatio):
     def choose(self, pool: Pool, clock: int) -> Storage:
         if self._regions is None:
             self._forget()
-            if self._searched > _LONG and self._told:
-                self._regions = EvictedRegions.of(self._told)
         return super().choose(pool, clock)
 
     def _forget(self) -> None:
@@ -264,3 +338,216 @@ class UnionNeighbourhood(ExactNeighbourhood):
         under = storage.size * (clock - accessed)
         top = storage.compute + sum(found.compute for found in around)
         return top / under if under > 0 else math.inf
+
+
+_FEW = 24
+"""Up to so many bits are found one by one."""
+
+
+class _BitWeights:
+    """A whole number for every bit, and their sum over any set of bits."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+        self._planes: list[int] = []
+        """Plane k has the bits of those whose number has 2^k in it."""
+
+    def put(self, number: int, value: int) -> None:
+        """The number of a bit from now on."""
+        while len(self._values) <= number:
+            self._values.append(0)
+        changed = self._values[number] ^ value
+        self._values[number] = value
+        while changed >> len(self._planes):
+            self._planes.append(0)
+        bit = 1 << number
+        while changed:
+            plane = changed.bit_length() - 1
+            self._planes[plane] ^= bit
+            changed ^= 1 << plane
+
+    def total(self, bits: int) -> int:
+        """The sum over a set."""
+        if not bits:
+            return 0
+        if bits.bit_count() <= _FEW:
+            return sum(self._values[number] for number in _numbers(bits))
+        return sum((bits & plane).bit_count() << k for k, plane in enumerate(self._planes))
+
+
+class _Way:
+    """One direction: from each storage to its neighbours, and on through evicted ones."""
+
+    def __init__(self) -> None:
+        self.beside: list[list[int]] = []
+        """Direct neighbours."""
+        self.near: list[int] = []
+        """The same as bits."""
+        self.far: list[int] = []
+        """All that is reached: evicted ones, and those in memory where it ends."""
+        self.known = 0
+        """The storages for which that is right; of the others it is found when it is asked for."""
+        self.edges = _BitWeights()
+        """Of each storage, the edges of its tensors."""
+
+
+class EvictedRegions:
+    """Follows a run of the eviction core; edges may only be added."""
+
+    def __init__(self) -> None:
+        self.evicted = 0
+        self.down, self.up = _Way(), _Way()
+        self._storages: list[Storage] = []
+        self._costs = _BitWeights()
+        self._ordered = True
+        """Every edge leads from a lower number to a higher one."""
+
+    def _add(self, storage: Storage) -> None:
+        bit = 1 << storage.number
+        self._storages.append(storage)
+        self.evicted |= bit
+        for way in (self.down, self.up):
+            way.beside.append([])
+            way.near.append(0)
+            way.far.append(0)
+            way.known |= bit
+
+    def _weigh(self, storage: Storage) -> None:
+        self._costs.put(storage.number, storage.compute)
+        self.up.edges.put(storage.number, storage.edges_above)
+        self.down.edges.put(storage.number, storage.edges_below)
+
+    def declared(self, results: Sequence[TensorNode]) -> None:
+        """An operator is about to run for the first time."""
+        for tensor in results:
+            if tensor.storage.number == len(self._storages):
+                self._add(tensor.storage)
+            self._weigh(tensor.storage)
+        for parent in results[0].parents:
+            origin = parent.storage
+            self.down.edges.put(origin.number, origin.edges_below)
+            for tensor in results:
+                if tensor.storage is not origin:
+                    self._join(origin.number, tensor.storage.number)
+
+    def _join(self, above: int, below: int) -> None:
+        if self.down.near[above] >> below & 1:
+            return
+        self._ordered = self._ordered and above < below
+        for way, back, start, end in (
+            (self.down, self.up, above, below),
+            (self.up, self.down, below, above),
+        ):
+            more = 1 << end
+            if self.evicted >> end & 1:
+                self._learn(way, more)
+                more |= way.far[end]
+            way.beside[start].append(end)
+            way.near[start] |= 1 << end
+            way.far[start] |= more
+            if self.evicted >> start & 1:
+                self._learn(back, 1 << start)
+                self._widen(way, back.far[start], more)
+
+    def _widen(self, way: _Way, ends: int, more: int) -> None:
+        """These reach more from now on; the evicted ones among them are many, and seldom asked."""
+        for number in _numbers(ends & ~self.evicted):
+            way.far[number] |= more
+        way.known &= ~(ends & self.evicted)
+
+    def _learn(self, way: _Way, wanted: int) -> None:
+        """See to it that what is reached from these is known."""
+        new = todo = wanted & ~way.known
+        while new:
+            near = 0
+            for number in _numbers(new):
+                near |= way.near[number]
+            new = near & self.evicted & ~way.known & ~todo
+            todo |= new
+        if todo:
+            self._rebuild(way, _numbers(todo))
+            way.known |= todo
+
+    def _rebuild(self, way: _Way, numbers: list[int]) -> None:
+        """Find what these reach, from what those that they are beside of reach."""
+        far, near, beside, storages = way.far, way.near, way.beside, self._storages
+        if way is self.down:
+            numbers.reverse()
+        if not self._ordered:
+            for number in numbers:
+                far[number] = near[number]
+        settled = False
+        while not settled:
+            settled = True
+            for number in numbers:
+                found = near[number]
+                for end in beside[number]:
+                    if not storages[end].material:
+                        found |= far[end]
+                settled = settled and (self._ordered or found == far[number])
+                far[number] = found
+
+    def arrived(self, storages: Iterable[Storage]) -> int:
+        """These came into memory by one run; returns the accesses of building sets anew."""
+        numbers = [storage.number for storage in storages]
+        these = sum(1 << number for number in numbers)
+        for way in (self.down, self.up):
+            self._learn(way, these)
+        self.evicted &= ~these
+        accesses = 0
+        for way, back in ((self.down, self.up), (self.up, self.down)):
+            ends = 0
+            for number in numbers:
+                ends |= back.far[number]
+                if way.far[number]:
+                    # What came back is passed through no longer by those that reached it.
+                    way.known &= ~back.far[number]
+            ends &= ~self.evicted & ~these
+            self._learn(way, ends | these)
+            for number in _numbers(ends | these):
+                # The edges seen on the way from a storage through all evicted ones that it reaches.
+                accesses += way.edges.total((way.far[number] & self.evicted) | 1 << number)
+            for number in _numbers(ends):
+                self._storages[number].cached = None
+        return accesses
+
+    def left(self, storage: Storage) -> int:
+        """A storage was evicted; returns the accesses of taking its sets into its neighbours'."""
+        number, accesses = storage.number, 0
+        bit = 1 << number
+        for way in (self.down, self.up):
+            self._learn(way, bit)
+        for way, back in ((self.down, self.up), (self.up, self.down)):
+            added, ends = way.far[number], back.far[number] & ~bit
+            inner = added & self.evicted & ~bit
+            self._learn(way, ends & ~self.evicted)
+            for end in _numbers(ends & ~self.evicted):
+                accesses += (inner & ~way.far[end]).bit_count() + 1
+                self._storages[end].cached = None
+            self._widen(way, ends, added)
+        self.evicted |= bit
+        return accesses
+
+    def cost(self, storage: Storage, *, upwards: bool) -> int:
+        """What the evicted storages that are reached from one cost together."""
+        way, bit = self.up if upwards else self.down, 1 << storage.number
+        self._learn(way, bit)
+        return self._costs.total(way.far[storage.number] & self.evicted & ~bit)
+
+
+def _numbers(bits: int) -> list[int]:
+    """The positions of the bits that are set, from the lowest.
+
+    >>> _numbers(0b1011)
+    [0, 1, 3]
+    """
+    if bits.bit_count() > _FEW:
+        raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
+        found: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+        return found
+    few = []
+    while bits:
+        low = bits & -bits
+        few.append(low.bit_length() - 1)
+        bits ^= low
+    return few

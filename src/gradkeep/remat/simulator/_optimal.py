@@ -17,14 +17,12 @@ import numpy as np
 from gradkeep import _annotations
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra, RematError
-from gradkeep.remat.simulator._baselines import keep_all
-from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked
+from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked, keep_all
 
 if TYPE_CHECKING:
     from gradkeep.remat.simulator._program import Program
 
 _LARGEST = 200
-_MORE_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int 
         return Optimum("optimal", plain, plain.compute, 0.0)
     end = time.monotonic() + time_limit
     found = _IntegerProgram(graph, budget, rounds).solve(time_limit)
-    for more in range(rounds + 1, rounds + _MORE_ROUNDS + 1):
+    for more in (rounds + 1, rounds + 2):
         if found.status != "infeasible":
             break
         found = _IntegerProgram(graph, budget, more).solve(max(1.0, end - time.monotonic()))
@@ -97,21 +95,13 @@ class _IntegerProgram:
         self._dependencies()
         self._memory()
         count = len(self.names)
-        costs = np.zeros(count)
-        integral = np.ones(count)
-        top = np.ones(count)
-        for name, column in self.names.items():
-            if name[0] == "R":
-                costs[column] = self.graph.costs[name[2]]
-            elif name[0] == "U":
-                integral[column] = 0
-                top[column] = 1.0
+        costs = [self.graph.costs[name[2]] if name[0] == "R" else 0 for name in self.names]
         shape = (len(self.lower), count)
         matrix = coo_array((self.values, (self.rows, self.columns)), shape=shape).tocsr()
         result = milp(
             costs,
-            integrality=integral,
-            bounds=Bounds(np.zeros(count), top),
+            integrality=[name[0] != "U" for name in self.names],
+            bounds=Bounds(0, 1),
             constraints=LinearConstraint(matrix, self.lower, self.upper),
             options={"time_limit": time_limit, "mip_rel_gap": 0.0},
         )
@@ -199,7 +189,7 @@ class _IntegerProgram:
         graph = self.graph
         children = graph.children
         for stage in self._stages():
-            before: list[tuple[int, float]] = [
+            before = [
                 (self._variable("S", stage, node), graph.sizes[node] / self.budget)
                 for node in range(self._new(stage))
             ]

@@ -30,27 +30,11 @@ MARKERS = "o^svPX<>hd8p1"  # the diamond is for plans
 _STYLES: dict[RowSource, dict[str, Any]] = {
     "simulated": {"linewidth": 1.2, "markersize": 4},
     "online": {"linewidth": 2.4, "linestyle": "--", "markersize": 8, "markerfacecolor": "white"},
-    "planned": {
-        "linewidth": 3.0,
-        "marker": "D",
-        "markersize": 8,
-        "color": "#b2182b",
-        "markerfacecolor": "white",
-    },
-    "checkpoint": {
-        "linestyle": "none",
-        "marker": "$C$",
-        "markersize": 8,
-        "color": "#444444",
-    },
-    "optimum": {
-        "linewidth": 1.6,
-        "linestyle": ":",
-        "marker": "*",
-        "markersize": 10,
-        "color": "#000000",
-    },
+    "planned": {"linewidth": 3.0, "marker": "D", "markersize": 8, "markerfacecolor": "white"},
+    "checkpoint": {"linestyle": "none", "marker": "$C$", "markersize": 8},
+    "optimum": {"linewidth": 1.6, "linestyle": ":", "marker": "*", "markersize": 10},
 }
+_OWN_COLOURS = {"planned": "#b2182b", "checkpoint": "#444444", "optimum": "#000000"}
 _LABELS: dict[RowSource, str] = {
     "simulated": "{}, simulated",
     "online": "{}, online, measured",
@@ -59,8 +43,6 @@ _LABELS: dict[RowSource, str] = {
     "optimum": "optimum, integer program",
 }
 _ENDED = {"$T$": ("thrash", "gave up"), "$M$": ("oom", "over budget", "infeasible")}
-_STEEP = 4.0
-"""Beyond so many times the plain time the axis is logarithmic: small differences stay visible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +58,6 @@ class PictureStyle:
     """Tell lines apart by heuristic and policy instead of by heuristic alone."""
     titles: tuple[tuple[str, str], ...] = ()
     """What to write over the panels of logs; others have the first part of their name."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PictureLine:
-    """What is drawn as one."""
-
-    label: str
-    source: RowSource
 
 
 def draw_sweep(
@@ -111,7 +85,9 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
         raise MissingExtra("pictures need matplotlib", fix=install_hint("remat")) from error
     mpl.rcParams["svg.hashsalt"] = "gradkeep"
     logs = list(dict.fromkeys(row.log for row in rows))
-    lines = _lines(rows, look)
+    # The simulated ones first, so that what was measured lies upon them.
+    found = dict.fromkeys(_line_of(row, look) for row in rows)
+    lines = sorted(found, key=lambda line: list(_STYLES).index(line[1]))
     across = min(3, len(logs))
     down = -(-len(logs) // across)
     figure = Figure(figsize=(4.6 * across + 2.9, 3.6 * down + 0.9), layout="constrained")
@@ -127,7 +103,7 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
         figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
     # So that nobody wonders at a heuristic that does better: it may keep one result of several.
     merged = "\n(the optimum takes all results of an operator for one)"
-    if not any(line.source == "optimum" for line in lines):
+    if not any(source == "optimum" for _, source in lines):
         merged = ""
     figure.suptitle(look.title, fontsize=12)
     figure.supxlabel(
@@ -140,31 +116,37 @@ def _figure(rows: Sequence[SweepRow], look: PictureStyle) -> Any:
 
 
 def _panel(
-    axis: Any, rows: Sequence[SweepRow], lines: Sequence[_PictureLine], look: PictureStyle
+    axis: Any, rows: Sequence[SweepRow], lines: Sequence[tuple[str, RowSource]], look: PictureStyle
 ) -> None:
     good = [value for row in rows if row.status == "ok" and (value := getattr(row, look.measure))]
     top = max(good, default=1.0)
-    steep = look.logarithmic or (look.measure == "overhead" and top > _STEEP)
+    # Where some take many times the plain time, small differences stay visible on a logarithmic axis.
+    steep = look.logarithmic or (look.measure == "overhead" and top > 4)
     failed_at = top * (1.6 if steep else 1.06)
     for number, line in enumerate(lines):
-        style = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "marker": MARKERS[number % len(MARKERS)],
-            **_STYLES[line.source],
-        }
+        label, source = line
+        colour = _OWN_COLOURS.get(source, _COLOURS[number % len(_COLOURS)])
+        style = {"color": colour, "marker": MARKERS[number % len(MARKERS)], **_STYLES[source]}
         mine = sorted((r for r in rows if _line_of(r, look) == line), key=lambda row: row.ratio)
-        points = [_spread(at, mine, look.measure) for at in _ran(mine)]
-        at = [point.ratio for point in points]
-        axis.plot(at, [point.mean for point in points], label=line.label, **style)
-        if any(point.least < point.most for point in points):
-            low, high = [point.least for point in points], [point.most for point in points]
-            axis.fill_between(at, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        # Budgets in which all seeds ran to their end; the original takes no others either.
+        seeds: dict[float, list[SweepRow]] = {}
+        for row in mine:
+            seeds.setdefault(row.ratio, []).append(row)
+        values = {
+            ratio: [getattr(row, look.measure) for row in same]
+            for ratio, same in seeds.items()
+            if all(row.status == "ok" for row in same)
+        }
+        means = [sum(several) / len(several) for several in values.values()]
+        axis.plot(list(values), means, label=label, **style)
+        low, high = list(map(min, values.values())), list(map(max, values.values()))
+        if low != high:
+            axis.fill_between(list(values), low, high, color=colour, alpha=0.2, linewidth=0)
         # Where it gives up: its own mark, in its own colour, just below where it still ran.
         for sign, statuses in _ENDED.items():
             ended = [row.ratio for row in mine if row.status in statuses]
             if ended:
                 height = failed_at + (top - min(good, default=1.0)) * 0.045 * number
-                colour = style["color"]
                 axis.plot([max(ended)], [height], marker=sign, color=colour, linestyle="none")
     if steep:
         axis.set_yscale("log")
@@ -175,38 +157,11 @@ def _panel(
     axis.grid(alpha=0.25)
 
 
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """What several seeds gave at one budget."""
-
-    ratio: float
-    mean: float
-    least: float
-    most: float
-
-
-def _ran(rows: Sequence[SweepRow]) -> list[float]:
-    """The budgets in which all seeds ran to their end; the original takes no others either."""
-    ratios = dict.fromkeys(row.ratio for row in rows)
-    return [at for at in ratios if all(row.status == "ok" for row in rows if row.ratio == at)]
-
-
-def _spread(ratio: float, rows: Sequence[SweepRow], measure: str) -> _Spread:
-    values = [getattr(row, measure) for row in rows if row.ratio == ratio]
-    return _Spread(ratio, sum(values) / len(values), min(values), max(values))
-
-
-def _lines(rows: Sequence[SweepRow], look: PictureStyle) -> list[_PictureLine]:
-    """Each once; the simulated ones first, so that what was measured lies upon them."""
-    found = dict.fromkeys(_line_of(row, look) for row in rows)
-    order = list(_STYLES)
-    return sorted(found, key=lambda line: order.index(line.source))
-
-
-def _line_of(row: SweepRow, look: PictureStyle) -> _PictureLine:
+def _line_of(row: SweepRow, look: PictureStyle) -> tuple[str, RowSource]:
+    """What is drawn as one: its label, and how it came about."""
     policy = row.policy if row.releases else "no releases"
     name = f"{row.heuristic}, {policy}" if look.by_policy else row.heuristic
-    return _PictureLine(_LABELS[row.source].format(name), row.source)
+    return _LABELS[row.source].format(name), row.source
 
 
 def sweep_sentences(rows: Sequence[SweepRow]) -> list[str]:

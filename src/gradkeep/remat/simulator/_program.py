@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _annotations
-from gradkeep.errors import RematError
+from gradkeep.errors import LogError, RematError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 CONSTANT = "constant"
 """The name of operators that stand for inputs and parameters."""
@@ -102,6 +109,14 @@ class Program:
         return Program(self.ops, kept, self.tensors, self.ignored_releases, self.output_bytes)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file: a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, newline="")
+    temporary.replace(path)
+
+
 @_annotations.checked(RematError)
 def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
     """A chain of `length` forward operators and their backward ones, all of one size and cost.
@@ -134,3 +149,261 @@ def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
         gradient = after
     steps.append(ProgramStep(StepKind.PIN, gradient))
     return Program(tuple(ops), tuple(steps), tuple(names))
+
+
+OutputCondition = Literal["rematerialize", "preallocate"]
+
+_FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
+    "ANNOTATE": (("ANNOTATION", str),),
+    "CONSTANT": (("NAME", str),),
+    "MEMORY": (("NAME", str), ("MEMORY", int)),
+    "CALL": (("NAME", str), ("RESULT", list), ("ARGS", list), ("TIME", int)),
+    "ALIAS": (("NAME", str), ("ALIAS", int)),
+    "MUTATE": (("NAME", str), ("ARGS", list), ("MUTATE", list), ("TIME", int)),
+    "COPY": (("DST", str), ("SRC", str)),
+    "COPY_FROM": (("DST", str), ("SRC", str)),
+    "RELEASE": (("NAME", str),),
+}
+
+
+@_annotations.checked(RematError)
+def read_log(
+    source: str | os.PathLike[str] | Iterable[str],
+    *,
+    outputs: OutputCondition = "rematerialize",
+    from_start: bool = True,
+) -> Program:
+    """Read a log into a program; O(lines).
+
+    Everything before the annotation START is dropped (`from_start`). Names still referenced at the
+    end are outputs: pinned at the end, or only counted (`outputs="preallocate"`). A mutation makes
+    a new storage of the same size (copy on write). A malformed line raises `LogError` with its
+    number.
+
+    >>> lines = ['{"INSTRUCTION": "CONSTANT", "NAME": "x"}',
+    ...          '{"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "8"}']
+    >>> read_log(lines, from_start=False).constant_bytes
+    8
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise LogError("the log cannot be read", path=path, found=str(error)) from error
+        return _LogReader(str(path)).read(text.splitlines(), outputs, from_start=from_start)
+    return _LogReader("log").read(source, outputs, from_start=from_start)
+
+
+class _LogReader:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.line = 0
+        """The number of the line that was read last."""
+        self.ops: list[Op] = []
+        self.steps: list[ProgramStep] = []
+        self.names: list[str] = []
+        self.storage_sizes: list[int] = []
+        """For every tensor the bytes of its storage."""
+        self.roots: list[int] = []
+        """For every tensor the first tensor of its storage."""
+        self.bound: dict[str, int] = {}
+        """Which tensor a name means now."""
+        self.references: list[int] = []
+        self.storage_references: list[int] = []
+        """The same for whole storages, at the number of their first tensor."""
+        self.backward = False
+        self.ignored_releases = 0
+
+    def read(self, lines: Iterable[str], outputs: OutputCondition, *, from_start: bool) -> Program:
+        self.rows = self._parsed(lines)
+        start = ("ANNOTATE", {"ANNOTATION": "START"})
+        if from_start and all(row != start for row in self.rows):
+            raise LogError(
+                "the log has no annotation START",
+                path=self.path,
+                fix="it may be cut off; to read it from the first line, pass from_start=False",
+            )
+        for instruction, values in self.rows:
+            if instruction in ("MEMORY", "ALIAS"):
+                raise self._wrong(f"{instruction} that belongs to no CALL or CONSTANT")
+            getattr(self, f"_{instruction.lower()}")(values)
+        output_bytes = self._end(outputs)
+        names = tuple(self.names)
+        return Program(
+            tuple(self.ops), tuple(self.steps), names, self.ignored_releases, output_bytes
+        )
+
+    def _parsed(self, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The instruction of each line, and its values by type."""
+        try:
+            numbered = enumerate(lines, 1)
+        except TypeError:
+            raise self._wrong("no lines", type(lines).__name__) from None
+        for self.line, text in numbered:
+            if not isinstance(text, str):
+                raise self._wrong("not a line of text", repr(text)[:60])
+            if not text.strip():
+                continue
+            try:
+                values = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise self._wrong("not JSON", f"{text[:60]!r} ({error})") from error
+            if not isinstance(values, dict) or "INSTRUCTION" not in values:
+                raise self._wrong("no INSTRUCTION", repr(text[:60]))
+            name = values["INSTRUCTION"]
+            if name not in _FIELDS:
+                raise self._wrong("unknown instruction", repr(name), f"one of {', '.join(_FIELDS)}")
+            yield name, {key: self._typed(name, key, kind, values) for key, kind in _FIELDS[name]}
+
+    def _typed(self, name: str, key: str, kind: type, values: dict[str, Any]) -> Any:
+        if key not in values:
+            raise self._wrong(f"{name} without {key}", repr(values)[:80])
+        value = values[key]
+        if kind is not int:
+            if not isinstance(value, kind):
+                raise self._wrong(f"{key} of {name} is not a {kind.__name__}", repr(value))
+            return value
+        try:
+            number = int(value)
+        except (TypeError, ValueError) as error:
+            raise self._wrong(f"{key} of {name} is not a whole number", repr(value)) from error
+        if number < (-1 if key == "ALIAS" else 0):
+            raise self._wrong(f"a negative {'size' if key == 'MEMORY' else key}", repr(value))
+        return number
+
+    def _annotate(self, values: dict[str, Any]) -> None:
+        self.backward |= values["ANNOTATION"] == "BACKWARD"
+
+    def _constant(self, values: dict[str, Any]) -> None:
+        name = values["NAME"]
+        if name in self.bound:
+            raise self._wrong("a constant that exists already", repr(name))
+        size = self._following("MEMORY", name)
+        (number,) = self._run(CONSTANT, 0, (), (size,), (-1,), (name,))
+        self.steps.append(ProgramStep(StepKind.PIN, number))
+        self._bind(name, number)
+
+    def _call(self, values: dict[str, Any]) -> None:
+        args = tuple(map(self._known, values["ARGS"]))
+        sizes, aliases = [], []
+        for name in values["RESULT"]:
+            size, alias = self._following("MEMORY", name), self._following("ALIAS", name)
+            if alias >= len(args):
+                expected = f"-1 to {len(args) - 1}"
+                raise self._wrong("an alias of no argument", f"ALIAS {alias} of {name}", expected)
+            if name in self.bound:
+                raise self._wrong("a result that exists already", repr(name))
+            if alias >= 0 and size not in (0, self.storage_sizes[args[alias]]):
+                expected = f"{self.storage_sizes[args[alias]]} bytes, as the storage it shares has"
+                raise self._wrong("an alias of another size", f"{size} for {name!r}", expected)
+            sizes.append(0 if alias >= 0 else size)
+            aliases.append(alias)
+        results = self._run(
+            values["NAME"], values["TIME"], args, tuple(sizes), tuple(aliases), values["RESULT"]
+        )
+        for name, number in zip(values["RESULT"], results, strict=True):
+            self._bind(name, number)
+
+    def _mutate(self, values: dict[str, Any]) -> None:
+        args = tuple(map(self._known, values["ARGS"]))
+        wrong = [at for at in values["MUTATE"] if not str(at).isdigit() or int(at) >= len(args)]
+        if wrong:
+            expected = f"argument indices 0 to {len(args) - 1}"
+            raise self._wrong("a mutation of no argument", repr(wrong[0]), expected)
+        indices = list(map(int, values["MUTATE"]))
+        sizes = tuple(self.storage_sizes[args[at]] for at in indices)
+        names = [self.names[args[at]] + "$" for at in indices]
+        results = self._run(values["NAME"], values["TIME"], args, sizes, (-1,) * len(sizes), names)
+        for at, number in zip(indices, results, strict=True):
+            name = values["ARGS"][at]
+            old = self.bound[name]
+            self._bind(name, number)
+            self._let_go(old)
+
+    def _copy(self, values: dict[str, Any]) -> None:
+        source = self._known(values["SRC"])
+        if values["DST"] in self.bound:
+            raise self._wrong("a copy to a name that exists", values["DST"])
+        self._bind(values["DST"], source)
+        self.steps.append(ProgramStep(StepKind.GET, source))
+
+    def _copy_from(self, values: dict[str, Any]) -> None:
+        old, source = self._known(values["DST"]), self._known(values["SRC"])
+        self._let_go(old)
+        self._bind(values["DST"], source)
+        self.steps.append(ProgramStep(StepKind.GET, source))
+
+    def _release(self, values: dict[str, Any]) -> None:
+        number = self.bound.get(values["NAME"])
+        if number is None:
+            self.ignored_releases += 1
+            return
+        if self.storage_references[self.roots[number]] <= 0:
+            raise self._wrong("a release of a storage without references", repr(values["NAME"]))
+        self._let_go(number)
+
+    def _run(
+        self,
+        name: str,
+        cost: int,
+        args: tuple[int, ...],
+        sizes: tuple[int, ...],
+        aliases: tuple[int, ...],
+        names: Iterable[str],
+    ) -> tuple[int, ...]:
+        self.backward |= "backward" in name
+        results = tuple(range(len(self.names), len(self.names) + len(sizes)))
+        for number, size, alias in zip(results, sizes, aliases, strict=True):
+            self.storage_sizes.append(size if alias < 0 else self.storage_sizes[args[alias]])
+            self.roots.append(number if alias < 0 else self.roots[args[alias]])
+            self.references.append(0)
+            self.storage_references.append(0)
+        self.names += names
+        self.steps.append(ProgramStep(StepKind.RUN, len(self.ops)))
+        self.ops.append(Op(name, cost, args, results, sizes, aliases, self.backward))
+        return results
+
+    def _bind(self, name: str, number: int) -> None:
+        self.bound[name] = number
+        self.references[number] += 1
+        self.storage_references[self.roots[number]] += 1
+
+    def _let_go(self, number: int) -> None:
+        self.references[number] -= 1
+        self.storage_references[self.roots[number]] -= 1
+        self.steps.append(ProgramStep(StepKind.RELEASE, number))
+
+    def _end(self, outputs: OutputCondition) -> int:
+        """What is still referenced is an output; bytes of those that are preallocated."""
+        still = [number for number in self.bound.values() if self.references[number] > 0]
+        if outputs == "rematerialize":
+            self.steps += [ProgramStep(StepKind.PIN, number) for number in still]
+            return 0
+        return sum({self.roots[number]: self.storage_sizes[number] for number in still}.values())
+
+    def _following(self, instruction: str, name: str) -> int:
+        """The number in the line that must come next."""
+        expected = f"{instruction} of {name!r} after line {self.line}"
+        after, values = next(self.rows, ("", {}))
+        if not after:
+            raise self._wrong("the log ends too early", "the end", expected)
+        if (after, values.get("NAME")) != (instruction, name):
+            found = f"{after} of {values.get('NAME')!r}"
+            raise self._wrong("another line was expected", found, expected)
+        number: int = values[instruction]
+        return number
+
+    def _known(self, name: str) -> int:
+        if name not in self.bound:
+            raise self._wrong("a tensor that no line before defines", repr(name))
+        return self.bound[name]
+
+    def _wrong(self, what: str, found: str = "", expected: str | None = None) -> LogError:
+        return LogError(
+            f"line {max(self.line, 1)}: {what}",
+            path=self.path,
+            found=found or None,
+            expected=expected,
+            fix="record the step again, or cut the log at the line before",
+        )

@@ -1,12 +1,15 @@
 """Schedules over simple graphs: what runs and what is dropped, in order, checked by replaying it.
 
 A program becomes such a graph by rewriting: no aliases, one result per operator, no constants.
+Schedules that are known beforehand: keep all, Chen's square root, Revolve.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from gradkeep import _annotations
@@ -14,7 +17,7 @@ from gradkeep.errors import RematError
 from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,108 +126,223 @@ def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
     return Schedule(kept, compute, peak)
 
 
-@dataclass(slots=True)
-class _ProgramDraft:
-    """A program under construction, and what became of the old one's parts."""
-
-    ops: list[Op] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    tensors: dict[int, int] = field(default_factory=dict)
-    """Old tensor to new."""
-    numbers: dict[int, int] = field(default_factory=dict)
-    """Old operator to new."""
-
-    def add(
-        self, old: int, op: Op, names: Sequence[str], sizes: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        results = tuple(range(len(self.names), len(self.names) + len(names)))
-        self.names.extend(names)
-        self.numbers[old] = len(self.ops)
-        args = tuple(self.tensors[number] for number in op.args if number in self.tensors)
-        self.ops.append(
-            dataclasses.replace(
-                op, args=args, results=results, sizes=sizes, aliases=(-1,) * len(sizes)
-            )
-        )
-        return results
-
-    def program(self, source: Program, steps: list[ProgramStep]) -> Program:
-        return dataclasses.replace(
-            source, ops=tuple(self.ops), steps=tuple(steps), tensors=tuple(self.names)
-        )
-
-
 @_annotations.checked(RematError)
-def collapse_aliases(program: Program) -> Program:
-    """The same program in which an alias is one more reference to what it is an alias of.
+def simplify(program: Program) -> Program:
+    """The same program without aliases, tuples and constants.
 
-    The cost of making an alias is dropped with it. An operator that makes both aliases and new
-    tensors cannot be expressed and raises.
+    An alias becomes one more reference to what it is an alias of, and the cost of making it is dropped.
+    The results of an operator become one tensor of their joint size. Inputs and parameters are left
+    out: `Program.constant_bytes` of the original tells their bytes. An operator that makes both aliases
+    and new tensors cannot be expressed and raises.
     """
-    draft, steps = _ProgramDraft(), list[ProgramStep]()
+    ops: list[Op] = []
+    steps: list[ProgramStep] = []
+    names: list[str] = []
+    tensors: dict[int, int | None] = {}  # old to new; None for constants
     for step in program.steps:
         if step.kind is not StepKind.RUN:
-            steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
+            number = tensors[step.index]
+            if number is not None:
+                steps.append(ProgramStep(step.kind, number))
             continue
         op = program.ops[step.index]
         shared = [alias >= 0 for alias in op.aliases]
         if any(shared) and not all(shared):
             raise RematError(f"{op.name} makes both aliases and new tensors: cannot collapse it")
-        if any(shared):
-            for number, alias in zip(op.results, op.aliases, strict=True):
-                draft.tensors[number] = draft.tensors[op.args[alias]]
-                steps.append(ProgramStep(StepKind.GET, draft.tensors[number]))
-            continue
-        results = draft.add(step.index, op, [program.tensors[x] for x in op.results], op.sizes)
-        draft.tensors.update(zip(op.results, results, strict=True))
-        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
-    return draft.program(program, steps)
-
-
-@_annotations.checked(RematError)
-def merge_tuples(program: Program) -> Program:
-    """The same program in which the results of an operator are one tensor of their joint size."""
-    draft, steps = _ProgramDraft(), list[ProgramStep]()
-    for step in program.steps:
-        if step.kind is not StepKind.RUN:
-            steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
-            continue
-        op = program.ops[step.index]
-        if any(alias >= 0 for alias in op.aliases):
-            raise RematError(f"{op.name} makes an alias: collapse aliases first")
-        name = "+".join(program.tensors[number] for number in op.results)
-        (result,) = draft.add(step.index, op, [name], (sum(op.sizes),))
-        draft.tensors.update(dict.fromkeys(op.results, result))
-        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
-        # The merged tensor is held as often as its parts were.
-        steps.extend(ProgramStep(StepKind.GET, result) for _ in op.results[1:])
-    return draft.program(program, steps)
-
-
-@_annotations.checked(RematError)
-def eliminate_constants(program: Program) -> Program:
-    """The same program without inputs and parameters, whose bytes are always there.
-
-    `Program.constant_bytes` of the original tells how many bytes were left out.
-    """
-    draft, steps = _ProgramDraft(), list[ProgramStep]()
-    for step in program.steps:
-        if step.kind is not StepKind.RUN:
-            if step.index in draft.tensors:
-                steps.append(ProgramStep(step.kind, draft.tensors[step.index]))
-            continue
-        op = program.ops[step.index]
         if op.is_constant:
+            tensors.update(dict.fromkeys(op.results))
             continue
-        if any(alias >= 0 for alias in op.aliases):
-            raise RematError(f"{op.name} makes an alias: collapse aliases first")
-        results = draft.add(step.index, op, [program.tensors[x] for x in op.results], op.sizes)
-        draft.tensors.update(zip(op.results, results, strict=True))
-        steps.append(ProgramStep(StepKind.RUN, draft.numbers[step.index]))
-    return draft.program(program, steps)
+        if any(shared):
+            tensors |= {
+                result: tensors[op.args[alias]]
+                for result, alias in zip(op.results, op.aliases, strict=True)
+            }
+        else:
+            steps.append(ProgramStep(StepKind.RUN, len(ops)))
+            args = tuple(number for old in op.args if (number := tensors[old]) is not None)
+            result = len(names)
+            tensors.update(dict.fromkeys(op.results, result))
+            size = sum(op.sizes)
+            ops.append(Op(op.name, op.cost, args, (result,), (size,), (-1,), op.backward))
+            names.append("+".join(program.tensors[old] for old in op.results))
+        # A tensor is held as often as what became of it was.
+        again = op.results if any(shared) else op.results[1:]
+        held = [number for old in again if (number := tensors[old]) is not None]
+        steps += [ProgramStep(StepKind.GET, number) for number in held]
+    return dataclasses.replace(program, ops=tuple(ops), steps=tuple(steps), tensors=tuple(names))
 
 
 @_annotations.checked(RematError)
-def simplify(program: Program) -> Program:
-    """All three rewrites, in the order that works."""
-    return eliminate_constants(merge_tuples(collapse_aliases(program)))
+def keep_all(graph: Graph) -> Schedule:
+    """Nothing is recomputed; a result is dropped after its last use."""
+    return keeping(graph, range(len(graph)))
+
+
+@_annotations.checked(RematError)
+def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
+    """Keep these forward nodes for the backward pass; recompute the others when they are needed.
+
+    A recomputed node stays until its last use. With every k-th node kept this is checkpointing in
+    segments.
+    """
+    kept = {*nodes, *graph.outputs}
+    last_use = list(range(len(graph)))
+    last_forward = list(last_use)
+    for node, parents in enumerate(graph.parents):
+        for parent in parents:
+            last_use[parent] = node
+            if not graph.backward[node]:
+                last_forward[parent] = node
+    there: set[int] = set()
+    actions: list[Action] = []
+
+    def bring(node: int) -> None:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [parent for parent in graph.parents[top] if parent not in there]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if top not in there:
+                actions.append(Action("run", top))
+                there.add(top)
+
+    for node in range(len(graph)):
+        bring(node)
+        for old in sorted(there):
+            forward = not graph.backward[node]
+            passed = last_forward[old] <= node and old not in kept and not graph.backward[old]
+            done = last_use[old] <= node
+            if old not in graph.outputs and (done or (forward and passed)):
+                there.remove(old)
+                actions.append(Action("drop", old))
+    for node in sorted(graph.outputs - there):
+        bring(node)
+    return checked(graph, actions)
+
+
+@_annotations.checked(RematError)
+def chen(graph: Graph, segments: int | None = None) -> Schedule:
+    """Chen's rule: split the forward nodes into about sqrt(n) segments and keep where they meet."""
+    forward = [node for node in range(len(graph)) if not graph.backward[node]]
+    count = math.isqrt(max(1, len(forward))) if segments is None else segments
+    if count < 1:
+        raise RematError("there must be at least one segment", found=segments)
+    step = max(1, math.ceil(len(forward) / count))
+    return keeping(graph, forward[step - 1 :: step])
+
+
+@_annotations.checked(RematError)
+def revolve(graph: Graph, slots: int) -> Schedule:
+    """Griewank's schedule for a chain with `slots` kept activations, optimal in forward runs.
+
+    cost(l, s) = min over m of cost of advancing m steps + cost(l - m, s - 1) + cost(m, s).
+    """
+    forward, backward = _as_chain(graph)
+    if slots < 1:
+        raise RematError("Revolve needs at least one slot", found=slots)
+    prefix = [0]
+    for node in forward:
+        prefix.append(prefix[-1] + graph.costs[node])
+
+    @cache
+    def best(low: int, high: int, free: int) -> tuple[int, int]:
+        """The least cost to take back the steps low..high-1, and where to keep an activation."""
+        if high - low <= 1:
+            return 0, low
+        if free == 0:
+            return sum(prefix[stop - 1] - prefix[low] for stop in range(low + 2, high + 1)), low
+        return min(
+            (
+                prefix[middle]
+                - prefix[low]
+                + best(middle, high, free - 1)[0]
+                + best(low, middle, free)[0],
+                middle,
+            )
+            for middle in range(low + 1, high)
+        )
+
+    walk = _ChainWalk(graph, forward, backward, best)
+    walk.take_back(0, len(backward), slots)
+    return checked(graph, walk.actions)
+
+
+@dataclass
+class _ChainWalk:
+    """Up and down a chain: `held` are the forward steps whose results are being kept."""
+
+    graph: Graph
+    forward: list[int]
+    backward: list[int]
+    best: Callable[[int, int, int], tuple[int, int]]
+    actions: list[Action] = field(default_factory=list)
+    there: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+
+    def advance(self, low: int, high: int) -> None:
+        """Have the result of step high-1, from whatever is there at or after step low-1."""
+        start = next(
+            (at for at in range(high - 1, low - 1, -1) if self.forward[at] in self.there), low - 1
+        )
+        for at in range(start + 1, high):
+            self.run(self.forward[at])
+            if at - 1 >= low and at - 1 not in self.held:
+                self.drop(self.forward[at - 1])
+
+    def take_back(self, low: int, high: int, free: int) -> None:
+        """Backward steps high-1 down to low; the result of step low-1 is in memory."""
+        while high - low > 1:
+            middle = self.best(low, high, free)[1]
+            if middle == low:
+                self.advance(low, high - 1)
+                self.back(high - 1)
+                self.drop(self.forward[high - 2])
+                high -= 1
+                continue
+            self.advance(low, middle)
+            self.held.add(middle - 1)
+            self.take_back(middle, high, free - 1)
+            self.held.discard(middle - 1)
+            self.drop(self.forward[middle - 1])
+            high = middle
+        self.back(low)
+
+    def back(self, at: int) -> None:
+        if at == len(self.forward) - 1:
+            self.advance(at, at + 1)  # the last result is where the way back begins
+        node = self.backward[len(self.backward) - 1 - at]
+        self.run(node)
+        for parent in self.graph.parents[node]:
+            if self.graph.backward[parent] or parent == self.forward[-1]:
+                self.drop(parent)
+
+    def run(self, node: int) -> None:
+        self.actions.append(Action("run", node))
+        self.there.add(node)
+
+    def drop(self, node: int) -> None:
+        if node in self.there:
+            self.there.remove(node)
+            self.actions.append(Action("drop", node))
+
+
+def _as_chain(graph: Graph) -> tuple[list[int], list[int]]:
+    forward = [node for node in range(len(graph)) if not graph.backward[node]]
+    backward = [node for node in range(len(graph)) if graph.backward[node]]
+    straight = len(forward) == len(backward) and all(
+        graph.parents[node] == ((forward[at - 1],) if at else ()) for at, node in enumerate(forward)
+    )
+    for at, node in enumerate(backward):
+        gradient = backward[at - 1] if at else forward[-1]
+        activation = len(forward) - 2 - at
+        wanted = {gradient} | ({forward[activation]} if activation >= 0 else set())
+        straight = straight and set(graph.parents[node]) == wanted
+    if not straight:
+        raise RematError(
+            "Revolve is for chains: one forward operator after the other, then their gradients",
+            fix="use chen(), keeping() or the optimum for other graphs",
+        )
+    return forward, backward

@@ -14,9 +14,9 @@ from gradkeep import _annotations
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
-from gradkeep.remat.simulator._cost_ratio import Heuristic
-from gradkeep.remat.simulator._heuristics import RandomChoice, SampledHeuristic
+from gradkeep.remat.simulator._heuristics import PoolSample, RandomChoice
 from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
+from gradkeep.remat.simulator._neighbourhoods import Heuristic
 
 if TYPE_CHECKING:
     import os
@@ -47,8 +47,8 @@ class SimulationResult:
     rematerializations: int
     ops_run: int
     heuristic_evaluations: int
-    accesses: int | None
-    """How many storages were looked at, as the original counts; None if that was not wanted."""
+    accesses: int
+    """How many storages were looked at, as the original counts."""
 
 
 @_annotations.checked(RematError)
@@ -63,13 +63,11 @@ def simulate(
     sample: bool = False,
     seed: int = 0,
     timeline: Timeline | None = None,
-    count_accesses: bool = True,
 ) -> SimulationResult:
     """Run the program in `budget` bytes; it counts as thrashing beyond `limit` times the base cost.
 
     `skip_small` and `sample` let the heuristic look at fewer storages; `timeline` collects what
-    happens; `seed` is that of random choices. Accesses are counted as the original counts them; for the exact neighbourhood (`dtr`,
-    `msps`, `ab-exact`) counting takes longer than choosing, and can be left out: they are None then.
+    happens; `seed` is that of random choices. Accesses are counted as the original counts them.
 
     >>> from gradkeep.remat import chain
     >>> simulate(chain(10, size=1, cost=1), budget=5).status
@@ -85,14 +83,12 @@ def simulate(
     chooser = heuristic_named(heuristic) if isinstance(heuristic, str) else heuristic
     if isinstance(heuristic, str) and isinstance(chooser, RandomChoice):
         chooser.reseed(seed)
-    if skip_small or sample:
-        chooser = SampledHeuristic(chooser, skip_small=skip_small, sample=sample, seed=seed)
-    chooser.counting = count_accesses
     core = EvictionCore(
         chooser,
         budget=budget - program.output_bytes,
         policy=policy,
         remat_limit=program.compute * (limit - 1),
+        sample=PoolSample(skip_small=skip_small, sample=sample, seed=seed),
         timeline=timeline,
     )
     status: Literal["ok", "oom", "thrash"] = "ok"
@@ -116,7 +112,7 @@ def simulate(
         rematerializations=core.rematerializations,
         ops_run=core.ops_run,
         heuristic_evaluations=chooser.evaluations,
-        accesses=chooser.accesses if count_accesses else None,
+        accesses=chooser.accesses,
     )
 
 

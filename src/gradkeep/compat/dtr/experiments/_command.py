@@ -68,7 +68,6 @@ def zoo_sizes(name: str, sizes: Mapping[str, float]) -> dict[str, float]:
 
 _OF_LOGS = ("use_log", "get_log")
 _KINDS = ("fixed", "ratio", "param_sweep", *_OF_LOGS)
-_POLICIES = ("eager", "banish", "ignore")
 _IN_BUDGET = ("simrd", "optimal", "dtr", "planned")
 _BY_HEURISTIC = ("simrd", "dtr")
 # These may also stand among extra_params, where the original has them.
@@ -127,7 +126,7 @@ def trials_of(
         raise RematError(
             f"{where}: not a mapping", found=repr(command)[:60], expected="{type: dtr, ratio: 0.5}"
         )
-    notes = [_ignored(where, key) for key in command if key not in _KNOWN]
+    notes = ignored_keys(command, _KNOWN, _NO_EFFECT, f"{where}: ")
     fields = {**defaults.fields, **command}
     fields.setdefault("extra_params", {})
     if "type" not in fields:
@@ -179,49 +178,45 @@ class _CommandReader:
         if kind in _OF_LOGS:
             kind = "fixed" if ratio is None else "ratio"
             budget = math.inf if budget is None and file is not None else budget
+        asked: dict[str, Any] = {}
         if kind_of in _IN_BUDGET:
-            wanted = "ratio" if kind == "ratio" else "memory_budget"
-            if (ratio if kind == "ratio" else budget) is None:
+            by_ratio = kind == "ratio"
+            if (ratio if by_ratio else budget) is None:
+                wanted = "ratio" if by_ratio else "memory_budget"
                 raise self._wrong(wanted, f"missing; kind {kind} needs it", None, None)
-        name, sizes = self._sizes()
+            asked["budget"] = math.inf if by_ratio or budget is None else budget
+            asked["ratio"] = ratio if by_ratio else None
+            asked["time_limit"] = self._number("time_limit", 20.0, least=0.0, open_end=True)
+        if kind_of in _BY_HEURISTIC:
+            asked |= self._choosing(kind_of, asked["budget"], asked["ratio"])
+        if kind_of == "checkpoint":
+            asked["placement"] = self._placement()
         tries = self._number("max_retries", 10, least=0) if self._flag("retry_on_error") else 0
+        work = TrialWork(
+            *self._sizes(),
+            repeats=self._whole("n_reps", 5),
+            warmup=self._whole("dry_run", 1, 0),
+            threads=self._whole("threads", 1),
+        )
         trial = Trial(
-            model=self.model,
-            type=kind_of,
-            kind=kind,
-            work=TrialWork(
-                name,
-                sizes,
-                repeats=self._whole("n_reps", 5),
-                warmup=self._whole("dry_run", 1, 0),
-                threads=self._whole("threads", 1),
-            ),
+            self.model,
+            kind_of,
+            kind,
+            work,
             timeout=self._number("timeout", 600.0, least=0.0, open_end=True) or 600.0,
             retries=int(tries or 0),
+            log=file,
+            log_mark=mark,
+            **asked,
         )
-        if kind_of in _IN_BUDGET:
-            trial = dataclasses.replace(
-                trial,
-                budget=math.inf if kind == "ratio" or budget is None else budget,
-                ratio=ratio if kind == "ratio" else None,
-                time_limit=self._number("time_limit", 20.0, least=0.0, open_end=True) or 20.0,
-            )
-        if kind_of in _BY_HEURISTIC:
-            trial = self._choosing(trial)
-        if kind_of == "checkpoint":
-            trial = dataclasses.replace(trial, placement=self._placement())
-        trial = dataclasses.replace(trial, log=file, log_mark=mark)
         seed, inputs = self._whole("seed", 0, 0), self._whole("n_inputs", 1)
         if file is not None:
             return [trial]
+        works = [dataclasses.replace(work, seed=seed + number) for number in range(inputs)]
+        # As there: the log of the last input is saved.
         return [
-            dataclasses.replace(
-                trial,
-                work=dataclasses.replace(trial.work, seed=seed + number),
-                # As there: of the last input.
-                save_log=save and number == inputs - 1,
-            )
-            for number in range(inputs)
+            dataclasses.replace(trial, work=work, save_log=save and work is works[-1])
+            for work in works
         ]
 
     def _log_file(self, kind_of: str, kind: str) -> tuple[str | None, str]:
@@ -247,28 +242,28 @@ class _CommandReader:
             self.notes.append(f"{self.where}: config has no effect here, nor had it there")
         return str(path), hashlib.sha256(content).hexdigest()[:12]
 
-    def _choosing(self, trial: Trial) -> Trial:
+    def _choosing(self, kind_of: str, budget: float, ratio: float | None) -> dict[str, Any]:
         """How it is chosen what to evict."""
-        policy = self._choice("policy", _POLICIES, "eager")
-        if trial.type == "dtr" and policy != "eager":
+        policy = self._choice("policy", ("eager", "banish", "ignore"), "eager")
+        if kind_of == "dtr" and policy != "eager":
             fix = "other policies can be simulated: type simrd"
             raise self._wrong("policy", "is not for live models", policy, "eager", fix)
-        return dataclasses.replace(
-            trial,
-            heuristic=self._heuristic(),
-            policy=policy,
-            limit=self._number("limit", 10.0, least=1.0) or 10.0,
-            sample=self._flag("use_sampling") and not self._too_tight_to_sample(trial),
-            skip_small=self._flag("ignore_small_tensors"),
-        )
-
-    def _too_tight_to_sample(self, trial: Trial) -> bool:
-        """Whether the budget is at or below the one from which on the whole pool is looked at."""
-        if trial.ratio is not None:
-            below = self._number("no_sampling_below_ratio", None, least=0.0)
-            return below is not None and trial.ratio <= below
-        below = self._number("no_sampling_below_budget", None, least=0.0)
-        return below is not None and trial.budget <= below
+        name = str(self.fields.get("heuristic", "dtr-eq"))
+        try:
+            heuristic(name)
+        except RematError as error:
+            raise self._wrong("heuristic", error.what, error.found, error.expected) from error
+        # At or below some budget the whole pool is looked at.
+        key = "no_sampling_below_budget" if ratio is None else "no_sampling_below_ratio"
+        below = self._number(key, None, least=0.0)
+        tight = below is not None and (budget if ratio is None else ratio) <= below
+        return {
+            "heuristic": name,
+            "policy": policy,
+            "limit": self._number("limit", 10.0, least=1.0),
+            "sample": self._flag("use_sampling") and not tight,
+            "skip_small": self._flag("ignore_small_tensors"),
+        }
 
     def _placement(self) -> str:
         name = self.fields["placement"]
@@ -281,12 +276,7 @@ class _CommandReader:
         try:
             base = (published_sizes if self.defaults.published else default_sizes)(name)
         except RematError as error:
-            raise RematError(
-                f"{self.model}: {error.what}",
-                found=error.found,
-                expected=error.expected,
-                fix=error.fix,
-            ) from error
+            raise told_of(error, f"{self.model}: ") from error
         given = {
             key: value
             for key, value in self.fields["extra_params"].items()
@@ -300,18 +290,16 @@ class _CommandReader:
             given["batch_size"] = self.fields["batch_size"]
         numbers = {key: _as_number(value) for key, value in given.items()}
         sizes = zoo_sizes(name, numbers)
-        unknown = [key for key in sizes if key not in base]
-        for key in unknown:
-            self.notes.append(
-                f"{self.where}: {name} has no size {key!r}, ignored; it has {', '.join(base)}"
-            )
-            del sizes[key]
+        self.notes += [
+            f"{self.where}: {name} has no size {key!r}, ignored; it has {', '.join(base)}"
+            for key in sizes
+            if key not in base
+        ]
+        known = {key: value for key, value in sizes.items() if key in base}
         try:
-            full = {**base, **checked_sizes(name, sizes)}
+            full = {**base, **checked_sizes(name, known)}
         except RematError as error:
-            raise RematError(
-                f"{self.where}: {error.what}", found=error.found, expected=error.expected
-            ) from error
+            raise told_of(error, f"{self.where}: ") from error
         return name, tuple(sorted(full.items()))
 
     def _budget(self) -> float | None:
@@ -331,14 +319,6 @@ class _CommandReader:
         if number <= 0:
             raise self._wrong("memory_budget", "is not above 0", value, "bytes, or -1 for no limit")
         return float(number)
-
-    def _heuristic(self) -> str:
-        name = self.fields.get("heuristic", "dtr-eq")
-        try:
-            heuristic(str(name))
-        except RematError as error:
-            raise self._wrong("heuristic", error.what, error.found, error.expected) from error
-        return str(name)
 
     def _choice(self, key: str, choices: tuple[str, ...], default: str | None) -> Any:
         value = self.fields.get(key, default)
@@ -389,9 +369,22 @@ def _as_number(value: Any) -> Any:
     return value
 
 
-def _ignored(where: str, key: object) -> str:
-    if key in _NO_EFFECT:
-        return f"{where}: {key} has no effect here"
-    near = difflib.get_close_matches(str(key), _KNOWN | _NO_EFFECT, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"{where}: unknown field {key!r} is ignored{meant}"
+def ignored_keys(
+    given: dict[str, Any], known: set[str], no_effect: set[str], where: str = ""
+) -> list[str]:
+    """Notes about the keys of a mapping that do nothing."""
+    notes = []
+    for key in given:
+        if key in no_effect:
+            notes.append(f"{where}{key} has no effect here")
+        elif key not in known:
+            near = difflib.get_close_matches(str(key), known | no_effect, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            notes.append(f"{where}{key!r} is unknown and ignored{meant}")
+    return notes
+
+
+def told_of(error: RematError, where: str = "", path: Path | None = None) -> RematError:
+    """The same error, with the place in the configuration that it is about."""
+    what = f"{where}{error.what}"
+    return RematError(what, path=path, found=error.found, expected=error.expected, fix=error.fix)

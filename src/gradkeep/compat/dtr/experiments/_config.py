@@ -11,15 +11,18 @@ files are read too: `models` is a list there, and the commands are under `dtr_se
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradkeep._surroundings import install_hint
-from gradkeep.compat.dtr.experiments._command import CommandDefaults, trials_of
+from gradkeep.compat.dtr.experiments._command import (
+    CommandDefaults,
+    ignored_keys,
+    told_of,
+    trials_of,
+)
 from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
 from gradkeep.errors import MissingExtra, RematError
 
@@ -67,9 +70,7 @@ def read_experiment(path: str | os.PathLike[str]) -> DtrExperiment:
     except RematError as error:
         if error.path is not None:
             raise
-        raise RematError(
-            error.what, path=file, found=error.found, expected=error.expected, fix=error.fix
-        ) from error
+        raise told_of(error, path=file) from error
 
 
 def parse_experiment(config: Any) -> DtrExperiment:
@@ -85,7 +86,7 @@ def parse_experiment(config: Any) -> DtrExperiment:
             found=type(config).__name__,
             expected="{models: {NAME: [COMMAND, ...]}}",
         )
-    notes = [_unknown(key, config[key]) for key in config if key not in _KNOWN]
+    notes = ignored_keys(config, _KNOWN, _NO_EFFECT)
     chosen, original = _chosen(config)
     defaults = CommandDefaults.of(config, original=original)
     if config.get("active") is False:
@@ -143,31 +144,15 @@ def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             found=repr(models),
             expected="a mapping from names to commands, or a list of names with dtr_settings",
         )
-    if not isinstance(settings, dict):
-        raise RematError(
-            "dtr_settings: no commands",
-            found=repr(settings)[:60],
-            expected="a mapping from each name in models to its commands",
-        )
-    missing = [repr(name) for name in models if name not in settings]
+    there = settings if isinstance(settings, dict) else {}
+    missing = [repr(name) for name in models if name not in there]
     if missing:
-        near = itertools.chain.from_iterable(
-            difflib.get_close_matches(str(name), settings, cutoff=0.4) for name in models
-        )
         raise RematError(
             f"dtr_settings: no commands for {', '.join(missing)}",
-            found=", ".join(dict.fromkeys(near)) or ", ".join(settings),
+            found=", ".join(there) or repr(settings)[:60],
             expected="the same names in models and dtr_settings",
         )
-    return {name: settings[name] for name in models}, True
-
-
-def _unknown(key: object, value: object) -> str:
-    if key in _NO_EFFECT:
-        return f"{key} has no effect here"
-    near = difflib.get_close_matches(str(key), _KNOWN, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown key {key!r} is ignored{meant}"
+    return {name: there[name] for name in models}, True
 
 
 def _loaded(file: Path, text: str) -> Any:

@@ -11,25 +11,26 @@ and keeps what lies between them; the last piece is left as it is, for its backw
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradkeep.compat.dtr.experiments._trial import SEGMENTS
 from gradkeep.data.architectures._catalog import build
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat import memory_budget, record
 from gradkeep.remat.online._runtime import OnlineRuntime
-from gradkeep.remat.simulator._heuristics import SampledHeuristic
-from gradkeep.remat.simulator._heuristics import heuristic as heuristic_named
+from gradkeep.remat.simulator._heuristics import PoolSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     Step = Callable[[], object]
     from collections.abc import Iterator
 
-    from torch import nn
 
 _RECORDED_REPEATS = 5
 """A recording takes the least time of each operator; more repeats change little."""
@@ -48,8 +48,7 @@ _RECORDINGS = 3
 """Before a plan is made."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Spent:
+class _Spent(NamedTuple):
     """What one step took, in seconds."""
 
     wall: float
@@ -61,14 +60,8 @@ def measure(work: TrialWork) -> dict[str, Any]:
     step = _built(work).step
     for _ in range(work.warmup):
         step()
-    spent = [_timed(step) for _ in range(work.repeats)]
-    return {
-        "status": "ok",
-        "time": statistics.median(one.wall for one in spent),
-        "least_time": min(one.wall for one in spent),
-        "cpu_time": statistics.median(one.cpu for one in spent),
-        "peak": _live_peak(step),
-    }
+    times = _times([_timed(step) for _ in range(work.repeats)])
+    return {"status": "ok", **times, "peak": _live_peak(step)}
 
 
 def make_log(work: TrialWork, path: Path) -> dict[str, Any]:
@@ -98,16 +91,11 @@ def measure_online(
     step = _built(work).step
     step()
     peak = _live_peak(step)
-    online = OnlineRuntime(budget, limit=max(limit - 1, 0.0))
+    looks = PoolSample(sample=sample, skip_small=skip_small)
+    online = OnlineRuntime(budget, heuristic=heuristic, limit=max(limit - 1, 0.0), sample=looks)
     told = []
 
     def within() -> None:
-        # Its books are of one step.
-        online.heuristic = heuristic_named(heuristic)
-        if sample or skip_small:
-            online.heuristic = SampledHeuristic(
-                online.heuristic, sample=sample, skip_small=skip_small
-            )
         with online:
             step()
         told.append(online.report())
@@ -131,17 +119,18 @@ def measure_online(
     return {
         "status": status,
         "message": message,
-        **_times(plain, spent),
-        "base_time": statistics.median(one.base_seconds for one in told),
-        "remat_time": statistics.median(one.remat_seconds for one in told),
-        "search_time": statistics.median(one.search_seconds for one in told),
-        "copy_time": statistics.median(one.copy_seconds for one in told),
+        **_times(spent, plain),
+        **{
+            f"{part}_time": statistics.median(getattr(one, f"{part}_seconds") for one in told)
+            for part in ("base", "remat", "search", "copy")
+        },
         "budget": _whole(budget),
         "peak": max(one.peak for one in told),
         "unlimited_peak": peak,
-        "operators": told[-1].operators,
-        "evictions": told[-1].evictions,
-        "rematerializations": told[-1].rematerializations,
+        **{
+            name: getattr(told[-1], name)
+            for name in ("operators", "evictions", "rematerializations")
+        },
     }
 
 
@@ -183,7 +172,7 @@ def measure_planned(work: TrialWork, budget: float) -> dict[str, Any]:
     return {
         "status": status,
         "message": message,
-        **_times(plain, spent),
+        **_times(spent, plain),
         "base_time": base_time,
         "remat_time": base_time * (done.recompute_share or 0.0),
         "search_time": 0.0,
@@ -221,7 +210,7 @@ def measure_checkpoints(work: TrialWork, *, placement: str) -> dict[str, Any]:
     plain, spent = _paired(step, within, work.repeats)
     return {
         "status": "ok",
-        **_times(plain, spent),
+        **_times(spent, plain),
         "base_time": statistics.median(one.cpu for one in plain),
         "peak": own_peak,
         "unlimited_peak": peak,
@@ -241,15 +230,17 @@ def _paired(
     return one, two
 
 
-def _times(plain: list[_Spent], spent: list[_Spent]) -> dict[str, float]:
-    ratios = [ours.cpu / max(theirs.cpu, 1e-9) for theirs, ours in zip(plain, spent, strict=True)]
-    return {
+def _times(spent: list[_Spent], plain: list[_Spent] | None = None) -> dict[str, float]:
+    times = {
         "time": statistics.median(one.wall for one in spent),
         "least_time": min(one.wall for one in spent),
         "cpu_time": statistics.median(one.cpu for one in spent),
-        "plain_cpu_time": statistics.median(one.cpu for one in plain),
-        "overhead": statistics.median(ratios),
     }
+    if plain is not None:
+        pairs = zip(spent, plain, strict=True)
+        times["plain_cpu_time"] = statistics.median(one.cpu for one in plain)
+        times["overhead"] = statistics.median(a.cpu / max(b.cpu, 1e-9) for a, b in pairs)
+    return times
 
 
 def _timed(step: Step) -> _Spent:
@@ -283,7 +274,7 @@ def placed(model: nn.Module, name: str) -> Iterator[None]:
     if segments is not None:
         wrapped = [(model, _in_segments(model, int(segments[1])))]
     else:
-        wrapped = [(part, _checkpointed(part)) for part in _chosen(_parts(model), name)]
+        wrapped = [(part, _checkpointed(part)) for part in _chosen(model, name)]
     for module, forward in wrapped:
         module.forward = forward
     try:
@@ -294,9 +285,6 @@ def placed(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def _in_segments(model: nn.Module, count: int) -> Any:
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
-
     if not isinstance(model, nn.Sequential) or len(model) < count:
         raise RematError(
             "this model has no such placement of checkpoints",
@@ -304,9 +292,8 @@ def _in_segments(model: nn.Module, count: int) -> Any:
             expected=f"a chain (nn.Sequential) of at least {count} layers",
             fix="for other models: all, even, odd, first half, last half",
         )
-    layers = list(model)
-    edges = [round(part * len(layers) / count) for part in range(count + 1)]
-    pieces = [nn.Sequential(*layers[low:high]) for low, high in itertools.pairwise(edges)]
+    edges = [round(part * len(model) / count) for part in range(count + 1)]
+    pieces = [model[low:high] for low, high in itertools.pairwise(edges)]
 
     def forward(x: Any) -> Any:
         for piece in pieces[:-1]:
@@ -317,27 +304,15 @@ def _in_segments(model: nn.Module, count: int) -> Any:
 
 
 def _checkpointed(part: nn.Module) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    plain = part.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
-
-    return forward
+    return functools.partial(checkpoint, part.forward, use_reentrant=False)
 
 
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """The parts with parameters, lists of them opened."""
-    from torch import nn
-
+def _chosen(model: nn.Module, name: str) -> list[nn.Module]:
+    """Of the parts with parameters, lists of them opened, those that a placement means."""
     found: list[nn.Module] = []
     for child in model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else [child]
-    return [part for part in found if next(part.parameters(), None) is not None]
-
-
-def _chosen(parts: list[nn.Module], name: str) -> list[nn.Module]:
+    parts = [part for part in found if next(part.parameters(), None) is not None]
     half = len(parts) // 2
     chosen = {
         "all": parts,

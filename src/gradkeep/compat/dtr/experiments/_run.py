@@ -12,6 +12,7 @@ writes its result in one move when it is done, so a kill at any time loses nothi
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -22,18 +23,19 @@ from typing import TYPE_CHECKING, Any
 
 import gradkeep.store as stores
 from gradkeep import farm
-from gradkeep.compat.dtr.experiments._saved_logs import save_logs
 from gradkeep.compat.dtr.experiments._tables import points, write_graphs, write_summaries
 from gradkeep.compat.dtr.experiments._trial import (
     FAILED,
     LIVE,
     SIMULATED,
+    TrialJob,
+    TrialTask,
     read_result,
     write_result,
 )
-from gradkeep.compat.dtr.experiments._work import TrialJob, TrialTask
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._heuristics import own_heuristics
+from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -128,24 +130,29 @@ class _ExperimentRunner:
         self.total = len(wanted)
         self.done = reused
         self._tell()
-        measured = [trial for trial in left if trial.type == "baseline"]
-        live = [trial for trial in left if trial.type in LIVE]
         simulated = [trial for trial in left if trial.type in SIMULATED]
-        self._measure([self._job(trial, _training(trial)) for trial in measured])
-        self._measure(self._possible(live, {}))
+        # One after another, each in a process of its own: they must not disturb each other.
+        for trial in left:
+            if trial.type == "baseline":
+                self._run([self._job(trial, _training(trial))], workers=1)
+        for task in self._possible([trial for trial in left if trial.type in LIVE], {}):
+            self._run([task], workers=1)
         saved = [trial for trial in self.trials if trial.save_log]
         logs = self._record([*(t for t in simulated if t.log is None), *saved])
         self._run(self._possible(simulated, logs), workers=workers)
-        kept = self._save_logs(saved, logs)
-        rows = tuple(self._row(trial) for trial in self.trials)
+        recorded = [
+            (trial, self._log(trial.work))
+            for trial in saved
+            if logs[trial.work.key]["status"] not in FAILED
+        ]
+        kept = [log for _, log in recorded]
+        if self.log_dest is not None:
+            kept = save_logs(recorded, self.log_dest, self.simrd_config)
+        # The same question may be asked of two names: the result is shared, the names are not.
+        rows = tuple({**self.results[trial.key], **_about(trial)} for trial in self.trials)
         files = write_summaries(rows, self.out / "summary")
         pictures, notes = write_graphs(rows, self.out / "graphs")
         return ExperimentReport(rows, len(left), reused, (*files, *pictures, *kept), notes)
-
-    def _measure(self, tasks: list[TrialTask]) -> None:
-        """One after another, each in a process of its own: they must not disturb each other."""
-        for task in tasks:
-            self._run([task], workers=1)
 
     def _run(self, tasks: list[TrialTask], *, workers: int, tell: bool = True) -> None:
         """The results of the tasks, by key; those that failed have one too."""
@@ -190,17 +197,6 @@ class _ExperimentRunner:
             found[key] = self.results.pop(key)
         return found
 
-    def _save_logs(self, trials: Sequence[Trial], logs: dict[str, Result]) -> list[Path]:
-        """Copy the logs of these to where the configuration wants them, with a manifest of them."""
-        recorded = [trial for trial in trials if logs[trial.work.key]["status"] not in FAILED]
-        if self.log_dest is None:
-            return [self._log(trial.work) for trial in recorded]
-        return save_logs(
-            [(trial, self._log(trial.work)) for trial in recorded],
-            self.log_dest,
-            self.simrd_config,
-        )
-
     def _possible(self, trials: Iterable[Trial], logs: dict[str, Result]) -> list[TrialTask]:
         """The jobs of these trials; if what one builds on has failed, then that is its result."""
         jobs = []
@@ -219,21 +215,21 @@ class _ExperimentRunner:
                 "status": result["status"],
                 "message": f"its {what} failed: {result.get('message')}",
             }
-            self._one_more()
+            self.done += 1
+            self._tell()
         return jobs
 
     def _in_budget(self, trial: Trial) -> TrialTask:
         budget = trial.budget
+        fields: dict[str, Any] = {"do": trial.type, "asked": trial.asked}
         if trial.log is not None:
-            fields = {"log": trial.log, "do": trial.type, "asked": trial.asked}
-            room = None if math.isinf(budget) else budget
-            return self._job(trial, {**fields, "budget": room, "ratio": trial.ratio})
-        if trial.ratio is not None:
+            fields |= {"log": trial.log, "ratio": trial.ratio}
+        elif trial.type in SIMULATED:
+            fields["log"] = str(self._log(trial.work))
+        else:
+            fields["work"] = trial.work
+        if trial.log is None and trial.ratio is not None:
             budget = int(trial.ratio * self.results[trial.baseline.key]["peak"])
-        on: dict[str, Any] = _training(trial)
-        if trial.type in SIMULATED:
-            on = {"log": str(self._log(trial.work))}
-        fields = {**on, "do": trial.type, "asked": trial.asked}
         return self._job(trial, {**fields, "budget": None if math.isinf(budget) else budget})
 
     def _job(self, trial: Trial, fields: dict[str, Any]) -> TrialTask:
@@ -244,14 +240,6 @@ class _ExperimentRunner:
 
     def _log(self, work: TrialWork) -> Path:
         return self.out / "logs" / f"{work.key}.log"
-
-    def _row(self, trial: Trial) -> Result:
-        # The same question may be asked of two names: the result is shared, the names are not.
-        return {**self.results[trial.key], **_about(trial)}
-
-    def _one_more(self) -> None:
-        self.done += 1
-        self._tell()
 
     def _tell(self) -> None:
         if self.progress is not None:
@@ -353,3 +341,49 @@ def _failure(task: TrialTask, error: str) -> Result:
     text = _BY_WHOM.sub("", error.rstrip())
     said = list(_OUR_OWN.finditer(text))
     return {"status": "error", "message": text[said[-1].end() if said else 0 :].strip()[-2000:]}
+
+
+def save_logs(
+    recorded: Sequence[tuple[Trial, Path]], folder: Path, manifest: str | None
+) -> list[Path]:
+    """Copy each log as `MODEL-BATCH-BUDGET-KEY.log`; saving the same again changes nothing."""
+    try:
+        written = [_copied(trial, log, folder) for trial, log in recorded]
+        if manifest is not None:
+            written.append(_extended(folder / manifest, recorded, written))
+    except OSError as error:
+        raise RematError(
+            "log_dest: the logs cannot be saved there", path=folder, found=str(error)
+        ) from error
+    return list(dict.fromkeys(written))
+
+
+def _copied(trial: Trial, log: Path, folder: Path) -> Path:
+    batch = dict(trial.work.sizes)["batch_size"]
+    room = trial.ratio if trial.ratio is not None else trial.budget
+    words = "inf" if math.isinf(room) else f"{room:g}"
+    path = folder / f"{trial.model}-{batch}-{words}-{trial.work.key}.log"
+    replace_file(path, log.read_text())
+    return path
+
+
+def _extended(path: Path, recorded: Sequence[tuple[Trial, Path]], written: Sequence[Path]) -> Path:
+    """Add to a manifest what it does not list yet."""
+    try:
+        models = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise RematError(
+            "simrd_config is there and cannot be read", path=path, found=str(error)
+        ) from error
+    for (trial, _), log in zip(recorded, written, strict=True):
+        listed = models.setdefault(trial.model, [])
+        if any(entry.get("log") == str(log) for entry in listed):
+            continue
+        sizes = dict(trial.work.sizes)
+        title = f"{trial.model} ({sizes.pop('batch_size')})"
+        said = ", ".join(f"{key} {value:g}" for key, value in sizes.items())
+        listed.append(
+            {"name": title, "title": title, "desc": said, "log": str(log), "has_start": True}
+        )
+    write_result(path, models)
+    return path

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import math
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from gradkeep._surroundings import install_hint
 from gradkeep.compat.dtr.experiments._trial import FAILED
 from gradkeep.errors import MissingExtra
 from gradkeep.remat.simulator._picture import MARKERS, PictureStyle, draw_sweep
+from gradkeep.remat.simulator._program import replace_file
 from gradkeep.remat.simulator._sweep import SweepRow
 
 if TYPE_CHECKING:
@@ -33,24 +34,12 @@ _SOURCES: dict[str, RowSource] = {
 
 _COLUMNS = (
     *("model", "zoo", "type", "kind", "batch_size", "seed", "heuristic", "policy", "limit"),
-    *("sample", "skip_small", "placement"),
-    *(
-        "ratio",
-        "budget",
-        "status",
-        "overhead",
-        "least_overhead",
-        "most_overhead",
-        "time",
-        "least_time",
-        "base_time",
-        "remat_time",
-    ),
+    *("sample", "skip_small", "placement", "ratio", "budget", "status", "overhead"),
+    *("least_overhead", "most_overhead", "time", "least_time", "base_time", "remat_time"),
     *("search_time", "copy_time", "cpu_time", "plain_cpu_time", "planning_seconds", "floor"),
-    *("predicted_peak", "predicted_overhead"),
-    *("peak", "unlimited_peak", "constant_bytes", "operators", "evictions", "rematerializations"),
-    *("heuristic_evaluations", "accesses", "simulation_seconds", "retries", "sizes", "message"),
-    "key",
+    *("predicted_peak", "predicted_overhead", "peak", "unlimited_peak", "constant_bytes"),
+    *("operators", "evictions", "rematerializations", "heuristic_evaluations", "accesses"),
+    *("simulation_seconds", "retries", "sizes", "message", "key"),
 )
 
 # Endings that say nothing about a budget.
@@ -59,18 +48,15 @@ _NOTHING = (*FAILED, "too large")
 
 def write_summaries(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """A CSV table per model; times are seconds, sizes bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for model, rows in _per_model(results):
-        path = folder / f"{_file_name(model)}.csv"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({**row, "sizes": json.dumps(row["sizes"], sort_keys=True)})
-        temporary.replace(path)
-        paths.append(path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**row, "sizes": json.dumps(row["sizes"], sort_keys=True)})
+        paths.append(folder / f"{_file_name(model)}.csv")
+        replace_file(paths[-1], text.getvalue())
     return paths
 
 
@@ -117,20 +103,19 @@ def _per_model(
 
 def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
     """A trial as a line of a sweep: one panel per size, ratios to its own peak."""
-    differing = [
+    parts = [row["model"]] + [
         f"{key.replace('_size', '')} {value:g}"
         for key, value in row["sizes"].items()
         if key == "batch_size" or any(other["sizes"].get(key) != value for other in rows)
     ]
-    seeds = {other["seed"] for other in rows}
-    panel = ", ".join(
-        [row["model"], *differing, *([f"seed {row['seed']}"] if len(seeds) > 1 else [])]
-    )
-    kind = row["type"]
+    if len({other["seed"] for other in rows}) > 1:
+        parts.append(f"seed {row['seed']}")
+    source = _SOURCES[row["type"]]
+    counts = ("evictions", "rematerializations", "heuristic_evaluations", "accesses")
     return SweepRow(
         # The picture takes a name up to its first hyphen for a log's title.
-        log=panel.replace("-", "_").replace("/", "_"),
-        heuristic=row.get("heuristic") or row.get("placement") or _SOURCES[kind],
+        log=", ".join(parts).replace("-", "_").replace("/", "_"),
+        heuristic=row.get("heuristic") or row.get("placement") or source,
         ratio=_at(row) or 0.0,
         policy=row.get("policy", ""),
         limit=row.get("limit", math.inf),
@@ -138,11 +123,8 @@ def _point(row: dict[str, Any], rows: list[dict[str, Any]]) -> SweepRow:
         overhead=row.get("overhead", math.nan),
         budget=row.get("budget") or row["peak"],
         peak=row.get("peak") or 0,
-        evictions=row.get("evictions", 0),
-        rematerializations=row.get("rematerializations", 0),
-        heuristic_evaluations=row.get("heuristic_evaluations", 0),
-        accesses=row.get("accesses", 0),
-        source=_SOURCES[kind],
+        source=source,
+        **{name: row.get(name, 0) for name in counts},
     )
 
 

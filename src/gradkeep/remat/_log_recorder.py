@@ -13,7 +13,6 @@ and a release is nothing but the number.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
@@ -25,7 +24,7 @@ from torch import Tensor
 from gradkeep import _annotations
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
-from gradkeep.remat.tracing._tensors import (
+from gradkeep.remat._tensors import (
     SEQUENCES,
     FollowedStorage,
     OperatorSignature,
@@ -38,8 +37,10 @@ from gradkeep.remat.tracing._tensors import (
     view_key,
     written_storages,
 )
+from gradkeep.remat.simulator._program import replace_file
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator
     from types import TracebackType
 
@@ -95,10 +96,7 @@ class LoggedStep:
         lines = [_line("ANNOTATE", ANNOTATION="START"), *self._lines()]
         file_to_write(path, error=RematError)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_text("\n".join(lines) + "\n")
-            temporary.replace(path)
+            replace_file(path, "\n".join(lines) + "\n")
         except OSError as error:
             raise RematError("the log cannot be written", path=path, found=str(error)) from error
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
+from gradkeep._ranks import rank_correlation
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.curvature._basis import leading
 from gradkeep.curvature._moments import MatrixMoments
 from gradkeep.curvature._patch_moments import WIDE
 from gradkeep.errors import CaptureError
+from gradkeep.factors._arithmetic import pairwise
+from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits
 from gradkeep.factors._weights import BlockProjection, LayerProjection
 
 if TYPE_CHECKING:
@@ -22,31 +25,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.capturing.coordinates._keep import Keep
-    from gradkeep.capturing.coordinates._moments import Moments, MomentsSoon
-    from gradkeep.capturing.rules._units import LayerUnit
+    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._moments import Moments, MomentsSoon
+    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
     from gradkeep.factors._weights import WeightBlock
 
     BlockSize = tuple[int, int, int]
     """Groups, rows and columns of a weight."""
 
+    from gradkeep.capturing._tracer import Traced, Tracer
+
 _LEAST_SIDE = 32
-_ROOM = 1.5
-"""Coordinates of the leading eigenvectors of both sides, times those that are kept of them: the kept
-ones fill a corner, not a square."""
-_BYTE = 8
-_FAINT = 0.001
-_LEAST_GROUP = 12
-"""Smaller groups tell less than a bit for each of their coordinates."""
-_ENOUGH = 400_000
-"""Coordinates that are worth what they take, in a model of any size."""
-_PRICE = 0.3
-"""Share of a pass, forward and back, that moving positions along eigenvectors may take."""
 _TABLES = ("lookup", "tied")
 """Forms of which the moments of tokens are a diagonal."""
 _ATTENTION = re.compile(r"att(e?n|ention)", re.IGNORECASE)
-_ATTENTION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +86,7 @@ def worth_keeping(units: Sequence[LayerUnit], keep: Keep) -> list[LayerUnit]:
     are vectors, and what has to run once more for its gradients, where they are next to nothing.
     """
     found = list(units)
-    if keep.row_bytes < _ATTENTION_BYTES:
+    if keep.row_bytes < (64 << 10):
         found = _without(found, lambda unit: bool(_ATTENTION.search(unit.name)), 0.5)
     found = _without(found, lambda unit: unit.rule in DENSE_RULES, 0.1)
     return _without(found, lambda unit: all(len(p.shape) < 2 for p in unit.parameters), 0.1)
@@ -145,15 +138,15 @@ def choose_coordinates(layers: Mapping[LayerUnit, LeadingLayer], keep: Keep) -> 
 
     Layers that would not fill a byte are left out.
     """
-    parts = [
-        (unit, at, _usable(block.values / layer.mean, keep))
-        for unit, layer in layers.items()
-        for at, block in enumerate(layer.blocks)
-        if layer.mean > 0
-    ]
+    parts = []
+    for unit, layer in layers.items():
+        for at, block in enumerate(layer.blocks if layer.mean > 0 else ()):
+            shares = block.values / layer.mean
+            # So far below the damping, bits would be noise.
+            parts.append((unit, at, torch.where(shares > 0.001 * keep.damping, shares, 0)))
     there = sum(int((share > 0).sum()) for _, _, share in parts)
     _, group, fold = sizes_kept(there, keep)
-    wanted, step = (keep.room * group, group) if group else (keep.sums * fold, _BYTE * fold)
+    wanted, step = (keep.room * group, group) if group else (keep.sums * fold, 8 * fold)
     counts = _counts([share for _, _, share in parts], wanted, step)
     made: dict[LayerUnit, list[BlockProjection | None]] = {}
     for (unit, at, share), count in zip(parts, counts, strict=True):
@@ -183,7 +176,8 @@ def sizes_kept(there: int, keep: Keep) -> tuple[int, int, int]:
     if not keep.whitened:
         return min(keep.sums, there), 0, 1
     group = min(keep.group or 0, there // keep.room)
-    if group >= _LEAST_GROUP:
+    # Smaller groups tell less than a bit for each of their coordinates.
+    if group >= 12:
         return keep.room * group, group, 1
     fold = max(1, min(keep.fold, there // keep.sums))
     return min(keep.sums, there // fold), 0, fold
@@ -215,28 +209,27 @@ def random_coordinates(found: MomentsSoon, keep: Keep) -> ChosenCoordinates:
 
 def _random(block: WeightBlock, side: int, keep: Keep, name: str, at: int) -> BlockProjection:
     draws = _draws(keep.seed, name, at)
-    high, wide = min(side, block.rows), min(side, block.cols)
-    make = _normal if keep.coordinates == "random" else _signs
-    left = make((block.groups, block.rows, high), draws)
-    right = make((block.groups, block.cols, wide), draws)
-    return BlockProjection(left, right, torch.ones(1, block.groups * high * wide))
+    left, right = (
+        _random_side(
+            (block.groups, size, min(side, size)), draws, signs=keep.coordinates != "random"
+        )
+        for size in (block.rows, block.cols)
+    )
+    return BlockProjection(
+        left, right, torch.ones(1, left.shape[2] * right.shape[2] * block.groups)
+    )
 
 
-def _normal(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
+def _random_side(shape: tuple[int, int, int], draws: torch.Generator, *, signs: bool) -> Tensor:
+    """Normal numbers; or every entry goes to one random place with a random sign."""
     groups, size, to = shape
     if to == size:
         return torch.eye(size).expand(groups, size, size).contiguous()
-    return torch.randn(shape, generator=draws) / math.sqrt(to)
-
-
-def _signs(shape: tuple[int, int, int], draws: torch.Generator) -> Tensor:
-    """Every entry goes to one random place with a random sign."""
-    groups, size, to = shape
-    if to == size:
-        return torch.eye(size).expand(groups, size, size).contiguous()
+    if not signs:
+        return torch.randn(shape, generator=draws) / math.sqrt(to)
     places = torch.randint(to, (groups, size, 1), generator=draws)
-    signs = torch.randint(2, (groups, size, 1), generator=draws).mul(2).sub(1).float()
-    return torch.zeros(shape).scatter_(2, places, signs)
+    drawn = torch.randint(2, (groups, size, 1), generator=draws).mul(2).sub(1).float()
+    return torch.zeros(shape).scatter_(2, places, drawn)
 
 
 def block_sizes(forms: Iterable[AnyForm]) -> list[BlockSize]:
@@ -258,11 +251,15 @@ def side_of(blocks: Sequence[BlockSize], keep: Keep, units: Sequence[LayerUnit])
         while side < most and pairs_of(blocks, side + 1) <= keep.sums:
             side += 1
         return side
-    wanted, price = math.ceil(_ROOM * keep.most), 3 * _PRICE * sum(unit.size for unit in units)
+    # Coordinates of the leading eigenvectors of both sides, times those that are kept of them:
+    # the kept ones fill a corner, not a square.
+    # Share of a pass, forward and back, that moving positions along eigenvectors may take.
+    wanted, price = math.ceil(1.5 * keep.most), 3 * 0.3 * sum(unit.size for unit in units)
     side = _LEAST_SIDE
     while side < most and pairs_of(blocks, side) < wanted:
         dear = operations_of(blocks, side + _LEAST_SIDE) > price
-        if dear and pairs_of(blocks, side) >= _ENOUGH:
+        # Coordinates that are worth what they take, in a model of any size.
+        if dear and pairs_of(blocks, side) >= 400_000:
             break
         side += _LEAST_SIDE
     return side
@@ -331,11 +328,6 @@ def _traces(moment: Tensor) -> Tensor:
     return found.double().sum(1)
 
 
-def _usable(shares: Tensor, keep: Keep) -> Tensor:
-    """Shares of the mean eigenvalue; 0 for those so far below the damping that bits would be noise."""
-    return torch.where(shares > _FAINT * keep.damping, shares, 0)
-
-
 def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:
     """How many of each block are among the `wanted` largest, in multiples of `step`."""
     usable = [share[share > 0] for share in shares]
@@ -356,3 +348,95 @@ def _counts(shares: list[Tensor], wanted: int, step: int) -> list[int]:
 def _draws(seed: int, name: str, at: int) -> torch.Generator:
     words = f"{seed}\0{name}\0{at}".encode("utf-8", "surrogatepass")
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(words) >> 1)
+
+
+_MOST, _LEAST = 16, 8
+_HELD = 512 << 20
+"""Bytes of whole gradients that are held at a time; a model of which eight rows take more is not
+compared."""
+
+
+@torch.no_grad()
+def measure_agreement(
+    tracer: Tracer,
+    sample: Iterable[Any],
+    layers: Mapping[LayerUnit, LeadingLayer],
+    chosen: ChosenCoordinates,
+    keep: Keep,
+    device: torch.device,
+    *,
+    budget: int | None = None,
+) -> tuple[float | None, int]:
+    """The mean over rows of the rank correlation of kept and full scores of all others, and how many.
+
+    The full score of a layer is that of its leading coordinates, weighed as they are kept, and of the
+    rest of the gradient with the mean eigenvalue of the rest. Queries are not rounded. Of a `budget`
+    of bytes at most a half is taken.
+    """
+    parts: list[Traced] = []
+    rows, size = 0, sum(4 * unit.size for unit in tracer.units)
+    held = _HELD if budget is None else min(_HELD, budget // 2)
+    if _LEAST * size > held:
+        return None, 0
+    for batch in sample:
+        with torch.enable_grad():
+            parts.append(tracer.run(batch, device=device))
+        rows += len(parts[-1].measured.losses)
+        if rows >= _MOST or (rows + 4) * size > held:
+            break
+    if rows < _LEAST:
+        return None, rows
+    full = torch.zeros(rows, rows, dtype=torch.float64)
+    for unit in tracer.units:
+        full += _full_scores(parts, unit, layers.get(unit), keep).double().cpu()
+    kept = torch.cat(
+        [
+            torch.cat([_coordinates(part, unit, projection) for part in parts])
+            for unit, projection in chosen.layers.items()
+        ],
+        1,
+    ).cpu()
+    scores = pairwise(kept, _rounded(kept, keep, chosen.group)).double()
+    slopes = [tracer.loss_slopes(part.measured) for part in parts]
+    if slopes[0] is not None:
+        share = torch.cat([slope.double().cpu() for slope in slopes if slope is not None])
+        full, scores = full * share, scores * share
+    others = ~torch.eye(rows, dtype=torch.bool)
+    found = [
+        rank_correlation(full[row, others[row]].numpy(), scores[row, others[row]].numpy())
+        for row in range(rows)
+    ]
+    return sum(found) / rows, rows
+
+
+def _full_scores(
+    parts: list[Traced], unit: LayerUnit, layer: LeadingLayer | None, keep: Keep
+) -> Tensor:
+    """The scores `[S, S]` of one layer."""
+    form = parts[0].pieces[unit].form
+    dense = torch.cat([form.restore(part.pieces[unit].rows.widened()) for part in parts])
+    if layer is None or layer.mean <= 0:
+        return pairwise(dense, dense)
+    added = keep.damping * layer.mean
+    out = pairwise(dense, dense) / (layer.rest + added)
+    for block, piece in zip(layer.blocks, form.weight_blocks(), strict=True):
+        left, right = block.left.to(dense), block.right.to(dense)
+        found = (left.mT @ piece.matrices(dense) @ right).flatten(1)
+        gain = 1 / (block.values + added) - 1 / (layer.rest + added)
+        out += pairwise(found * gain.to(found), found)
+    return out
+
+
+def _coordinates(part: Traced, unit: LayerUnit, projection: LayerProjection) -> Tensor:
+    piece = part.pieces[unit]
+    return projection.applied(piece.form, piece.rows.widened()).float()
+
+
+def _rounded(values: Tensor, keep: Keep, group: int) -> Tensor:
+    """What is left of coordinates `[S, K]` once they are kept."""
+    if keep.bits not in PACKED:
+        return values
+    scales = bit_scales(values, keep.bits, group)
+    assert scales is not None
+    form = Bits((), "", "scale", values.shape[1], keep.bits, group=group)
+    return form.restore(BitRows(packed_bits(values, scales, keep.bits, group), scales))

@@ -1,4 +1,4 @@
-"""How many bytes of a row's gradient are kept, and as what."""
+"""Bytes of a row's gradient that are kept, and as what."""
 
 from __future__ import annotations
 

@@ -212,6 +212,24 @@ def collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
             found += [item for item in value if isinstance(item, Tensor)]
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in an operator's arguments or results, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """The same arguments with everything of a type replaced."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, change, kind) for item in value)
+    return value
+
+
 def view_key(tensor: Tensor) -> tuple[Any, ...]:
     """Which part of its storage a tensor shows, and how."""
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)

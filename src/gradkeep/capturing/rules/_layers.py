@@ -1,0 +1,413 @@
+"""Gradients of each kind of layer from its calls: linear, convolution, embedding, normalization."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradkeep.errors import CaptureError
+from gradkeep.factors._convolution import Convolution, ConvolutionRows
+from gradkeep.factors._dense import Dense, DenseRows
+from gradkeep.factors._form import widened
+from gradkeep.factors._lookup import Lookup, LookupRows
+from gradkeep.factors._outer import Outer, OuterRows
+from gradkeep.factors._tied import Tied, TiedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing.rules._rules import LayerUnit
+    from gradkeep.factors._form import AnyForm, GradientRows, Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGradients:
+    """The gradients of B samples for one layer, with the form they are in."""
+
+    form: AnyForm
+    rows: GradientRows
+    source: torch.Tensor | None = None
+    """The tensor that the prefix was read from, untouched: layers that read one share it."""
+    sequence: int | None = None
+    """T, if the positions of every sample are those of one sequence `[B, T, ...]`, in order."""
+
+
+def dense_gradients(
+    name: str, parameters: tuple[Parameter, ...], values: torch.Tensor
+) -> LayerGradients:
+    """Whole gradients `[B, P]` of a layer."""
+    return LayerGradients(Dense(parameters, f"{name}.gradient", values.shape[1]), DenseRows(values))
+
+
+def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of one of the classes, or of a subclass that has their `forward`.
+
+    >>> import torch
+    >>> class Scaled(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)
+    >>> runs_as(torch.nn.Linear(2, 3), torch.nn.Linear), runs_as(Scaled(2, 3), torch.nn.Linear)
+    (True, False)
+    """
+    own = type(module)
+    return any(issubclass(own, kind) and own.forward is kind.forward for kind in kinds)
+
+
+SampleAxis = Literal["first", "second", "flat", "interleaved", "shared"]
+"""Which dimension counts the samples: `[B, ...]`, `[T, B, ...]`, `[B * T, ...]` or `[T * B, ...]`; of a
+call that all samples share, such as positions `[T]`, none does until its output is spread to all of them."""
+SAMPLE_AXES: tuple[SampleAxis, ...] = ("first", "second", "flat")
+INTERLEAVED: tuple[SampleAxis, ...] = ("interleaved",)
+"""Of time-major tensors that were flattened: sizes do not tell it from `flat`, only a proof does."""
+
+
+def possible(shape: torch.Size, rows: int, axis: SampleAxis) -> bool:
+    """Whether a tensor of this shape can be read so for that many samples."""
+    if axis == "first":
+        return len(shape) >= 1 and shape[0] == rows
+    if axis == "second":
+        return len(shape) >= 2 and shape[1] == rows
+    return len(shape) >= 1 and rows > 0 and shape[0] > rows and shape[0] % rows == 0
+
+
+def by_sample(tensor: torch.Tensor, rows: int, axis: SampleAxis) -> torch.Tensor:
+    """The tensor as `[B, ...]`.
+
+    `first` is `[B, ...]`, `second` `[T, B, ...]`, `flat` `[B * T, ...]`, `interleaved` `[T * B, ...]`.
+
+    >>> import torch
+    >>> by_sample(torch.zeros(5, 2, 3), 2, "second").shape
+    torch.Size([2, 5, 3])
+    """
+    if axis in ("first", "shared"):
+        return tensor
+    if axis == "second":
+        return tensor.transpose(0, 1)
+    if axis == "interleaved":
+        return tensor.reshape(len(tensor) // rows, rows, *tensor.shape[1:]).transpose(0, 1)
+    return tensor.reshape(rows, len(tensor) // rows, *tensor.shape[1:])
+
+
+def is_linear(module: nn.Module) -> bool:
+    """`nn.Linear`, and the `Conv1D` of Hugging Face, which is a linear layer laid out the other way."""
+    return runs_as(module, nn.Linear) or is_turned(module)
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Whether the weight is laid out `[d_in, d_out]`."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def linear_gradients(
+    name: str,
+    module: nn.Module,
+    parameters: tuple[Parameter, ...],
+    calls: Sequence[LayerCall],
+    *,
+    rows: int,
+    axis: SampleAxis,
+) -> LayerGradients:
+    """All positions of all calls of each sample, one after the other."""
+    inputs = [by_sample(call.input, rows, axis) for call in calls]
+    suffixes = [by_sample(call.suffix(), rows, axis) for call in calls]
+    d_in, d_out = inputs[0].shape[-1], suffixes[0].shape[-1]
+    xs = [x.reshape(rows, -1, d_in) for x in inputs]
+    gs = [g.reshape(rows, -1, d_out) for g in suffixes]
+    x = xs[0] if len(xs) == 1 else torch.cat(xs, 1)
+    g = gs[0] if len(gs) == 1 else torch.cat(gs, 1)
+    positions = x.shape[1]
+    single = len(calls) == 1 and inputs[0].dim() == 2
+    offsets = None if single else torch.arange(rows + 1) * positions
+    form = Outer(
+        parameters,
+        prefix=f"{name}.prefix",
+        suffix=f"{name}.suffix",
+        d_in=d_in,
+        d_out=d_out,
+        bias=len(parameters) > 1,
+        transposed=is_turned(module),
+    )
+    kept = OuterRows(x.reshape(-1, d_in).to(g.dtype), g.reshape(-1, d_out), offsets)
+    once = len(calls) == 1
+    sequence = positions if once and inputs[0].dim() == 3 else None
+    return LayerGradients(form, kept, calls[0].original if once else None, sequence)
+
+
+_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """The convolutions of torch, whatever their stride, padding, dilation and groups."""
+    return runs_as(module, *_PLAIN, *_TURNED)
+
+
+def convolution_gradients(
+    name: str,
+    module: nn.Module,
+    parameters: tuple[Parameter, ...],
+    calls: Sequence[LayerCall],
+    *,
+    rows: int,
+    axis: SampleAxis,
+) -> LayerGradients:
+    """One call: the pixels. Several calls, or several images per sample: their summed gradients."""
+    if len(calls) == 1 and axis == "first":
+        call = calls[0]
+        return _pixels(name, module, parameters, call.input, call.suffix(), call.original)
+    total: torch.Tensor | None = None
+    for call in calls:
+        images, suffixes = by_sample(call.input, rows, axis), by_sample(call.suffix(), rows, axis)
+        if axis == "first":
+            images, suffixes = images.unsqueeze(1), suffixes.unsqueeze(1)
+        for position in range(images.shape[1]):
+            one = _pixels(
+                name, module, parameters, images[:, position], suffixes[:, position], None
+            )
+            gradient = one.form.restore(one.rows)
+            total = gradient if total is None else total + gradient
+    assert total is not None
+    return dense_gradients(name, parameters, total)
+
+
+def _pixels(
+    name: str,
+    module: Any,
+    parameters: tuple[Parameter, ...],
+    images: torch.Tensor,
+    suffix: torch.Tensor,
+    source: torch.Tensor | None,
+) -> LayerGradients:
+    images = images.to(suffix.dtype)
+    turned = isinstance(module, _TURNED)
+    padding = _before(module)
+    if module.padding_mode != "zeros":
+        # The layer pads its input itself; what it then sees is the input.
+        images = F.pad(images, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding, source = (0,) * len(padding), None
+    wide, narrow = (suffix, images) if turned else (images, suffix)
+    prefix, ending = f"{name}.prefix", f"{name}.suffix"
+    form = Convolution(
+        parameters,
+        wide=ending if turned else prefix,
+        narrow=prefix if turned else ending,
+        channels=wide.shape[1],
+        filters=narrow.shape[1],
+        size=tuple(wide.shape[2:]),
+        out=tuple(narrow.shape[2:]),
+        kernel=tuple(module.kernel_size),
+        stride=tuple(module.stride),
+        padding=padding,
+        dilation=tuple(module.dilation),
+        groups=module.groups,
+        bias=None if len(parameters) == 1 else "wide" if turned else "narrow",
+    )
+    assert math.prod(parameters[0].shape) <= form.gradient_size
+    return LayerGradients(form, ConvolutionRows(wide, narrow), source)
+
+
+def _before(module: Any) -> tuple[int, ...]:
+    """The zeros before the first pixel, per dimension."""
+    if module.padding == "valid":
+        return (0,) * len(module.kernel_size)
+    if module.padding == "same":
+        pairs = zip(module.dilation, module.kernel_size, strict=True)
+        return tuple(dilation * (size - 1) // 2 for dilation, size in pairs)
+    return tuple(module.padding)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """`nn.Embedding`; one that renormalises its table while reading has no such gradient."""
+    return runs_as(module, nn.Embedding) and module.max_norm is None
+
+
+def embedding_gradients(
+    name: str,
+    module: Any,
+    parameters: tuple[Parameter, ...],
+    calls: Sequence[LayerCall],
+    *,
+    rows: int,
+    axis: SampleAxis,
+) -> LayerGradients:
+    """The tokens of each sample, equal ones added up, padding and zero gradients left out."""
+    if module.scale_grad_by_freq:
+        raise CaptureError(
+            f"layer {name}: scale_grad_by_freq divides by how often a token is in the batch, so "
+            f"a sample has no gradient of its own",
+            fix="set scale_grad_by_freq=False for the capture, or leave the layer out",
+        )
+    width = module.embedding_dim
+    tokens = torch.cat([by_sample(c.input, rows, axis).reshape(rows, -1) for c in calls], 1)
+    g = torch.cat([by_sample(c.suffix(), rows, axis).reshape(rows, -1, width) for c in calls], 1)
+    kept = _coalesced(tokens, g, rows=rows, size=module.num_embeddings, skip=module.padding_idx)
+    form = Lookup(
+        parameters,
+        prefix=f"{name}.prefix",
+        suffix=f"{name}.suffix",
+        rows=module.num_embeddings,
+        width=width,
+    )
+    return LayerGradients(form, kept)
+
+
+def _coalesced(
+    tokens: torch.Tensor, g: torch.Tensor, *, rows: int, size: int, skip: int | None
+) -> LookupRows:
+    row = torch.arange(rows, device=tokens.device).unsqueeze(1).expand_as(tokens)
+    valid = g.abs().amax(-1) > 0
+    if skip is not None:
+        valid &= tokens != skip
+    keys, inverse = torch.unique(
+        row[valid] * size + tokens[valid], sorted=True, return_inverse=True
+    )
+    summed = torch.zeros(len(keys), g.shape[-1], dtype=g.dtype, device=g.device)
+    summed.index_add_(0, inverse, g[valid])
+    counts = torch.bincount(keys // size, minlength=rows).cpu()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return LookupRows(keys % size, summed, offsets)
+
+
+def tied_gradients(
+    unit: LayerUnit, calls: Sequence[LayerCall], *, rows: int, axis: SampleAxis
+) -> LayerGradients:
+    """The tokens' vectors and the linear layer's positions of each sample."""
+    looked = [call for call in calls if isinstance(call.module, nn.Embedding)]
+    read = [call for call in calls if not isinstance(call.module, nn.Embedding)]
+    weight = unit.parameters[:1]
+    low = embedding_gradients(unit.name, looked[0].module, weight, looked, rows=rows, axis=axis)
+    high = linear_gradients(unit.name, read[0].module, unit.parameters, read, rows=rows, axis=axis)
+    return tied_pieces(unit, low, high)
+
+
+def tied_pieces(unit: LayerUnit, low: LayerGradients, high: LayerGradients) -> LayerGradients:
+    """Both uses of a table, as an embedding and as a linear layer, as one."""
+    assert isinstance(low.form, Lookup)
+    assert isinstance(low.rows, LookupRows)
+    assert isinstance(high.form, Outer)
+    assert isinstance(high.rows, OuterRows)
+    lookup = dataclasses.replace(
+        low.form, prefix=f"{unit.name}.tokens", suffix=f"{unit.name}.token_suffix"
+    )
+    form, kept = Tied(unit.parameters, lookup, high.form), TiedRows(low.rows, high.rows)
+    return LayerGradients(form, kept, sequence=high.sequence)
+
+
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Layer, group, RMS and (with running statistics) batch normalisation."""
+    if isinstance(module, _BATCH):
+        return runs_as(module, *_BATCH) and module.running_mean is not None
+    return runs_as(module, nn.LayerNorm, nn.GroupNorm) or _is_rms(module)
+
+
+def norm_gradients(
+    name: str,
+    module: nn.Module,
+    parameters: tuple[Parameter, ...],
+    calls: Sequence[LayerCall],
+    *,
+    rows: int,
+    axis: SampleAxis,
+) -> LayerGradients:
+    """The summed gradients of scale and shift over all positions of all calls."""
+    total: torch.Tensor | None = None
+    for call in calls:
+        g = call.suffix()
+        parts = _both_at_once(module, parameters, call.input, g) if axis == "first" else []
+        for parameter in parameters if not parts else ():
+            term = g
+            if not parameter.name.endswith("bias"):
+                # In place: this is made where a backward pass has the least room.
+                term = _normalised(module, call.input.to(g.dtype)).mul_(g)
+            if isinstance(module, nn.LayerNorm) or _is_rms(module):
+                # The parameter has the shape of the last dimensions.
+                kept = by_sample(term, rows, axis).reshape(rows, -1, parameter.size)
+                parts.append(kept.sum(1))
+            else:
+                channels = by_sample(term, rows, axis)
+                if axis != "first":
+                    channels = channels.transpose(1, 2)
+                parts.append(channels.reshape(rows, parameter.size, -1).sum(2))
+        gradient = torch.cat(parts, 1)
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    return dense_gradients(name, parameters, total)
+
+
+def _both_at_once(
+    module: Any, parameters: tuple[Parameter, ...], x: torch.Tensor, g: torch.Tensor
+) -> list[torch.Tensor]:
+    """Of images of a batch normalisation, in one pass by torch's own kernel; none where it cannot.
+
+    Every channel of every row is a channel of one image that has them all.
+    """
+    if not (isinstance(module, _BATCH) and x.dim() > 2 and len(x)):
+        return []
+    if (
+        x.dtype != g.dtype
+        or x.dtype not in (torch.float32, torch.float64)
+        or x.device.type != "cpu"
+    ):
+        return []
+    rows = len(x)
+    statistics: list[Any] = [module.running_mean, module.running_var]
+    both = torch.ops.aten.native_batch_norm_backward(
+        *(part.reshape(1, -1, *part.shape[2:]) for part in (g, x)),
+        None,
+        *(one.to(x.dtype).repeat(rows) for one in statistics),
+        *(None, None, False, module.eps, [False, True, True]),
+    )
+    return [both[2 if p.name.endswith("bias") else 1].view(rows, -1) for p in parameters]
+
+
+def norm_terms(
+    call: LayerCall, parameters: tuple[Parameter, ...], *, rows: int, axis: SampleAxis
+) -> torch.Tensor | None:
+    """What each position adds to the gradients of scale and shift, `[B, T, P]`.
+
+    None where the norm is not one over the last dimension of `[B, T, d]`.
+    """
+    g = widened(call.suffix())
+    if not (isinstance(call.module, nn.LayerNorm) or _is_rms(call.module)):
+        return None
+    if any(parameter.size != g.shape[-1] for parameter in parameters):
+        return None
+    terms = [
+        g if p.name.endswith("bias") else _normalised(call.module, call.input.to(g.dtype)) * g
+        for p in parameters
+    ]
+    return torch.cat([by_sample(term, rows, axis) for term in terms], 2)
+
+
+def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, None, None, module.eps)
+    if isinstance(module, _BATCH):
+        mean, var = module.running_mean, module.running_var
+        return F.batch_norm(x, mean, var, None, None, training=False, eps=module.eps)
+    return F.rms_norm(x, list(module.weight.shape), None, _epsilon(module))
+
+
+def _is_rms(module: nn.Module) -> bool:
+    """`nn.RMSNorm`, and those of model libraries, which all have this name and one weight."""
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
+
+
+def _epsilon(module: Any) -> float | None:
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if hasattr(module, name):
+            found: float | None = getattr(module, name)
+            return found
+    return None

@@ -1,1 +1,0 @@
-"""Recording of the operators of a step."""
