@@ -38,7 +38,7 @@ from gradkeep.store.blocks._schema import Schema
 from gradkeep.store.blocks._segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from gradkeep.store.backends._backend import Backend, Durability, Entry
     from gradkeep.store.blocks._block import Block
@@ -89,6 +89,12 @@ class Manifest(Record, frozen=True, omit_defaults=True):
             previous=self.digest,
         )
 
+    def with_more(self, entries: Sequence[SegmentEntry]) -> Manifest:
+        """The version after this one, with more segments."""
+        written = (*self.written, *(entry.rows for entry in entries))
+        following = self.next_version((*self.segments, *entries))
+        return msgspec.structs.replace(following, written=written)
+
     @property
     def next_segment(self) -> int:
         """The first number that was never used: a later segment is work in progress, not waste."""
@@ -108,6 +114,11 @@ class Manifest(Record, frozen=True, omit_defaults=True):
     def bytes(self) -> int:
         """Bytes of all segments."""
         return sum(segment.bytes for segment in self.segments)
+
+
+def no_version(schema: Schema) -> Manifest:
+    """What comes before the first version."""
+    return Manifest(version=-1, schema_hash=schema.hash, segments=(), written=())
 
 
 def manifest_key(folder: str, version: int) -> str:
@@ -317,13 +328,11 @@ def segment_file(number: int) -> str:
 
 def live_manifest(backend: Backend, folder: str, schema: Schema) -> Manifest:
     """What is committed now as if it were a version: the newest one and the segments after it."""
-    newest = latest_manifest(backend, folder)
-    segments = () if newest is None else newest.segments
-    first = 0 if newest is None else newest.next_segment
-    numbers = [number for number in segment_numbers(backend, folder) if number >= first]
-    fresh = tuple(entry_of(backend, folder, number, schema=schema) for number in numbers)
-    written = (() if newest is None else newest.written) + tuple(entry.rows for entry in fresh)
-    return Manifest(version=-1, schema_hash=schema.hash, segments=segments + fresh, written=written)
+    before = latest_manifest(backend, folder) or no_version(schema)
+    numbers = [x for x in segment_numbers(backend, folder) if x >= before.next_segment]
+    fresh = [entry_of(backend, folder, number, schema=schema) for number in numbers]
+    manifest = before.with_more(fresh)
+    return msgspec.structs.replace(manifest, version=-1, previous=None)
 
 
 def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | None) -> SegmentEntry:
@@ -376,8 +385,8 @@ def seal(
 def _candidate(
     backend: Backend, folder: str, schema: Schema, newest: Manifest | None, *, adding: bool
 ) -> Manifest:
-    first = 0 if newest is None else newest.next_segment
-    old = () if newest is None else newest.segments
+    before = newest or no_version(schema)
+    first, old = before.next_segment, before.segments
     fresh = [number for number in segment_numbers(backend, folder) if number >= first and adding]
     present = {f"{SEGMENTS}/{item.name}" for item in backend.list(f"{folder}/{SEGMENTS}")}
     gone = [entry.file for entry in old if entry.file not in present]
@@ -396,13 +405,7 @@ def _candidate(
     if newest is not None and not fresh:
         return newest
     entries = [entry_of(backend, folder, number, schema=schema) for number in fresh]
-    candidate = Manifest(
-        version=0 if newest is None else newest.version + 1,
-        schema_hash=schema.hash,
-        segments=(*old, *entries),
-        written=(*(() if newest is None else newest.written), *(x.rows for x in entries)),
-        previous=None if newest is None else newest.digest,
-    )
+    candidate = before.with_more(entries)
     _check_rows(backend, folder, schema, candidate, fresh_from=len(old))
     return candidate
 

@@ -41,6 +41,7 @@ from gradkeep.store.blocks._manifest import (
     load_schema,
     manifest_key,
     manifest_versions,
+    no_version,
     numbered_files,
     publish_manifest,
 )
@@ -394,13 +395,7 @@ class RowFiles:
         if self._durability == "full" and not written_here:
             # Whoever wrote it may have died before its fsync, and its rows' own files go next.
             self._backend.ensure_durable([f"{self.folder}/{file}"])
-        manifest = Manifest(
-            version=0 if newest is None else newest.version + 1,
-            schema_hash=self.schema.hash,
-            segments=(*(() if newest is None else newest.segments), entry),
-            written=(*(() if newest is None else newest.written), entry.rows),
-            previous=None if newest is None else newest.digest,
-        )
+        manifest = (newest or no_version(self.schema)).with_more([entry])
         try:
             publish_manifest(self._backend, self.folder, manifest, durability=self._durability)
         except Conflict:
