@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import GradientOf
 
-_HEADER = 160
-"""Bytes of an array in the header of a segment, beside its name, which is written twice."""
 _PASSES_OF_PROOF = 4.0
 _TIMED_SECONDS = 1.5
 """Seconds that the timed pass may be predicted to take; longer sequences are cut."""
@@ -76,7 +74,8 @@ class CaptureCost:
         """Bytes of all rows and queries, with the headers of their segments and the basis."""
         names = [array.name for keeping in self.kept for array in keeping.arrays]
         names += ["id", "example", "loss", "norm", "label"]
-        header = sum(_HEADER + 2 * len(name) for name in names)
+        # Bytes of an array in the header of a segment, beside its name, which is written twice.
+        header = sum(160 + 2 * len(name) for name in names)
         segments = -(-rows // self.segment_rows) + -(-queries // self.segment_rows)
         kept = rows * self.row_bytes + queries * self.query_bytes
         return kept + segments * header + self.basis_bytes

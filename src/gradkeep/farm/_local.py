@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _TICK = 0.2
 _FAILED_STARTS = 20
-_MOST_PROCESSES = 1024
-"""More on one machine are a slip of the finger."""
 
 
 @dataclass(slots=True)
@@ -63,7 +61,8 @@ class LocalProcesses:
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        check_workers(self.workers, most=_MOST_PROCESSES)
+        # More on one machine are a slip of the finger.
+        check_workers(self.workers, most=1024)
 
     @property
     def num_workers(self) -> int:

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Array, Rows, RowState, Store
 
 
-_RECENT = 3600.0
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Counts of rows at one moment.
@@ -105,7 +102,7 @@ def recent_rate(store: Store, rows: Rows) -> float | None:
         entry.modified
         for bucket in store.backend.list(f"{rows.folder}/rows")
         for entry in store.backend.list(f"{rows.folder}/rows/{bucket.name}")
-        if entry.modified > time.time() - _RECENT
+        if entry.modified > time.time() - 3600.0
     )
     if len(times) < 2 or times[-1] == times[0]:
         return None
@@ -117,7 +114,6 @@ _ENGINES: dict[str, type[LocalProcesses | RayCluster | Slurm]] = {
     "ray": RayCluster,
     "slurm": Slurm,
 }
-_REPORT_SHARE = 20
 _LIMITS = (
     *("batch", "timeout", "max_attempts", "lease_seconds", "grace", "give_up_after"),
     "retry_errors",
@@ -336,13 +332,9 @@ class _ProgressReporter:
         new = seen.done - self._done_before
         rate = new / max(1e-9, now - self._began) if new > 0 else None
         self._report(dataclasses.replace(seen, rate=rate))
-        self._next = now + max(0.5, _REPORT_SHARE * (time.monotonic() - now))
+        self._next = now + max(0.5, 20 * (time.monotonic() - now))
 
 
-_UNKNOWN = 4
-"""Workers that an engine is taken to have which does not say."""
-_YOUNG = 3600.0
-"""Seconds within which a set may be that of another process whose workers have yet to begin."""
 _SHARING: dict[str, Any] = {
     "max_attempts": 10,
     "lease_seconds": 20.0,
@@ -414,7 +406,9 @@ def _delete_idle(store: Store, name: str) -> None:
     with contextlib.suppress(StoreError):  # its owner has just deleted it
         rows = store.rows(name)
         begun = [entry.modified for entry in store.backend.list(rows.folder)]
-        if max(begun, default=0.0) < time.time() - _YOUNG and rows.counts().leased == 0:
+        # Seconds within which a set may be that of another process whose workers have yet to
+        # begin.
+        if max(begun, default=0.0) < time.time() - 3600.0 and rows.counts().leased == 0:
             store.delete_rows(name)
 
 
@@ -437,4 +431,5 @@ def size_of(workers: int | None, engine: Engine | None) -> int:
     """How many workers there will be, as far as that is known."""
     check_place(workers, engine)
     found = workers if engine is None else getattr(engine, "num_workers", None)
-    return max(1, found or _UNKNOWN)
+    # Workers that an engine is taken to have which does not say.
+    return max(1, found or 4)

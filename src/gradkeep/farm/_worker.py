@@ -142,7 +142,6 @@ def pin(threads: int) -> None:
 TIMED_OUT, STOPPED, BROKEN = 75, 76, 77
 """Exit codes of a worker that ended itself; 0 is for a worker that found nothing left."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0
-_TICK = 0.25
 _log = logging.getLogger("gradkeep")
 
 
@@ -377,7 +376,7 @@ class LeaseKeeper:
         self._allowed = time.monotonic() + timeout * count
 
     def _loop(self) -> None:
-        while not self._closed.wait(_TICK):
+        while not self._closed.wait(0.25):
             if self._stopped() and not self._stop_seen:
                 self._stop_seen = time.monotonic()
             with self._lock:

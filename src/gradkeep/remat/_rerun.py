@@ -240,7 +240,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain if plain.dtype == kind or plain.dtype == torch.bool else plain.view(kind)
 
 
-_PRIME = 0x9E3779B1
 _PART = 1 << 20
 
 
@@ -262,7 +261,7 @@ def hash_on_device(storage: torch.UntypedStorage, start: int, length: int) -> in
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     flat = flat.set_(storage, start, (length,), (1,))
     weights = torch.arange(min(_PART, length), dtype=torch.int64, device=storage.device)
-    weights = (2 * weights + 1) * _PRIME % 2147483647
+    weights = (2 * weights + 1) * 0x9E3779B1 % 2147483647
     total = torch.zeros((), dtype=torch.int64, device=storage.device)
     for number, part in enumerate(torch.split(flat, _PART)):
         total += (number + 1) * (part.to(torch.int64) * weights[: len(part)]).sum()

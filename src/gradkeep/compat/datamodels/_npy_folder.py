@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 _FLAGS = Field(COMPLETED, (), np.dtype("bool"))
-_STUCK = 30.0
 _LONGEST = 365 * 86400.0
 
 
@@ -248,7 +247,7 @@ def _limited(timeout: float, index: int) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, timeout)
     # Native code that never returns cannot be interrupted, only ended.
-    faulthandler.dump_traceback_later(timeout + _STUCK, exit=True)
+    faulthandler.dump_traceback_later(timeout + 30.0, exit=True)
     try:
         yield
     finally:

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._result import Datamodels
 
-_ROUNDS = 100
-_STARTS = 10
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Components:
@@ -123,14 +120,14 @@ def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) ->
 def _k_means(places: AnyArray, count: int, rng: np.random.Generator) -> AnyArray:
     """The best of several k-means from well-spread starts, `[t]`."""
     best, least = np.zeros(len(places), np.int64), np.inf
-    for _ in range(_STARTS):
+    for _ in range(10):
         centres = places[[int(rng.integers(len(places)))]]
         while len(centres) < count:
             far = ((places[:, None] - centres) ** 2).sum(axis=2).min(axis=1)
             chance = far / far.sum() if far.sum() > 0 else np.full(len(places), 1 / len(places))
             centres = np.concatenate([centres, places[[int(rng.choice(len(places), p=chance))]]])
         labels = np.full(len(places), -1)
-        for _ in range(_ROUNDS):
+        for _ in range(100):
             distance = ((places[:, None] - centres) ** 2).sum(axis=2)
             nearest = distance.argmin(axis=1)
             if np.array_equal(nearest, labels):

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._result import Datamodels
 
 
-_HALF = 0.5
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Counterfactual:
     """Predicted outputs `[t]` of a training set, of the same without `removed`, and the change."""
@@ -146,7 +143,7 @@ def verify_removals(
     length = float(np.sqrt((p @ p) * (y @ y)))
     power = float((predicted**2).sum())
     shrinkage = float((predicted * measured).sum()) / power if power else float("nan")
-    if shrinkage < _HALF and float((measured**2).sum()) < power:
+    if shrinkage < 0.5 and float((measured**2).sum()) < power:
         warnings.warn(
             f"only {shrinkage:.0%} of what these removals were predicted to change did: weights that are "
             "chosen for being large are large by chance too; train more models, or believe the "

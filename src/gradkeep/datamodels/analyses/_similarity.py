@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._result import Datamodels
 
 _BLOCK = 1024
-_LEAST_WEIGHTS = 5
-"""Fewer weights than this have no usual size to stand out from."""
-_NORMAL = 1.4826
-"""A normal distribution's standard deviation in parts of its median absolute deviation."""
 
 
 def unit_rows(found: Datamodels) -> AnyArray:
@@ -133,11 +129,13 @@ def leakage(found: Datamodels, *, threshold: float = 8.0) -> RankedPairs:
     first, second, strength = [], [], []
     for target, weights in enumerate(found.weights.T.astype(np.float64)):
         there = np.flatnonzero(weights)
-        if len(there) < _LEAST_WEIGHTS:
+        # Fewer weights than this have no usual size to stand out from.
+        if len(there) < 5:
             continue
         values = weights[there]
         middle = np.median(values)
-        deviation = _NORMAL * np.median(np.abs(values - middle))
+        # A normal distribution's standard deviation in parts of its median absolute deviation.
+        deviation = 1.4826 * np.median(np.abs(values - middle))
         if deviation == 0:
             continue
         score = (values - middle) / deviation

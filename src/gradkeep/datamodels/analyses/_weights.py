@@ -161,10 +161,6 @@ def checked_base(base: Any, count: int) -> AnyArray:
     return array
 
 
-_LEAST = 20
-"""Fits of fewer models tell nothing."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LearningCurve:
     """The correlation on the same left-out models after fits of more and more others: `models [k]`,
@@ -204,7 +200,8 @@ def learning_curve(
     out = rows_left_out(held_out, len(packed), seed=seed)
     rest = np.setdiff1d(np.arange(len(packed)), out)
     wanted = sorted({len(rest) >> k for k in range(5)}) if sizes is None else sorted(sizes)
-    wanted = [size for size in wanted if sizes is not None or size >= _LEAST]
+    # Fits of fewer models tell nothing.
+    wanted = [size for size in wanted if sizes is not None or size >= 20]
     if not wanted or wanted[0] < 1 or wanted[-1] > len(rest):
         raise DatamodelsError(
             "these sizes cannot be taken from the models that are not left out",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 FEW = 2
 """Targets up to which it is the faster way."""
-_MOST = 400
-"""Weights beyond which a small linear system is not small."""
 _ROUNDS, _SOLVES = 30, 200
 
 
@@ -80,7 +78,8 @@ class _OneTarget:
             if gap <= tolerance:
                 return gap
             ids = np.flatnonzero((x != 0) | (np.abs(slope) > self.lam))
-            if not 0 < len(ids) <= _MOST:
+            # Weights beyond which a small linear system is not small.
+            if not 0 < len(ids) <= 400:
                 return None
             start = x[ids]
             signs = np.sign(np.where(start != 0, start, slope[ids]))

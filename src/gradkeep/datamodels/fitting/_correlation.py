@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray
 
 _AT_ONCE = 100
-_LEAST = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +77,7 @@ def correlation(
     _arguments.count("resamples", resamples, error=DatamodelsError, least=1)
     _arguments.count("seed", seed, error=DatamodelsError)
     p, y = _two_dimensional(predicted), _two_dimensional(actual)
-    if p.shape != y.shape or len(p) < _LEAST:
+    if p.shape != y.shape or len(p) < 3:
         raise DatamodelsError(
             "a correlation needs as many predictions as outputs, of three models or more",
             found=f"predictions {list(p.shape)}, outputs {list(y.shape)}",

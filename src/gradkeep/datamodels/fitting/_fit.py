@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._path import PathSolver
 
 
-_ENOUGH_TO_SCORE = 10
-
-
 @checked(DatamodelsError)
 def fit(
     masks: Any,
@@ -456,7 +453,7 @@ def grown(found: Datamodels, masks: Masks, outputs: AnyArray) -> Datamodels:
         )
     options = found.options
     seen = None
-    if len(masks) >= _ENOUGH_TO_SCORE:
+    if len(masks) >= 10:
         seen = correlation(found.predict(masks), outputs)
     division = options.layout(found.num_models + len(masks), *found.weights.shape)
     counts = found.counts.copy(options.folder(division)).add(masks, outputs, device=options.device)

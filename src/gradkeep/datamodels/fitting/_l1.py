@@ -49,14 +49,10 @@ MARGIN = 0.7
 """Stopped targets are dropped when so few are left: a smaller product pays for the copying."""
 PATIENCE = 25
 """Steps without a better value or bound after which rounding has won."""
-_INNER = 3
 _MOMENTUM, _GAIN, _MOST_MOMENTUM = 0.3, 0.01, 0.95
 """Momentum at first, what every further pass adds to it, and its end: many passes mean that columns
 depend on each other (fewer models than examples), where more of it saves most of them."""
-_BLOCK_SAFETY = 1.0001
 _LEAST, _MOST = 32, 256
-_PER_MATRIX = 10
-_ROUNDS = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -150,13 +146,13 @@ def coordinate_blocks(gram: Gram) -> list[CoordinateBlock]:
     import torch
 
     p = gram.size
-    size = min(_MOST, max(_LEAST, -(-p // _PER_MATRIX)), gram.most_rows)
+    size = min(_MOST, max(_LEAST, -(-p // 10)), gram.most_rows)
     blocks = []
     for start in range(0, p, size):
         where = slice(start, min(p, start + size))
         square = gram.rows_of(where)[:, where].contiguous()
         largest = float(torch.linalg.eigvalsh(square)[-1])
-        blocks.append(CoordinateBlock(where, gram, square, max(_BLOCK_SAFETY * largest, 1e-6)))
+        blocks.append(CoordinateBlock(where, gram, square, max(1.0001 * largest, 1e-6)))
     return blocks
 
 
@@ -179,7 +175,7 @@ def descend_by_blocks(
     ids = torch.arange(len(problem.c), device=problem.c.device)
     gap = torch.zeros_like(problem.power)
     wanted = tolerance
-    for _ in range(_ROUNDS):
+    for _ in range(3):
         now = problem.rows(ids)
         x = _passes(parts, now, state.x[ids], state.gx[ids], wanted, max_steps)
         gx = _product(parts, x)
@@ -265,7 +261,7 @@ def _update(
 
     here, downhill = x[:, part.where], slope[:, part.where]
     new = _shrunk(part, ridge, here, downhill)
-    for _ in range(_INNER - 1):
+    for _ in range(2):
         change = new - here
         pull = torch.addmm(downhill, change, part.square, alpha=-1)
         new = _shrunk(part, ridge, new, pull if ridge is None else pull - ridge * change)
@@ -288,10 +284,6 @@ def _shrunk(
     lengths = 1 / (part.curvature + ridge)
     u = torch.addcmul(x, pull, lengths)
     return u - torch.clamp(u, -lengths, lengths)
-
-
-_PATIENCE = 20
-"""Steps without a smaller residual of any target after which rounding has won."""
 
 
 def conjugate(
@@ -323,7 +315,8 @@ def conjugate(
         now = torch.where(power[ids] > 0, square / (ridge[ids] * power[ids]).clamp_min(tiny), 0.0)
         running = now > tolerance
         left = int(running.sum())
-        if left == 0 or stalled >= _PATIENCE:
+        # Steps without a smaller residual of any target after which rounding has won.
+        if left == 0 or stalled >= 20:
             break
         if left < MARGIN * len(ids):
             state.x[ids], state.gx[ids], gap[ids] = x, gx, now

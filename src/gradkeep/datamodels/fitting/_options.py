@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray, Masks
 
 
-_STATE = 16
-"""Arrays `[targets, examples]` that a solver holds at its peak, temporary ones included."""
 _PANEL = 26
 """Bytes per value of a panel of rows: float64 counts, their products, the panel itself."""
 _BLOCKS = ((6, 4032), (10, 1024))
@@ -68,7 +66,8 @@ def fit_layout(
     """
     if budget is None:
         return FitLayout(True, targets, _MOST_ROWS, examples)
-    each = _STATE * examples * itemsize
+    # Arrays `[targets, examples]` that a solver holds at its peak, temporary ones included.
+    each = 16 * examples * itemsize
     # What is there however the work is divided: sums, warm starts, results; blocks of masks.
     block = max(each_bit * min(models, most) for each_bit, most in _BLOCKS)
     held = _TABLES + examples * (targets * (16 + itemsize) + block)
@@ -101,11 +100,6 @@ def fit_layout(
 
 
 _LEAST_LEFT_OUT = 3
-_ENOUGH_TO_CHOOSE = 400
-"""Below so many outputs a small ridge around a prior over-fits, whatever left-out rows say."""
-_FEW_MODELS = 1000
-_FOLDS = 5
-_PART = 0.1
 
 
 _FEW = 10
@@ -263,7 +257,9 @@ def fractions(
             raise DatamodelsError("a path needs one penalty or more", found=f"lambdas={lambdas}")
         low, high = (1e-2, 1.0) if kind != "ridge" else (1e-2, 1e2)
         if prior and kind == "ridge":
-            low, high = (0.1 if models * targets >= _ENOUGH_TO_CHOOSE else 10.0), 1e4
+            # Below so many outputs a small ridge around a prior over-fits, whatever left-out rows
+            # say.
+            low, high = (0.1 if models * targets >= 400 else 10.0), 1e4
         return tuple(float(value) for value in np.geomspace(high, low, int(lambdas)))
     if isinstance(lambdas, Mapping | str) or not isinstance(lambdas, Iterable):
         raise DatamodelsError("lambdas is a number of penalties or several fractions")
@@ -295,9 +291,9 @@ def left_out(held_out: Any, folds: int | None, *, models: int, prior: bool) -> t
         raise DatamodelsError("held_out and folds exclude each other", fix="pass one of them")
     if folds is not None:
         return None, folds
-    if held_out is None and prior and models < _FEW_MODELS:
-        return None, _FOLDS
-    return (_PART if held_out is None else held_out), 0
+    if held_out is None and prior and models < 1000:
+        return None, 5
+    return (0.1 if held_out is None else held_out), 0
 
 
 def rows_left_out(held_out: Any, models: int, *, seed: int) -> AnyArray:

@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 Penalty = Literal["l1", "elastic", "ridge", "means"]
 _WORTH = 0.6
 """A working set below this part of all examples pays for its own matrix."""
-_ROUNDS = 4
-_ROWS = 1024
 _UNPACKED = 1 << 24
 """Bytes of left-out models that are kept as numbers while penalties are tried."""
-_PATIENCE = 4
-"""A target leaves the path after so many penalties that predict worse than its best."""
 
 
 class _Until(TypedDict):
@@ -110,7 +106,7 @@ class PathSolver:
         # The strong rule: gradients move no faster than penalties, but for rare exceptions.
         reach = (2 * problem.lam - before).clamp_min(0)[:, None]
         inside = ((_slope(problem, state).abs() >= reach) | (state.x != 0)).any(dim=0)
-        for _ in range(_ROUNDS):
+        for _ in range(4):
             ids = inside.nonzero()[:, 0]
             if len(ids) > most or len(ids) == 0:
                 break
@@ -227,7 +223,7 @@ def step_of(
 def predict(masks: Masks, weights: AnyArray, bias: AnyArray) -> AnyArray:
     """mask . weights + bias for all models, float64 `[m, t]`."""
     out = np.empty((len(masks), weights.shape[1]))
-    for start, rows in masks.blocks(_ROWS):
+    for start, rows in masks.blocks(1024):
         out[start : start + len(rows)] = rows.astype(weights.dtype) @ weights
     out += bias
     return out
@@ -290,7 +286,8 @@ def choose_on_rows(
         best.lam[won] = penalty[better]
         best.weights[:, won], best.predicted[:, won] = weights[:, better], predicted[:, better]
         progress()
-        return torch.from_numpy(index - best.index[here] < _PATIENCE).to(ids.device)
+        # A target leaves the path after so many penalties that predict worse than its best.
+        return torch.from_numpy(index - best.index[here] < 4).to(ids.device)
 
     follow_path(solver, standard, fractions, natural, visit)
     return best

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from gradkeep.errors import GradkeepError
 
-_BATCH = 1024
 _DTYPES = (
     *("float32", "float16", "float64", "int64", "int32", "int16", "int8", "bool"),
     *("uint8", "uint16", "uint32", "uint64"),
@@ -171,7 +170,7 @@ class _FromLogits:
         model.eval()
         try:
             with torch.no_grad():
-                logits = torch.cat([model(part) for part in torch.split(inputs, _BATCH)])
+                logits = torch.cat([model(part) for part in torch.split(inputs, 1024)])
         finally:
             model.train(was_training)
         return self.of_logits(logits, labels)

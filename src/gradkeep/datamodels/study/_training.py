@@ -23,7 +23,6 @@ TOLERANCE = 1e-3
 """Logits of models trained together and alone differ by less, relative to the largest one."""
 MANY = 64
 """How many models are trained together: more gain little, and leave the cache."""
-_LEAST_GAIN = 1.2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +214,7 @@ def stacks_well(training: Training, inputs: torch.Tensor, labels: torch.Tensor, 
         wanted = torch.stack([model.eval()(asked) for model in models])
     found = ask(asked)
     same = (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-    return bool(same) and alone > _LEAST_GAIN * together
+    return bool(same) and alone > 1.2 * together
 
 
 def _is_random(model: torch.nn.Module) -> bool:

@@ -85,10 +85,6 @@ def _without_content(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-_PATIENCE = 50_000_000
-"""Nanoseconds of recomputation that are too few to judge by."""
-
-
 @dataclass(slots=True, eq=False)
 class StorageBytes:
     """Where the bytes of a storage are: in torch's own storage while somebody has it, else with us."""
@@ -376,7 +372,8 @@ class LiveCore(EvictionCore):
         # The core counts what was expected; what it took is what people are told.
         self.remat_compute += taken - operator.cost
         spent = self.remat_compute - self._spent_before
-        if spent > self.limit * max(self.base_compute, _PATIENCE):
+        # Nanoseconds of recomputation that are too few to judge by.
+        if spent > self.limit * max(self.base_compute, 50_000_000):
             # At once, as bringing back a single value can take for ever; the rest follows in `tidy`.
             self.gave_up, self.budget = True, math.inf
             self.reason = "more was recomputed than is worth it"

@@ -62,13 +62,9 @@ if TYPE_CHECKING:
 _FREE = frozenset(f"aten::{name}" for name in ("view", "detach", "alias", "_unsafe_view"))
 """Views that look at no byte and at no bound of their argument's storage."""
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_AMPLE = 8
-"""Times the largest argument: few operators give more than that."""
 
 _LOGGER = logging.getLogger("gradkeep.remat")
 _MEASURED = 32
-_TOO_SLOW = 3.0
-"""Times the plain time, before anything is evicted; at .8 of the peak it is three to ten times as much."""
 
 
 class Pace:
@@ -94,7 +90,9 @@ class Pace:
         """Say it, once and early, if a plan is what this step needs."""
         # Sums, not medians: many small operators do no harm beside a few large ones.
         whole, alone = sum(self._whole) / _MEASURED, sum(self._alone) / _MEASURED
-        if whole < _TOO_SLOW * alone:
+        # Times the plain time, before anything is evicted; at .8 of the peak it is three to ten
+        # times as much.
+        if whole < 3.0 * alone:
             return None
         said = (
             f"operators of this step take about {alone / 1e3:.0f} us each, and deciding about each "
@@ -356,7 +354,8 @@ class OnlineRuntime(QuickDispatchMode):  # type: ignore[no-untyped-call]
         if need is None:
             largest = max((tensor.nbytes for tensor in given), default=0)
             # Where there is ample room, nobody has to know.
-            tight = not written and live.memory + _AMPLE * largest > self.budget
+            # Times the largest argument: few operators give more than that.
+            tight = not written and live.memory + 8 * largest > self.budget
             began = thread_time_ns()
             need = predicted_bytes(func, args, kwargs, random=random) if tight or not given else 0
             self._predicting = thread_time_ns() - began

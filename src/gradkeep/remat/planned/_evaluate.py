@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
     from gradkeep.remat.planned._trace import StepTrace, TracedOperation
 
-_REPLAY_SECONDS = 15e-6
-"""What running one operator again costs beside the operator: its arguments are put together."""
-_BYTE_SECONDS = 4e-11
-"""What every byte that it reads or makes costs more than in the recorded step: there it was fresh in
-the cache. The time of small element-wise operators doubles by that."""
-
 
 @dataclass(frozen=True)
 class DropCandidate:
@@ -128,7 +122,10 @@ def _again_seconds(operation: TracedOperation) -> float:
     shown = [arg.geometry for arg in operation.args if isinstance(arg, TensorRef)]
     shown += [made.geometry for made in operation.makes]
     touched = sum(math.prod(geometry.size) * geometry.dtype.itemsize for geometry in shown)
-    return operation.cost + _REPLAY_SECONDS + _BYTE_SECONDS * touched
+    # What running one operator again costs beside the operator: its arguments are put together.
+    # What every byte that it reads or makes costs more than in the recorded step: there it was
+    # fresh in the cache. The time of small element-wise operators doubles by that.
+    return operation.cost + 15e-6 + 4e-11 * touched
 
 
 def _random_states(trace: StepTrace) -> dict[int, int]:
@@ -214,10 +211,6 @@ class _Makeable:
         """The event at which all it is made from has been saved: before, it cannot be let go."""
         _, starts = self._recipe(value)
         return max([pack, *(self._saved.get(start, 0) for start in starts)])
-
-
-_NEAR = 8
-"""The last request is near if it comes within this part of all requests."""
 
 
 class Treatment(IntEnum):
@@ -321,7 +314,8 @@ class PlanEvaluator:
                 needed.setdefault(number, []).append(index)
         self._sharing = {number: own for number, own in needed.items() if len(own) > 1}
         """Per operator the candidates that need it, if several do."""
-        self._near = len(trace.order) // _NEAR
+        # The last request is near if it comes within this part of all requests.
+        self._near = len(trace.order) // 8
         self._memory: dict[int, list[_CachedRebuild]] = {}
         self.work = 0
         """Operators in all rebuilds that had to be worked out so far."""

@@ -38,18 +38,10 @@ Mode = Literal["auto", "planned", "online"]
 
 _MOST_RECORDINGS = 9
 """Of one kind of step that never does the same twice, or until a plan that was left is met again."""
-_MOST_MISSES = 2
-"""After so many steps in a row that left a plan steps are recorded until one is met that follows it,
-or that shows that it is out of date."""
-_PATIENCE = 16
-"""After so many recordings of steps that never came again most steps should follow plans, or
-recording stops."""
 _REPEAT = (
     "plans need steps that repeat: keep shapes, operators and what autograd saves the same from step "
     "to step, or ask for mode='online'"
 )
-_MOST_FORGOTTEN = 4
-"""After so many plans that did not last, the steps are taken to change for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +194,9 @@ class StepPlanner:
         useful = self.settings.recordings * len(self.plans)
         useful += sum(group.count for group in self.recorded if group.count > 1)
         wasted = self.counts.recorded - useful
-        if wasted < _PATIENCE or self.counts.planned >= self.counts.recorded // 2:
+        # After so many recordings of steps that never came again most steps should follow plans,
+        # or recording stops.
+        if wasted < 16 or self.counts.planned >= self.counts.recorded // 2:
             return
         self._stopped = True
         self.recorded.clear()
@@ -349,7 +343,9 @@ class StepPlanner:
             "steps of one kind must do the same each time; it is recorded anew if this goes on",
         )
         plan.misses += 1
-        if plan.misses >= _MOST_MISSES:
+        # After so many steps in a row that left a plan steps are recorded until one is met that
+        # follows it, or that shows that it is out of date.
+        if plan.misses >= 2:
             plan.doubtful = True
 
     def online_step_is_over(self) -> None:
@@ -385,7 +381,8 @@ class StepPlanner:
     def forget(self, plan: StepPlan) -> None:
         """The step has changed: record it anew, if that has not happened too often."""
         self._forgotten += 1
-        if self._forgotten >= _MOST_FORGOTTEN:
+        # After so many plans that did not last, the steps are taken to change for ever.
+        if self._forgotten >= 4:
             self._turn_online()
         if plan in self.plans:
             self.plans.remove(plan)

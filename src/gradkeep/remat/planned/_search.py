@@ -25,16 +25,8 @@ if TYPE_CHECKING:
 States = tuple[int, ...]
 Score = tuple[float, float, float]
 
-_EXHAUSTIVE = 4096
-"""So many plans are searched through instead of guessed at."""
-_EVALUATIONS = 9000
-"""Of plans while annealing."""
-_WORK = 300_000
-"""Operators in rebuilds that were worked out: it bounds the time to a few seconds."""
 _STARTS = 4
 """How many of the first plans are improved, and how many of these annealed."""
-_LARGEST_GROUP = 12
-"""More candidates than that are seldom dropped together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,8 @@ def groups_of(problem: PlanningProblem) -> list[tuple[int, ...]]:
     for index, candidate in enumerate(problem.candidates):
         for number in candidate.recipe:
             sharing.setdefault(number, []).append(index)
-    shared = {tuple(group) for group in sharing.values() if 1 < len(group) <= _LARGEST_GROUP}
+    # More candidates than that are seldom dropped together.
+    shared = {tuple(group) for group in sharing.values() if 1 < len(group) <= 12}
     return [*((index,) for index in range(len(problem.candidates))), *sorted(shared)]
 
 
@@ -91,7 +84,8 @@ class _PlanSearch:
         count = len(self._candidates)
         nothing: States = (0,) * count
         if self._score(nothing)[0] > 0:
-            if len(Treatment) ** count <= _EXHAUSTIVE:
+            # So many plans are searched through instead of guessed at.
+            if len(Treatment) ** count <= 4096:
                 for chosen in itertools.product(Treatment, repeat=count):
                     self._score(tuple(map(int, chosen)))
             else:
@@ -114,7 +108,8 @@ class _PlanSearch:
             key=lambda start: (self._score(start), start),
         )
         for start in polished[: _STARTS - 1]:
-            self._anneal(start, int(self._effort * _EVALUATIONS) // (_STARTS - 1))
+            # Of plans while annealing.
+            self._anneal(start, int(self._effort * 9000) // (_STARTS - 1))
         self._polished(self._regrouped(self._best[1]))
 
     def _score(self, states: States) -> Score:
@@ -291,7 +286,8 @@ class _PlanSearch:
         return states
 
     def _tired(self) -> bool:
-        return self._evaluate.work > self._effort * _WORK
+        # Operators in rebuilds that were worked out: it bounds the time to a few seconds.
+        return self._evaluate.work > self._effort * 300_000
 
     def _other(self, state: int) -> int:
         return self._random.choice([int(s) for s in Treatment if s != state])

@@ -33,10 +33,6 @@ _DEFAULT_BYTES = 10 << 30
 _DIGEST = 16
 """Bytes of the checksum at the end of each file."""
 _SUFFIX = ".value"
-_LEFT = 0.9
-"""The share of its limit that is left after room was made."""
-_FAILURES = 3
-"""So many writes that fail end the writing, in this process."""
 
 
 class ReadCache:
@@ -60,7 +56,8 @@ class ReadCache:
         if kept is not None:
             return kept
         value = memoryview(fetch())
-        if len(value) + _DIGEST <= self.limit and self._failures < _FAILURES:
+        # So many writes that fail end the writing, in this process.
+        if len(value) + _DIGEST <= self.limit and self._failures < 3:
             try:
                 self._put(name, value)
             except OSError:  # a full disk, a folder that may not be written: go without
@@ -121,7 +118,8 @@ class ReadCache:
             if total <= limit:
                 return
             for _, size, path in sorted(found):
-                if total <= _LEFT * limit:
+                # The share of its limit that is left after room was made.
+                if total <= 0.9 * limit:
                     break
                 self._drop(Path(path))
                 total -= size
@@ -149,9 +147,6 @@ _TIMEOUT = "10min"
 _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "proxy_url", "timeout")
 _OPENING_BYTES = 1 << 16
 _PIECE_BYTES = 8 << 20
-_AT_ONCE = 8
-"""Large values come in so many pieces at a time: one connection seldom fills a line."""
-_WORTH_LISTING = 8
 _ATTEMPTS = 64
 """Tries of a put whose name is deleted each time before it can be compared."""
 
@@ -312,7 +307,7 @@ class Bucket(Backend):
             folders.setdefault(key.rpartition("/")[0], {})[key] = None
         found = []
         for folder, members in folders.items():
-            if len(members) < _WORTH_LISTING:
+            if len(members) < 8:
                 found += [key for key in members if self.exists(key)]
             else:
                 names = {entry.name for entry in self.list(folder) if not entry.is_folder}
@@ -458,7 +453,9 @@ class _Object(Readable):
             else:
                 from concurrent.futures import ThreadPoolExecutor
 
-                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                # Large values come in so many pieces at a time: one connection seldom fills a
+                # line.
+                with ThreadPoolExecutor(8) as pool:
                     list(pool.map(bring, starts))
         return whole
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _TEMP = ".tmp-"
 _HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
 _ONE_WRITE = 1 << 26
-_TRUSTED_SECONDS = 0.05
 _OUTSIDE = re.compile(r"/\.{0,2}/|\0")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -210,7 +209,7 @@ class LocalDisk(Backend):
         # Thousands of rows are read from one folder: a moment is not too long to trust it. What is
         # removed or written looks each time.
         folder, now = key.rpartition("/")[0], time.monotonic()
-        if now - self._looked_at.get(folder, -1.0) > _TRUSTED_SECONDS:
+        if now - self._looked_at.get(folder, -1.0) > 0.05:
             self._inside(key)
             self._looked_at = {folder: now}
         return PlainFile(self._path(key))

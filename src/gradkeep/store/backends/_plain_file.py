@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_SETTLED_SECONDS = 0.1
-
-
 class PlainFile(Readable):
     """One opened file."""
 
@@ -33,7 +30,7 @@ class PlainFile(Readable):
         self.identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         # Timestamps come in ticks of some milliseconds: a change within the same tick as the last
         # one would go unnoticed, so a file counts as settled only a little later.
-        self.settled = time.time() - status.st_mtime > _SETTLED_SECONDS
+        self.settled = time.time() - status.st_mtime > 0.1
 
     def read(self, offset: int, length: int) -> bytes:
         pieces = []
@@ -153,8 +150,6 @@ def unreadable(path: str, error: Exception) -> StoreError:
     )
 
 
-_NO_REPLACE = 1  # RENAME_NOREPLACE of renameat2(2)
-_EXCLUSIVE = 4  # RENAME_EXCL of renamex_np(2) on macOS
 _AT_FDCWD = -100
 
 
@@ -192,9 +187,9 @@ class Syscalls:
         libc = ctypes.CDLL(None, use_errno=True)
         old, new = os.fsencode(source), os.fsencode(target)
         if sys.platform == "darwin":
-            failed = libc.renamex_np(old, new, _EXCLUSIVE)
+            failed = libc.renamex_np(old, new, 4)
         elif hasattr(libc, "renameat2"):
-            failed = libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _NO_REPLACE)
+            failed = libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, 1)
         else:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
         if failed:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Array
     from gradkeep.store.blocks._segment import Segment
 
-_OPEN_SEGMENTS = 64
 _BATCH = 1 << 24
 _VERIFIED_BATCH = 1 << 22  # so small that what was hashed is still in the cache when it is used
 
@@ -261,7 +260,7 @@ class Block:
         if segment is None:
             segment = self._open(entry)
         self._opened[entry.file] = segment
-        if len(self._opened) > _OPEN_SEGMENTS:
+        if len(self._opened) > 64:
             self._opened.popitem(last=False)[1].close()
         return segment
 

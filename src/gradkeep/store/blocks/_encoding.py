@@ -23,7 +23,6 @@ FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 LARGEST = float(np.finfo(np.float32).max)
-_TOP_EXPONENT = 15  # a row's largest value is brought into [2^14, 2^15): far from both ends of fp16
 _CHUNK = 1 << 16  # values converted at a time, so that the passes stay in the cache
 
 
@@ -119,7 +118,7 @@ def _encode_scaled(array: Array, values: AnyArray) -> Encoded:
     if array.encoding == "float16-scaled":
         # A power of two changes no mantissa: only range is gained. The exponent is bounded so
         # that the scale itself is a normal float32.
-        exponent = np.clip(np.frexp(largest)[1] - _TOP_EXPONENT, -126, 126)
+        exponent = np.clip(np.frexp(largest)[1] - 15, -126, 126)
         scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
         stored = (flat / scale[:, None]).astype(np.float16)
     else:

@@ -302,7 +302,6 @@ def load_schema(backend: Backend, folder: str) -> Schema:
 
 
 _schemas: dict[str, Schema] = {}
-_MOST_SCHEMAS = 64
 
 
 def read_schema(backend: Backend, key: str) -> Schema:
@@ -310,7 +309,7 @@ def read_schema(backend: Backend, key: str) -> Schema:
     data, path = read_bytes(backend, key, most=LARGE_DOCUMENT), backend.describe(key)
     digest = xxhash.xxh3_128_hexdigest(data)
     if digest not in _schemas:
-        if len(_schemas) >= _MOST_SCHEMAS:
+        if len(_schemas) >= 64:
             _schemas.clear()
         _schemas[digest] = Schema.from_fields(from_bytes(data, path=path), path=path)
     return _schemas[digest]

@@ -45,11 +45,9 @@ FORMAT = "gradkeep-segment-1"
 OPENING = b'{"__metadata__":{"header_xxh3":"'
 DIGEST_AT = 8 + len(OPENING)
 DIGEST_END = DIGEST_AT + 32
-_CHECK_BYTES = 16384  # a check covers at least so many bytes: at most 0.05 % on top
 _CHECK_FROM = 1 << 16  # smaller tensors are verified whole
 _FRAME_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 22  # hashed at a time: fits the cache, so that who reads next finds it there
-_PAGE = 4096
 _SMALL_FILE = 1 << 20
 _CODES = {
     "bool": "BOOL",
@@ -169,7 +167,7 @@ def tensor_digest(digests: list[bytes]) -> str:
 def _seal_header(layout: dict[str, Any], *, payload: int) -> tuple[bytes, str]:
     """The bytes of a header and their digest."""
     text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
-    step = 64 if payload < _SMALL_FILE else _PAGE
+    step = 64 if payload < _SMALL_FILE else 4096
     text += b" " * (-(8 + len(text)) % step)
     blob = len(text).to_bytes(8, "little") + text
     digest = xxhash.xxh3_128_hexdigest(blob)
@@ -203,7 +201,7 @@ def _add_array(
         tensors.append((name, np.frombuffer(b"".join(frames), np.uint8), "U8"))
         return
     if values.nbytes > _CHECK_FROM:
-        rows = max(1, math.ceil(_CHECK_BYTES / row_bytes))
+        rows = max(1, math.ceil(16384 / row_bytes))
         notes[f"check_rows:{name}"] = str(rows)
         view = _bytes_of(values)
         hashed[name], checks = _digests_and_checks(view, len(values), rows * row_bytes)

@@ -42,7 +42,6 @@ Pick = tuple[int, int, int]
 _verified: dict[tuple[object, ...], set[tuple[str, int]]] = {}
 """The blocks of tensors that this process has already verified, by the identity of the file."""
 
-_OPENING_BYTES = 16384
 _ALL = -1  # the block number that stands for all blocks of a tensor
 
 
@@ -72,7 +71,7 @@ class Segment:
         self._digests: dict[str, tuple[int, list[str]]] = {}
 
     def _open_header(self) -> None:
-        head = self._file.read(0, min(_OPENING_BYTES, self._file.size))
+        head = self._file.read(0, min(16384, self._file.size))
         if len(head) == self._file.size:
             # A file that was read as a whole, as a single row mostly is, need not be mapped too.
             self._map = memoryview(bytearray(head))

@@ -51,8 +51,6 @@ BlockKind = Literal["capture", "scores", "rows", "basis", "evaluation"]
 BlockState = Literal["sealed", "open", "unreadable"]
 _NAMED: dict[BlockKind, str] = {"scores": SCORES, "rows": ROWS, "evaluation": EVALUATIONS}
 """Where the kinds lie that a name alone tells apart."""
-LATEST = 253402214400.0
-"""The last day that a calendar of four digits can show; a file can claim to be younger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +275,7 @@ class _BlockScan:
             rows = sum(segment.rows for segment in segments)
         stored = sum(one.bytes for one in segments) + sum(entry.size for entry in self._loose)
         layers = self._layers(schema, segments)  # may still find a problem
+        # The last day that a calendar of four digits can show; a file can claim to be younger.
         return BlockFacts(
             address=self._address,
             state="unreadable" if self._problem else "open" if version is None else "sealed",
@@ -288,7 +287,7 @@ class _BlockScan:
             num_segments=len(segments),
             data_bytes=stored,
             bytes=sum(entry.size for entry in entries),
-            modified=min(max(0.0, max(entry.modified for entry in entries)), LATEST),
+            modified=min(max(0.0, max(entry.modified for entry in entries)), 253402214400.0),
             schema_hash=None if schema is None else schema.hash,
             fingerprints={} if schema is None else schema.fingerprints,
             layers=layers,

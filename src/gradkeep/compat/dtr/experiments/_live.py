@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-_RECORDED_REPEATS = 5
-"""A recording takes the least time of each operator; more repeats change little."""
 _RECORDINGS = 3
 """Before a plan is made."""
 
@@ -71,7 +69,8 @@ def make_log(work: TrialWork, path: Path) -> dict[str, Any]:
         step()
     # Beside the log until all repeats are in it: a log that exists is finished.
     recorder = record(path.with_suffix(f".part{os.getpid()}"))
-    for _ in range(min(work.repeats, _RECORDED_REPEATS)):
+    # A recording takes the least time of each operator; more repeats change little.
+    for _ in range(min(work.repeats, 5)):
         with recorder:
             step()
     recorder.path.replace(path)
