@@ -32,11 +32,7 @@ NAMES = {
         register revolve simplify simulate stash unlimited_peak
     """,
     "gradkeep.errors": """
-        AttributionError BudgetError BudgetWarning CaptureError Conflict Damaged DataError
-        DatamodelsError EvaluationError EvidenceWarning
-        FarmError FormatTooNew GradkeepError InvalidRows LeaseLost LogError MissingExtra
-        MissingRows NotAStore NotExpressible NotSealed QueryError ReadOnly RematError
-        SchemaMismatch SqlError StepChanged StoreError StudyError WriteFailed
+        AttributionError BudgetError BudgetWarning CaptureError Conflict Damaged DataError DatamodelsError EvaluationError EvidenceWarning FarmError FormatTooNew GradkeepError InvalidRows LeaseLost MissingExtra MissingRows NotAStore NotSealed QueryError ReadOnly RematError SchemaMismatch StepChanged StoreError WriteFailed
     """,
     "gradkeep.store": """
         Array Backend BasisKey Batch Block Bucket CaptureKey Checkpoint Decision EvaluationKey

@@ -5,16 +5,13 @@
     |-- BudgetError          a budget that is none, or too small (also a ValueError)
     |-- CaptureError         a model, task, loader or layer that cannot be captured (also a ValueError)
     |-- DataError            example data or a model that is not what was asked for (also a ValueError)
-    |-- DatamodelsError      masks, outputs or options that cannot be fitted (also a ValueError)
+    |-- DatamodelsError      a study, a spec, masks or outputs that cannot be used (also a ValueError)
     |-- EvaluationError      a figure that cannot be found honestly with what there is (also a ValueError)
     |-- FarmError            jobs that cannot be run, or none of which succeeds
     |-- MissingExtra         an optional dependency is needed for this
     |-- QueryError           a question that the kept gradients cannot answer (also a ValueError)
-    |-- RematError           something about rematerialization (also a ValueError)
-    |   |-- LogError         a log that is not one, with the line
+    |-- RematError           a recorded step, or a log of one, that cannot be used (also a ValueError)
     |   `-- StepChanged      a training step that was planned did something else
-    |-- SqlError             a query that cannot be answered, or that would write
-    |-- StudyError           a spec, a study or what a training returned is wrong (also a ValueError)
     `-- StoreError
         |-- NotAStore        the path holds something else, or nothing
         |-- FormatTooNew     written by a later gradkeep
@@ -22,7 +19,6 @@
         |-- InvalidRows      wrong dtype, shape, ids or not-a-number (also a ValueError)
         |-- MissingRows      rows that were never written, or are gone (also a LookupError)
         |-- NotSealed        a block that is still being written
-        |-- NotExpressible   another format cannot show what is stored
         |-- Conflict         the name is taken by other bytes
         |-- Damaged          bytes that are not what was written
         |-- LeaseLost        somebody else holds the row now
@@ -56,20 +52,16 @@ __all__ = [
     "GradkeepError",
     "InvalidRows",
     "LeaseLost",
-    "LogError",
     "MissingExtra",
     "MissingRows",
     "NotAStore",
-    "NotExpressible",
     "NotSealed",
     "QueryError",
     "ReadOnly",
     "RematError",
     "SchemaMismatch",
-    "SqlError",
     "StepChanged",
     "StoreError",
-    "StudyError",
     "WriteFailed",
 ]
 
@@ -137,10 +129,6 @@ class FarmError(GradkeepError):
     """Jobs that cannot be run: no worker starts, or none of them succeeds."""
 
 
-class StudyError(GradkeepError, ValueError):
-    """A spec, a study, or what one of its trainings returned, is not what it must be."""
-
-
 class MissingExtra(GradkeepError):
     """An optional dependency is not installed."""
 
@@ -169,16 +157,8 @@ class QueryError(GradkeepError, ValueError):
     """A question that the kept gradients cannot answer."""
 
 
-class SqlError(GradkeepError):
-    """The SQL is wrong, or asks for more than reading."""
-
-
 class RematError(GradkeepError, ValueError):
     """Something about rematerialization: a budget, a heuristic, a program."""
-
-
-class LogError(RematError):
-    """A log of operators that cannot be read; the message names the line."""
 
 
 class StepChanged(RematError):
@@ -211,10 +191,6 @@ class MissingRows(StoreError, LookupError):
 
 class NotSealed(StoreError):
     """The block is still being written; its rows are not complete."""
-
-
-class NotExpressible(StoreError):
-    """Another format cannot show what is stored as it is stored."""
 
 
 class Conflict(StoreError):

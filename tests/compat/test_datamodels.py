@@ -234,11 +234,11 @@ def test_initializing_a_store_again_is_refused_and_changes_nothing(place):
 )
 def test_a_bad_spec_is_refused_by_the_name_of_its_field(tmp_path, spec, field):
     from gradkeep.datamodels.study._spec import Spec
-    from gradkeep.errors import StudyError
+    from gradkeep.errors import DatamodelsError
 
     file = tmp_path / "spec.json"
     file.write_text(spec if isinstance(spec, str) else json.dumps(spec))
-    with pytest.raises(StudyError) as refused:
+    with pytest.raises(DatamodelsError) as refused:
         Spec.read(file)
     assert field in str(refused.value)
 

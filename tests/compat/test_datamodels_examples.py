@@ -25,7 +25,7 @@ from gradkeep.compat.datamodels import (
 from gradkeep.compat.datamodels.regression import compute_datamodels as fitting
 from gradkeep.compat.datamodels.regression import write_dataset
 from gradkeep.compat.datamodels.training import initialize_store, worker
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 ROOT = Path(__file__).parents[2]
 BASH = shutil.which("bash")
@@ -218,10 +218,10 @@ def test_targets_that_moved_are_put_back(tmp_path):
 
 
 def test_what_is_no_log_is_refused(tmp_path):
-    with pytest.raises(StudyError, match=r"no folder of regression logs(.|\n)*metadata\.csv"):
+    with pytest.raises(DatamodelsError, match=r"no folder of regression logs(.|\n)*metadata\.csv"):
         read_log(tmp_path)
     (tmp_path / "metadata.csv").write_text("field,max_chunk,counter\nlambda,0,1\n")
-    with pytest.raises(StudyError, match=r"lambda_0\.npy"):
+    with pytest.raises(DatamodelsError, match=r"lambda_0\.npy"):
         read_log(tmp_path)
 
 
@@ -233,17 +233,17 @@ def test_a_fit_that_was_cut_off_can_be_done_again(tmp_path, monkeypatch):
         fitted(tmp_path / "out", progress=stop)
     assert not (tmp_path / "out/datamodels.pt").exists()
     fitted(tmp_path / "out")
-    with pytest.raises(StudyError, match="exists already"):
+    with pytest.raises(DatamodelsError, match="exists already"):
         fitted(tmp_path / "out")
     (tmp_path / "file").write_text("")
-    with pytest.raises(StudyError, match="exists already"):
+    with pytest.raises(DatamodelsError, match="exists already"):
         fitted(tmp_path / "file")
 
 
 def test_targets_and_penalties_that_cannot_be(tmp_path):
-    with pytest.raises(StudyError, match=r"target_start_ind 7(.|\n)*0 to 4"):
+    with pytest.raises(DatamodelsError, match=r"target_start_ind 7(.|\n)*0 to 4"):
         fitted(tmp_path / "out", columns=slice(7, None))
-    with pytest.raises(StudyError, match="fewer than 10000"):
+    with pytest.raises(DatamodelsError, match="fewer than 10000"):
         fitted(tmp_path / "out", lambdas=10_000)
     assert not (tmp_path / "out").exists()
 

@@ -8,7 +8,7 @@ import gradkeep as gk
 from gradkeep.compat import datamodels
 from gradkeep.datamodels.study._contract import initialize
 from gradkeep.datamodels.study._spec import Spec
-from gradkeep.errors import EvidenceWarning, SchemaMismatch, StudyError
+from gradkeep.errors import DatamodelsError, EvidenceWarning, SchemaMismatch
 
 SPEC = Spec.from_fields(
     {
@@ -55,7 +55,7 @@ def test_a_folder_of_arrays_goes_in_and_comes_out_the_same(tmp_path, folder):
 def test_an_export_never_overwrites(tmp_path, folder):
     store = gk.open(tmp_path / "store", durability="process")
     datamodels.import_folder(store, folder.path)
-    with pytest.raises(StudyError, match="3 models done"):
+    with pytest.raises(DatamodelsError, match="3 models done"):
         datamodels.export_folder(store, folder.path)
 
 
@@ -70,10 +70,10 @@ def test_other_arrays_under_the_same_name_are_refused(tmp_path, folder):
 
 
 def test_a_folder_without_flags_or_with_uneven_arrays_is_refused(tmp_path, folder):
-    with pytest.raises(StudyError, match="no store directory"):
+    with pytest.raises(DatamodelsError, match="no store directory"):
         datamodels.NpyFolder.open(tmp_path)
     np.save(folder.path / "odd.npy", np.zeros(4))
-    with pytest.raises(StudyError, match="same number of models"):
+    with pytest.raises(DatamodelsError, match="same number of models"):
         datamodels.NpyFolder.open(folder.path)
 
 
@@ -106,10 +106,10 @@ def test_published_arrays_are_imported_as_bits_and_float16(tmp_path):
 
 def test_which_share_is_asked_if_there_are_several(tmp_path):
     publish(tmp_path, shares=(10, 50))
-    with pytest.raises(StudyError, match="which share"):
+    with pytest.raises(DatamodelsError, match="which share"):
         datamodels.open_published(tmp_path)
     assert datamodels.open_published(tmp_path, alpha=0.1).alpha == 0.1
-    with pytest.raises(StudyError, match="not here"):
+    with pytest.raises(DatamodelsError, match="not here"):
         datamodels.open_published(tmp_path, alpha=0.2)
 
 
@@ -124,17 +124,17 @@ def test_weights_are_read_without_running_what_a_file_holds(tmp_path):
             return (open, (str(tmp_path / "sprung"), "w"))
 
     torch.save({"weight": Trap()}, tmp_path / "trap.pt")
-    with pytest.raises(StudyError, match="no file of tensors"):
+    with pytest.raises(DatamodelsError, match="no file of tensors"):
         datamodels.load_weights(tmp_path / "trap.pt")
     assert not (tmp_path / "sprung").exists()
     torch.save({"weight": torch.ones(2)}, tmp_path / "half.pt")
-    with pytest.raises(StudyError, match="no bias, lam"):
+    with pytest.raises(DatamodelsError, match="no bias, lam"):
         datamodels.load_weights(tmp_path / "half.pt")
 
 
 def test_a_file_of_another_tool_is_no_regression_data(tmp_path):
     (tmp_path / "ffcv.beton").write_bytes(b"\x02\x00not ours" * 40)
-    with pytest.raises(StudyError, match="run write_dataset again"):
+    with pytest.raises(DatamodelsError, match="run write_dataset again"):
         datamodels.RegressionData.load(tmp_path / "ffcv.beton")
 
 
@@ -149,9 +149,9 @@ def test_rows_that_are_not_completed_are_left_out_of_the_regression(folder, tmp_
     data.save(tmp_path / "data")
     again = datamodels.RegressionData.load(tmp_path / "data")
     np.testing.assert_array_equal(again.masks.bits, data.masks.bits)
-    with pytest.raises(StudyError, match="no such array"):
+    with pytest.raises(DatamodelsError, match="no such array"):
         datamodels.collect_completed(folder, outputs="margin")
-    with pytest.raises(StudyError, match="not enough models"):
+    with pytest.raises(DatamodelsError, match="not enough models"):
         datamodels.compute_datamodels(data, num_train=3, num_val=1)
 
 

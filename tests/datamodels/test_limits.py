@@ -8,7 +8,7 @@ import torch
 
 from gradkeep import datamodels
 from gradkeep.datamodels import Study, Training, fit, margins, planted, verify_removals
-from gradkeep.errors import EvidenceWarning, StudyError
+from gradkeep.errors import DatamodelsError, EvidenceWarning
 
 
 def few(models=30, examples=1500, targets=100):
@@ -144,10 +144,10 @@ def test_the_ceiling_is_that_of_a_known_noise(tmp_path, monkeypatch):
 
 
 def test_repeats_and_ceilings_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(StudyError, match="repeats cannot be 0"):
+    with pytest.raises(DatamodelsError, match="repeats cannot be 0"):
         make(tmp_path, num_models=4, repeats=0)
     study = make(tmp_path, num_models=4)
-    with pytest.raises(StudyError, match="several models have seen"):
+    with pytest.raises(DatamodelsError, match="several models have seen"):
         study.ceiling()
     with pytest.raises(Exception, match="begun differently"):
         make(tmp_path, num_models=4, repeats=2)

@@ -21,7 +21,7 @@ from gradkeep.datamodels import (
 )
 from gradkeep.datamodels.fitting._masks import training_seed
 from gradkeep.datamodels.study._training import TOLERANCE, stacks_well, train_many
-from gradkeep.errors import SchemaMismatch, StudyError
+from gradkeep.errors import DatamodelsError, SchemaMismatch
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(40, 5, generator=GENERATOR)
@@ -62,7 +62,7 @@ def test_independent_subsets_have_the_share_on_average():
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, -1, float("nan")])
 def test_a_share_that_leaves_nothing_is_refused(alpha):
-    with pytest.raises(StudyError, match="alpha"):
+    with pytest.raises(DatamodelsError, match="alpha"):
         draw_masks(0, [0], num_examples=10, alpha=alpha)
 
 
@@ -171,19 +171,19 @@ def test_a_capture_of_a_study_resumes_and_takes_some_models_and_examples(tmp_pat
 def test_captures_that_a_study_cannot_make_are_refused(tmp_path):
     plain = study(tmp_path / "plain", num_models=1)
     plain.run(workers=0)
-    with pytest.raises(StudyError, match="keep_models=True"):
+    with pytest.raises(DatamodelsError, match="keep_models=True"):
         plain.capture()
     found = study(tmp_path / "kept", keep_models=True, outputs=output(lambda m: [1.0], 1))
-    with pytest.raises(StudyError, match="test="):
+    with pytest.raises(DatamodelsError, match="test="):
         found.capture()
-    with pytest.raises(StudyError, match="run, split"):
+    with pytest.raises(DatamodelsError, match="run, split"):
         found.capture(TEST, run="mine", split="other")
 
 
 def test_a_study_that_keeps_no_models_says_so(tmp_path):
-    with pytest.raises(StudyError, match="keep_models=True"):
+    with pytest.raises(DatamodelsError, match="keep_models=True"):
         study(tmp_path).model(0)
-    with pytest.raises(StudyError, match="untrained model"):
+    with pytest.raises(DatamodelsError, match="untrained model"):
         study(tmp_path, lambda subset, seed: linear(), keep_models=True, name="other")
 
 
@@ -218,7 +218,7 @@ def test_other_data_is_refused(tmp_path):
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, None])
 def test_a_number_of_models_that_is_none_is_refused(tmp_path, count):
-    with pytest.raises(StudyError, match="num_models"):
+    with pytest.raises(DatamodelsError, match="num_models"):
         study(tmp_path, num_models=count)
 
 
@@ -245,7 +245,7 @@ def test_a_study_is_fitted(tmp_path):
     fitted = found.fit("weight")
     assert np.abs(fitted.weights[[4, 7], 0] - [3, -2]).max() < 0.2
     assert isinstance(found.masks([0, 5]), Masks)
-    with pytest.raises(StudyError, match="weight or size"):
+    with pytest.raises(DatamodelsError, match="weight or size"):
         found.outputs()
 
 
@@ -300,7 +300,7 @@ def test_models_that_would_differ_are_not_stacked(layer):
 
 def test_stacking_what_cannot_be_stacked_is_refused(tmp_path):
     for options in ({"subsets": "independent"}, {"outputs": output(lambda model: [1.0], 1)}):
-        with pytest.raises(StudyError, match="stacked"):
+        with pytest.raises(DatamodelsError, match="stacked"):
             study(tmp_path, stacked=True, **options)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradkeep.datamodels import Study, Training, margins
-from gradkeep.errors import BudgetError, StudyError
+from gradkeep.errors import BudgetError, DatamodelsError
 
 
 def deep():
@@ -64,7 +64,7 @@ def test_a_study_may_go_on_with_another_budget(tmp_path):
 
 
 def test_what_cannot_be_is_told(tmp_path):
-    with pytest.raises(StudyError, match="cannot be trained stacked"):
+    with pytest.raises(DatamodelsError, match="cannot be trained stacked"):
         study(tmp_path / "one", 0.8, stacked=True)
     with pytest.raises(BudgetError, match="floor"):
         study(tmp_path / "two", 0.01).job([0])

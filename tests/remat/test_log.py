@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradkeep.errors import LogError
+from gradkeep.errors import RematError
 from gradkeep.remat import read_log, simulate, unlimited_peak
 from gradkeep.remat.simulator._program import StepKind
 
@@ -139,18 +139,18 @@ def test_releases_of_unknown_names_are_counted():
     ],
 )
 def test_bad_logs_are_told_with_their_line(parts, words):
-    with pytest.raises(LogError, match=words):
+    with pytest.raises(RematError, match=words):
         read(parts)
 
 
 def test_a_log_without_start_says_what_to_do():
-    with pytest.raises(LogError, match="from_start=False"):
+    with pytest.raises(RematError, match="from_start=False"):
         read_log(constant("w", 1))
 
 
 def test_a_missing_or_binary_log(tmp_path):
-    with pytest.raises(LogError, match="cannot be read"):
+    with pytest.raises(RematError, match="cannot be read"):
         read_log(tmp_path / "none.log")
     (tmp_path / "binary.log").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LogError, match="cannot be read"):
+    with pytest.raises(RematError, match="cannot be read"):
         read_log(tmp_path / "binary.log")

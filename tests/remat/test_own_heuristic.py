@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gradkeep as gk
-from gradkeep.compat.dtr.experiments import parse_experiment, run_experiment
+from gradkeep.compat.dtr.experiments._config import parse_experiment
+from gradkeep.compat.dtr.experiments._run import run_experiment
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator import _heuristics
 from gradkeep.remat.simulator._sweep import sweep, sweep_cases

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradkeep as gk
-from gradkeep.errors import Damaged, MissingExtra, MissingRows, SqlError
+from gradkeep.errors import Damaged, MissingExtra, MissingRows, StoreError
 from gradkeep.store import LocalDisk, Memory, Store
 from gradkeep.store.backends._plain_file import Syscalls
 
@@ -192,7 +192,7 @@ def test_reading_statements_are_answered(store, query):
 )
 def test_everything_else_is_refused_with_a_typed_error(store, tmp_path, query):
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-    with pytest.raises(SqlError):
+    with pytest.raises(StoreError):
         store.sql(query.format(folder=tmp_path))
     assert not list(tmp_path.rglob("stolen*"))
     assert before.keys() <= set(tmp_path.rglob("*"))
@@ -202,19 +202,19 @@ def test_a_query_does_not_see_the_variables_of_the_caller(store):
     import pyarrow as pa
 
     secret = pa.table({"a": [1]})
-    with pytest.raises(SqlError, match="secret"):
+    with pytest.raises(StoreError, match="secret"):
         store.sql("select * from secret")
     assert secret.num_rows == 1
 
 
 def test_a_refusal_says_that_sql_only_reads(store):
-    with pytest.raises(SqlError, match="only read by SQL") as caught:
+    with pytest.raises(StoreError, match="only read by SQL") as caught:
         store.sql("delete from samples")
     assert "DELETE" in str(caught.value.found)
 
 
 def test_an_error_in_the_query_carries_the_engines_words(store):
-    with pytest.raises(SqlError, match="losss") as caught:
+    with pytest.raises(StoreError, match="losss") as caught:
         store.sql("select losss from samples")
     assert "DESCRIBE" in caught.value.fix
 

@@ -27,7 +27,7 @@ from gradkeep.cli._options import (
     WorkerOptions,
     print_json,
 )
-from gradkeep.errors import NotAStore, StudyError
+from gradkeep.errors import DatamodelsError, NotAStore
 
 if TYPE_CHECKING:
     from gradkeep.farm._run import Failure, Outcome, Progress
@@ -102,11 +102,13 @@ def init(
     from gradkeep.datamodels.study._spec import COMPLETED, Spec
 
     if sum(item is not None for item in (spec, source, grow)) != 1:
-        raise StudyError("say one of --spec, --from and --grow", fix="for example --spec spec.json")
+        raise DatamodelsError(
+            "say one of --spec, --from and --grow", fix="for example --spec spec.json"
+        )
     if spec is not None:
-        input_file(spec, error=StudyError)
+        input_file(spec, error=DatamodelsError)
     if source is not None:
-        input_folder(source, error=StudyError)
+        input_folder(source, error=DatamodelsError)
     imported = 0
     chosen = study.MODELS if name is None else name
     if grow is not None:
@@ -169,7 +171,7 @@ def export(
     """Write the models that are done as .npy arrays with `_completed.npy`, as other tools read them."""
     from gradkeep.compat import datamodels as layouts
 
-    output_folder(folder, error=StudyError)
+    output_folder(folder, error=DatamodelsError)
     done = layouts.export_folder(store, folder, name=name)
     if json:
         print_json({"folder": str(folder), "models": done})
@@ -274,7 +276,7 @@ def open_models(store: str) -> Store:
     except NotAStore as error:
         if not (Path(store) / "_completed.npy").is_file():
             raise
-        raise StudyError(
+        raise DatamodelsError(
             "this is a folder of .npy arrays, as initialize_store makes it, and not a store",
             path=store,
             found=error.found,

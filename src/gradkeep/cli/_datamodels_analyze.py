@@ -18,7 +18,7 @@ from gradkeep.cli._datamodels import (
 from gradkeep.cli._files import LARGEST, MOST_WORKERS, input_file, input_text
 from gradkeep.cli._imports import imported
 from gradkeep.cli._options import JsonOption, StoreArgument, print_json
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ def _trained_data(
     ]
     chosen = others[0] if output is None and len(others) == 1 else output
     if masks not in names or chosen not in names:
-        raise StudyError(
+        raise DatamodelsError(
             "which arrays hold masks and outputs?",
             path=rows.path,
             found=f"--masks {masks}, --output {chosen}",
@@ -126,7 +126,7 @@ def _trained_data(
         )
     done = rows.done()
     if len(done) == 0:
-        raise StudyError("no model is done yet", path=rows.path, fix="gradkeep datamodels run")
+        raise DatamodelsError("no model is done yet", path=rows.path, fix="gradkeep datamodels run")
     found = rows.read(done, [masks, chosen])
     return found[masks], np.asarray(found[chosen], np.float32).reshape(len(done), -1)
 
@@ -190,7 +190,7 @@ def analyze(
     from gradkeep import datamodels
 
     if what not in (*_FITTED, *_TRAINED):
-        raise StudyError("there is no such analysis", found=what, expected=_EVERY)
+        raise DatamodelsError("there is no such analysis", found=what, expected=_EVERY)
     opened = open_models(store)
     chosen = None if targets is None else _numbers("targets", targets)
     asked: dict[str, Callable[[], Any]]
@@ -262,7 +262,7 @@ def _loaded(opened: Store, name: str | None, *, option: str = "--fit") -> Datamo
     from gradkeep import datamodels
 
     if name is None:
-        raise StudyError(
+        raise DatamodelsError(
             "which fit?",
             expected=" or ".join(key.name for key in opened.scores()) or "none is saved yet",
             fix=f"{option} NAME, as `gradkeep datamodels fit STORE --save NAME` called it",
@@ -272,16 +272,16 @@ def _loaded(opened: Store, name: str | None, *, option: str = "--fit") -> Datamo
 
 def _one_set(remove: list[str] | None) -> list[int]:
     if remove is None or len(remove) != 1:
-        raise StudyError("removal takes one --remove", found=remove, expected="such as 0,3,7")
+        raise DatamodelsError("removal takes one --remove", found=remove, expected="such as 0,3,7")
     return _numbers("remove", remove[0])
 
 
 def _numbers(what: str, given: str | None) -> list[int]:
     try:
         numbers = [int(word) for word in (given or "").split(",")]
-        found: list[int] = whole_numbers(what, numbers, error=StudyError).tolist()
+        found: list[int] = whole_numbers(what, numbers, error=DatamodelsError).tolist()
     except ValueError:
-        raise StudyError(
+        raise DatamodelsError(
             f"--{what} is wrong", found=shown(given), expected="whole numbers, such as 0,3,7"
         ) from None
     return found
@@ -349,15 +349,15 @@ def _labels_of(option: str, source: str | None) -> Any:
     import numpy as np
 
     if source is None:
-        raise StudyError(
+        raise DatamodelsError(
             f"--{option} is missing", expected="FILE.npy, FILE.npz:NAME, or a file of lines"
         )
     file, name = source, ""
     if ".npz:" in source and not os.path.exists(source):
         file, _, name = source.rpartition(":")
     if not file.endswith((".npy", ".npz")):
-        return np.array(input_text(file, error=StudyError).splitlines())
-    input_file(file, error=StudyError)
+        return np.array(input_text(file, error=DatamodelsError).splitlines())
+    input_file(file, error=DatamodelsError)
     try:
         with open(file, "rb") as opened:  # numpy leaves a broken archive open
             read = np.load(opened)
@@ -365,11 +365,11 @@ def _labels_of(option: str, source: str | None) -> Any:
                 return read
             arrays = dict(read)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise StudyError(f"--{option} cannot be read", path=file, found=error) from error
+        raise DatamodelsError(f"--{option} cannot be read", path=file, found=error) from error
     if not name and len(arrays) == 1:
         return next(iter(arrays.values()))
     if name not in arrays:
-        raise StudyError(
+        raise DatamodelsError(
             "which array holds the groups?",
             path=file,
             found=name or None,
@@ -384,13 +384,13 @@ def _study_of(where: str | None) -> Study:
     from gradkeep.datamodels import Study
 
     if where is None:
-        raise StudyError(
+        raise DatamodelsError(
             "which study trained these models? To train again, its data and training are needed",
             expected="--study module:name, a Study or a function that returns it",
         )
-    found: Any = imported(where, "", error=StudyError)  # "": as `python -m` does
+    found: Any = imported(where, "", error=DatamodelsError)  # "": as `python -m` does
     if callable(found) and not isinstance(found, type):
         found = found()
     if not isinstance(found, Study):
-        raise StudyError("--study names no study", path=where, found=type(found).__name__)
+        raise DatamodelsError("--study names no study", path=where, found=type(found).__name__)
     return found

@@ -19,7 +19,7 @@ from gradkeep.errors import RematError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradkeep.compat.dtr.experiments import DtrExperiment
+    from gradkeep.compat.dtr.experiments._config import DtrExperiment
     from gradkeep.remat.simulator._picture import PictureStyle
     from gradkeep.remat.simulator._sweep import PaperFigure, SweepCase, SweepRow
 
@@ -82,7 +82,8 @@ def pareto(
     torch.utils.checkpoint. Small graphs get their optimum. Writes pareto.csv, pareto.png, pareto.svg
     and a self-contained pareto.html.
     """
-    from gradkeep.compat.dtr.experiments import PLACEMENTS, pareto_experiment
+    from gradkeep.compat.dtr.experiments._config import pareto_experiment
+    from gradkeep.compat.dtr.experiments._trial import PLACEMENTS
     from gradkeep.remat.simulator._picture import PictureStyle
     from gradkeep.remat.simulator._sweep import MAIN_HEURISTICS, optimum_cases, sweep_cases
 
@@ -213,7 +214,8 @@ def experiments(
     Writes results/, logs/, summary/ and graphs/. Measurements run one at a time. Interrupt it at any
     moment and run it again: what is done stays done. Exit code 3 if trials failed.
     """
-    from gradkeep.compat.dtr.experiments import read_experiment, run_experiment
+    from gradkeep.compat.dtr.experiments._config import read_experiment
+    from gradkeep.compat.dtr.experiments._run import run_experiment
     from gradkeep.remat.simulator._picture import sweep_sentences
 
     input_file(config, error=RematError)
@@ -251,7 +253,7 @@ def show_endings(results: Iterable[dict[str, Any]]) -> None:
 
 
 def _ending(result: dict[str, Any]) -> str | None:
-    from gradkeep.compat.dtr.experiments import FAILED
+    from gradkeep.compat.dtr.experiments._trial import FAILED
 
     kind, status = result["type"], result["status"]
     said = (str(result.get("message", "")).splitlines() or [""])[-1]
@@ -328,7 +330,7 @@ def _show_files(
 
 def _trained(experiment: DtrExperiment, folder: Path, workers: int | None) -> list[SweepRow]:
     """Run the trials of models; what went wrong is told and left out of the picture."""
-    from gradkeep.compat.dtr.experiments import run_experiment
+    from gradkeep.compat.dtr.experiments._run import run_experiment
 
     _show_notes(experiment.notes)
     with progress("models", "trials") as told:

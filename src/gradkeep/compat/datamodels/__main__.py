@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradkeep.compat.datamodels import OLD_NAME
 from gradkeep.compat.datamodels._command_line import end
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     from gradkeep.datamodels.study._contract import offer_aliases
 
     if not arguments or arguments[0].startswith("-"):
-        raise StudyError(
+        raise DatamodelsError(
             "no module to run",
             expected="python -m gradkeep.compat.datamodels MODULE ...",
             fix="name a module that imports datamodels, such as examples.minimal.check",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradkeep.errors import GradkeepError, MissingExtra, StudyError
+from gradkeep.errors import DatamodelsError, GradkeepError, MissingExtra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ def script_traceback(error: BaseException) -> str | None:
 def _value(flag: Flag, given: Any) -> Any:
     if given is None:
         if flag.required:
-            raise StudyError(f"--{flag.name} is needed", fix=f"--{flag.name}=VALUE")
+            raise DatamodelsError(f"--{flag.name} is needed", fix=f"--{flag.name}=VALUE")
         return False if flag.switch else flag.default
     if flag.switch:
         return str(given).lower() not in ("0", "false", "no", "")
@@ -92,7 +92,7 @@ def _value(flag: Flag, given: Any) -> Any:
         # YAML reads 1e-6 as text, and whole numbers may be written with underscores.
         return flag.kind(given)
     except (TypeError, ValueError) as error:
-        raise StudyError(
+        raise DatamodelsError(
             f"--{flag.name} has a wrong value",
             found=repr(given),
             expected=getattr(flag.kind, "__name__", str(flag.kind)),
@@ -103,7 +103,7 @@ def _read(file: str) -> Mapping[str, Any]:
     try:
         text = Path(file).read_text()
     except OSError as error:
-        raise StudyError(
+        raise DatamodelsError(
             "the configuration cannot be read", path=file, found=error.strerror
         ) from error
     try:
@@ -118,9 +118,13 @@ def _read(file: str) -> Mapping[str, Any]:
         try:
             fields = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise StudyError("this is neither JSON nor YAML", path=file, found=error) from error
+            raise DatamodelsError(
+                "this is neither JSON nor YAML", path=file, found=error
+            ) from error
     if not isinstance(fields, dict):
-        raise StudyError("the configuration is not a mapping", path=file, found=repr(fields)[:80])
+        raise DatamodelsError(
+            "the configuration is not a mapping", path=file, found=repr(fields)[:80]
+        )
     return fields
 
 

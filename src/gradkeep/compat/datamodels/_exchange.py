@@ -13,7 +13,7 @@ from gradkeep.compat.datamodels._npy_folder import NpyFolder, mapped, spec_of
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._contract import MODELS, initialize, models_of
 from gradkeep.datamodels.study._spec import Spec
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     import os
@@ -94,7 +94,7 @@ def open_published(path: str | os.PathLike[str], *, alpha: float | None = None) 
     shares = sorted(share for share, files in found.items() if "masks" in files)
     wanted = shares if alpha is None else [share for share in shares if share == round(100 * alpha)]
     if len(wanted) != 1:
-        raise StudyError(
+        raise DatamodelsError(
             "which share of the training set?" if wanted else "the published arrays are not here",
             path=place,
             found=", ".join(f"train_masks_{share}pct.npy" for share in shares) or "no masks",

@@ -24,7 +24,7 @@ import xxhash
 
 from gradkeep.datamodels.study._contract import logdir_of
 from gradkeep.datamodels.study._spec import COMPLETED, Field, Spec, check_returned
-from gradkeep.errors import StudyError, WriteFailed
+from gradkeep.errors import DatamodelsError, WriteFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class NpyFolder:
         """Empty arrays for every field; a folder that already has any is refused."""
         folder = Path(path)
         if not folder.is_dir():
-            raise StudyError(
+            raise DatamodelsError(
                 "there is no such folder", path=path, fix="mkdir it, or check the name"
             )
         present = sorted(file.name for file in folder.glob("*.npy"))
@@ -57,7 +57,7 @@ class NpyFolder:
                 if (folder / _file(COMPLETED)).exists()
                 else 0
             )
-            raise StudyError(
+            raise DatamodelsError(
                 "this folder already has arrays; making them anew would wipe them out",
                 path=path,
                 found=f"{', '.join(present[:4])}, {done} models done",
@@ -75,7 +75,7 @@ class NpyFolder:
         """The directory, with its spec read from the arrays' headers."""
         folder = Path(path)
         if not (folder / _file(COMPLETED)).exists():
-            raise StudyError(
+            raise DatamodelsError(
                 "this is no store directory",
                 path=path,
                 found="no such folder" if not folder.is_dir() else f"no {_file(COMPLETED)}",
@@ -97,7 +97,7 @@ class NpyFolder:
     def check_index(self, index: int) -> None:
         """Refuse an index that is no row: before anything is trained."""
         if not 0 <= index < self.spec.num_models:
-            raise StudyError(
+            raise DatamodelsError(
                 "there is no such model",
                 path=self.path,
                 found=f"index {index}",
@@ -131,7 +131,7 @@ class NpyFolder:
                 read(file) if version == (1, 0) else np.lib.format.read_array_header_2_0(file)
             )
             if by_column and len(shape) > 1:
-                raise StudyError(
+                raise DatamodelsError(
                     "this array is stored column by column; a row cannot be written into it",
                     path=file.name,
                 )
@@ -161,7 +161,7 @@ def mapped(files: Mapping[str, Path], first: str) -> dict[str, AnyArray]:
     arrays = {name: np.load(file, mmap_mode="r") for name, file in files.items()}
     for name, array in arrays.items():
         if len(array) != len(arrays[first]):
-            raise StudyError(
+            raise DatamodelsError(
                 "the arrays do not have the same number of models",
                 path=files[name],
                 found=len(array),
@@ -226,7 +226,7 @@ def _called(main: Callable[..., Any], index: int, logdir: str) -> Any:
         return main(index=index, logdir=logdir)
     except SystemExit as error:
         # Scripts that refuse their flags often end Python, some with a code that means success.
-        raise StudyError(
+        raise DatamodelsError(
             f"model {index}: main ended Python instead of returning",
             found=f"exit code {error.code}",
             expected="a dictionary",

@@ -14,7 +14,7 @@ import numpy as np
 from gradkeep._arguments import file_to_write
 from gradkeep.compat.datamodels._regression_logs import FOLDERS, ROWS, RegressionLogs
 from gradkeep.datamodels import Masks, fit
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ class RegressionData:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one file, masks as bits."""
-        with open(file_to_write(path, error=StudyError), "wb") as file:
+        with open(file_to_write(path, error=DatamodelsError), "wb") as file:
             np.savez(
                 file,
                 bits=self.masks.bits,
@@ -50,11 +50,11 @@ class RegressionData:
                 masks = Masks(found["bits"], int(found["num_examples"]))
                 return cls(masks, found["targets"], found["rows"])
         except OSError as error:
-            raise StudyError(
+            raise DatamodelsError(
                 "the data for the regression cannot be read", path=path, found=error.strerror
             ) from error
         except (ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise StudyError(
+            raise DatamodelsError(
                 "this file was not written for the regression here",
                 path=path,
                 expected="a file made by write_dataset; those of FFCV are not needed",
@@ -76,7 +76,7 @@ def collect_completed(
     """
     for name in (masks, outputs):
         if name not in [field.name for field in folder.spec.fields]:
-            raise StudyError(
+            raise DatamodelsError(
                 "there is no such array in the store directory",
                 path=folder.path,
                 found=name,
@@ -86,7 +86,7 @@ def collect_completed(
     if flags is not None:
         rows = np.flatnonzero(folder.array(flags))
     if len(rows) == 0:
-        raise StudyError("no model is completed yet", path=folder.path, fix="run the workers")
+        raise DatamodelsError("no model is completed yet", path=folder.path, fix="run the workers")
     chosen = np.asarray(folder.array(outputs)[rows], np.float32)
     targets = chosen.reshape(len(rows), -1)
     if column is not None:
@@ -116,7 +116,7 @@ def compute_datamodels(
     """
     total = num_train + num_val
     if min(num_train, num_val, lambdas) < 1 or total > len(data.targets):
-        raise StudyError(
+        raise DatamodelsError(
             "there are not enough models",
             found=f"{len(data.targets)} completed models",
             expected=f"num_train {num_train} and num_val {num_val}, both at least 1",
@@ -124,15 +124,15 @@ def compute_datamodels(
         )
     place = None if out is None else Path(out)
     if place is not None and lambdas >= ROWS:
-        raise StudyError("too many penalties", found=lambdas, expected=f"fewer than {ROWS}")
+        raise DatamodelsError("too many penalties", found=lambdas, expected=f"fewer than {ROWS}")
     if place is not None and place.exists() and not _cut_off(place):
-        raise StudyError(
+        raise DatamodelsError(
             "the folder for the results exists already", path=place, fix="give a new name"
         )
     masks = data.masks[:total]
     targets = data.targets[:total, columns]
     if not targets.shape[1]:
-        raise StudyError(
+        raise DatamodelsError(
             "there is no such target",
             found=f"data.target_start_ind {columns.start}, target_end_ind {columns.stop}",
             expected=f"targets from 0 to {data.targets.shape[1] - 1}",
@@ -172,14 +172,16 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, AnyArray]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise StudyError("the weights cannot be read", path=path, found=error.strerror) from error
+        raise DatamodelsError(
+            "the weights cannot be read", path=path, found=error.strerror
+        ) from error
     except Exception as error:
-        raise StudyError(
+        raise DatamodelsError(
             "this is no file of tensors", path=path, found=f"{type(error).__name__}: {error}"
         ) from error
     missing = [key for key in ("weight", "bias", "lam") if key not in found]
     if missing:
-        raise StudyError(
+        raise DatamodelsError(
             "this file holds no datamodels", path=path, found=f"no {', '.join(missing)}"
         )
     return {key: np.asarray(value) for key, value in found.items() if hasattr(value, "shape")}
@@ -194,7 +196,7 @@ def save_weights(
     named = {"weight": weight, "bias": bias, "lam": lam, **more}
     # Copies: tensors of arrays that must not be written to would make torch warn.
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in named.items()}
-    temp = f"{os.fspath(file_to_write(path, error=StudyError))}.{secrets.token_hex(4)}"
+    temp = f"{os.fspath(file_to_write(path, error=DatamodelsError))}.{secrets.token_hex(4)}"
     try:
         torch.save(tensors, temp)
         os.replace(temp, path)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._path import PenaltyStep
@@ -134,7 +134,7 @@ def read_log(folder: str | os.PathLike[str]) -> dict[str, AnyArray]:
             ]
             found[name] = np.concatenate([*parts[:-1], parts[-1][:used]])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StudyError(
+        raise DatamodelsError(
             "this is no folder of regression logs",
             path=place,
             found=f"{type(error).__name__}: {error}",

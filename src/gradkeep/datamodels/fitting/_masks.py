@@ -9,7 +9,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep._annotations import checked
-from gradkeep.errors import DatamodelsError, StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,7 +151,7 @@ def _check_binary(rows: AnyArray, start: int) -> None:
         )
 
 
-@checked(StudyError)
+@checked(DatamodelsError)
 def draw_masks(
     seed: int,
     indices: Sequence[int],
@@ -190,16 +190,20 @@ def subset_size(alpha: float, num_examples: int) -> int:
 def check_alpha(alpha: float, *, num_examples: int) -> None:
     """Refuse a share that leaves nothing to learn from, or nothing out."""
     if not 0 < alpha < 1:
-        raise StudyError(
+        raise DatamodelsError(
             "alpha is the share of examples in a subset", found=alpha, expected="0 < alpha < 1"
         )
     if num_examples < 2:
-        raise StudyError("subsets need examples to choose from", found=f"{num_examples} examples")
+        raise DatamodelsError(
+            "subsets need examples to choose from", found=f"{num_examples} examples"
+        )
 
 
 def _bits(seed: int, index: int, purpose: int) -> np.random.Philox:
     if seed < 0 or index < 0:
-        raise StudyError("seeds and indices are at least 0", found=f"seed {seed}, index {index}")
+        raise DatamodelsError(
+            "seeds and indices are at least 0", found=f"seed {seed}, index {index}"
+        )
     return np.random.Philox(np.random.SeedSequence([seed, index, purpose]))
 
 

@@ -15,7 +15,7 @@ from gradkeep import _arguments, farm
 from gradkeep._surroundings import enclosing_store
 from gradkeep.datamodels.fitting._result import open_store
 from gradkeep.datamodels.study._spec import Spec, check_returned
-from gradkeep.errors import SchemaMismatch, StudyError
+from gradkeep.errors import DatamodelsError, SchemaMismatch
 from gradkeep.farm._run import Progress, progress_of, recent_rate
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _refuse(store: Store, spec: Spec, name: str) -> None:
         )
     done = len(rows.done())
     if done:
-        raise StudyError(
+        raise DatamodelsError(
             "these models were begun before; nothing was changed",
             path=rows.path,
             found=f"{done} of {rows.num_rows} models are done",
@@ -132,7 +132,7 @@ def models_of(store: Store | str | os.PathLike[str], name: str | None = None) ->
     if name is None and len(known) == 1:
         return store.rows(known[0])
     if name is None or name not in known:
-        raise StudyError(
+        raise DatamodelsError(
             "there are no such models in this store",
             path=store.location,
             found="no name" if name is None else name,
@@ -193,7 +193,7 @@ def offer_aliases(aliases: Sequence[tuple[str, str]]) -> None:
 def load_main(module: str) -> Callable[..., Any]:
     """`main` of a module, by its dotted name."""
     if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
-        raise StudyError(
+        raise DatamodelsError(
             f"{_arguments.shown(module)} is no name of a module", expected="such as examples.train"
         )
     try:
@@ -201,7 +201,7 @@ def load_main(module: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise  # something that the module itself needs is missing: its traceback says what
-        raise StudyError(
+        raise DatamodelsError(
             "there is no such module",
             found=module,
             expected="a dotted name that can be imported from here, such as examples.train",
@@ -209,7 +209,7 @@ def load_main(module: str) -> Callable[..., Any]:
         ) from error
     main = getattr(found, "main", None)
     if not callable(main):
-        raise StudyError(
+        raise DatamodelsError(
             f"the module {module} has no function main",
             expected="def main(*_, index, logdir): ... returning a dictionary",
         )
@@ -218,7 +218,7 @@ def load_main(module: str) -> Callable[..., Any]:
     except ValueError:
         pass  # made in C: nobody knows what it takes
     except TypeError as error:
-        raise StudyError(
+        raise DatamodelsError(
             f"main of the module {module} cannot be called with index and logdir",
             found=str(error),
             expected="def main(*_, index, logdir): ... returning a dictionary",

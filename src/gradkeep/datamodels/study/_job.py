@@ -14,7 +14,7 @@ import numpy as np
 from gradkeep.datamodels.fitting._masks import Masks, Subsets, draw_masks, training_seed
 from gradkeep.datamodels.study._outputs import tensors
 from gradkeep.datamodels.study._training import Training, train_many
-from gradkeep.errors import RematError, StudyError
+from gradkeep.errors import DatamodelsError, RematError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,7 +161,7 @@ def restore_weights(model: Any, flat: AnyArray) -> Any:
         if len(part) == value.numel():
             state[name] = torch.from_numpy(part.copy()).reshape(value.shape).to(value.dtype)
     if at != len(flat):
-        raise StudyError(
+        raise DatamodelsError(
             "this model has another number of weights than those that were kept",
             found=at,
             expected=len(flat),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradkeep import _arguments
 from gradkeep._annotations import check_fields, checked
 from gradkeep.datamodels.fitting._masks import as_array
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,17 +39,17 @@ class Output:
     """What the model is asked about, for outputs that follow from logits."""
 
     def __post_init__(self) -> None:
-        check_fields(self, StudyError)
+        check_fields(self, DatamodelsError)
         for size in self.shape:
-            _arguments.count("shape", size, error=StudyError)
-        _arguments.one_of("dtype", self.dtype, _DTYPES, error=StudyError)
+            _arguments.count("shape", size, error=DatamodelsError)
+        _arguments.one_of("dtype", self.dtype, _DTYPES, error=DatamodelsError)
 
     def __call__(self, model: Any) -> np.ndarray[Any, np.dtype[Any]]:
         """The values for one model, `shape`."""
         return as_array(self.of_model(model)).astype(self.dtype, copy=False)
 
 
-@checked(StudyError)
+@checked(DatamodelsError)
 def margins(examples: Any, *, dtype: str = "float32") -> Output:
     """Correct logit minus the best other one, for each of `examples`: inputs and labels `[t]`.
 
@@ -61,25 +61,25 @@ def margins(examples: Any, *, dtype: str = "float32") -> Output:
     return _of_logits(examples, margins_of, dtype)
 
 
-@checked(StudyError)
+@checked(DatamodelsError)
 def losses(examples: Any, *, dtype: str = "float32") -> Output:
     """The cross entropy of each of `examples` `[t]`."""
     return _of_logits(examples, losses_of, dtype)
 
 
-@checked(StudyError)
+@checked(DatamodelsError)
 def confidences(examples: Any, *, dtype: str = "float32") -> Output:
     """The probability given to the right class of each of `examples` `[t]`."""
     return _of_logits(examples, confidences_of, dtype)
 
 
-@checked(StudyError)
+@checked(DatamodelsError)
 def correct(examples: Any, *, dtype: str = "float32") -> Output:
     """1 where the right class has the largest logit, else 0, `[t]`."""
     return _of_logits(examples, correct_of, dtype)
 
 
-@checked(StudyError)
+@checked(DatamodelsError)
 def output(
     of_model: Callable[[Any], Any], shape: tuple[int, ...] | int, *, dtype: str = "float32"
 ) -> Output:
@@ -92,7 +92,9 @@ def margins_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     import torch
 
     if logits.shape[-1] < 2:
-        raise StudyError("a margin needs at least two classes", found=f"{logits.shape[-1]} logits")
+        raise DatamodelsError(
+            "a margin needs at least two classes", found=f"{logits.shape[-1]} logits"
+        )
     places = labels.expand(logits.shape[:-1]).unsqueeze(-1)
     right = logits.gather(-1, places).squeeze(-1)
     others = logits.scatter(-1, places, -torch.inf)
@@ -122,7 +124,7 @@ def tensors(examples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         inputs, labels = _whole(examples)
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
-        if isinstance(error, StudyError):
+        if isinstance(error, DatamodelsError):
             raise
         raise _no_examples(examples) from error
     if inputs.ndim == 0 or labels.ndim == 0 or len(inputs) != len(labels):
@@ -150,7 +152,7 @@ def _no_examples(examples: object) -> GradkeepError:
     return _arguments.refused(
         "examples",
         examples,
-        error=StudyError,
+        error=DatamodelsError,
         expected="a dataset of pairs, or inputs [N, ...] and labels [N]",
     )
 

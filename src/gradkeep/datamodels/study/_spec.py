@@ -13,7 +13,7 @@ import numpy as np
 
 from gradkeep import _arguments
 from gradkeep.datamodels.fitting._masks import as_array
-from gradkeep.errors import StoreError, StudyError
+from gradkeep.errors import DatamodelsError, StoreError
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Field:
                 encoding="bits" if bits else "plain",
             )
         except StoreError as error:
-            raise StudyError(f"the spec's schema.{self.name}: {error.what}") from error
+            raise DatamodelsError(f"the spec's schema.{self.name}: {error.what}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,19 @@ class Spec:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Spec:
         """The spec in a JSON file."""
-        file = _arguments.file_path("path", path, error=StudyError)
+        file = _arguments.file_path("path", path, error=DatamodelsError)
         try:
             fields = json.loads(Path(file).read_text())
         except OSError as error:
-            raise StudyError("the spec cannot be read", path=path, found=error.strerror) from error
+            raise DatamodelsError(
+                "the spec cannot be read", path=path, found=error.strerror
+            ) from error
         except RecursionError:
-            raise StudyError("the spec is not JSON", path=path, found="endless nesting") from None
+            raise DatamodelsError(
+                "the spec is not JSON", path=path, found="endless nesting"
+            ) from None
         except ValueError as error:
-            raise StudyError(
+            raise DatamodelsError(
                 "the spec is not JSON", path=path, found=error, expected=_EXAMPLE
             ) from error
         return cls.from_fields(fields, path=path)
@@ -86,8 +90,8 @@ class Spec:
     ) -> Spec:
         """The spec from JSON fields; every problem names its field."""
 
-        def refuse(what: str, found: object, expected: str) -> StudyError:
-            return StudyError(f"the spec's {what}", path=path, found=found, expected=expected)
+        def refuse(what: str, found: object, expected: str) -> DatamodelsError:
+            return DatamodelsError(f"the spec's {what}", path=path, found=found, expected=expected)
 
         if not isinstance(fields, dict):
             raise refuse("content is not an object", _arguments.shown(fields), _EXAMPLE)
@@ -201,8 +205,8 @@ def _array(field: Field, value: Any, index: int) -> AnyArray:
     return cast
 
 
-def _wrong(index: int, what: str, found: object, expected: object) -> StudyError:
-    return StudyError(
+def _wrong(index: int, what: str, found: object, expected: object) -> DatamodelsError:
+    return DatamodelsError(
         f"model {index}: {what}",
         found=found,
         expected=expected,

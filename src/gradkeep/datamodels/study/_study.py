@@ -33,7 +33,7 @@ from gradkeep.datamodels.study._job import (
 )
 from gradkeep.datamodels.study._outputs import Output, tensors
 from gradkeep.datamodels.study._training import MANY, Training, stacks_well
-from gradkeep.errors import SchemaMismatch, StudyError
+from gradkeep.errors import DatamodelsError, SchemaMismatch
 
 if TYPE_CHECKING:
     import os
@@ -75,7 +75,7 @@ class Study:
     (True, (4, 6), (4, 6))
     """
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def __init__(
         self,
         store: Store | str | os.PathLike[str],
@@ -95,9 +95,9 @@ class Study:
         facts: Mapping[str, str | int | float | bool] | None = None,
         begin: bool = True,
     ) -> None:
-        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
-        _arguments.count("seed", seed, error=StudyError)
-        _arguments.count("repeats", repeats, error=StudyError, least=1)
+        _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
+        _arguments.count("seed", seed, error=DatamodelsError)
+        _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         self.store = open_store(store)
         self.name = name
         data = load_dataset(dataset)
@@ -105,8 +105,8 @@ class Study:
         check_alpha(alpha, num_examples=count)
         given = dict(outputs) if isinstance(outputs, Mapping) else {"outputs": outputs}
         for key, one in given.items():
-            _arguments.text("a name in outputs", key, error=StudyError)
-            _arguments.instance(f"outputs[{key!r}]", one, Output, error=StudyError)
+            _arguments.text("a name in outputs", key, error=DatamodelsError)
+            _arguments.instance(f"outputs[{key!r}]", one, Output, error=DatamodelsError)
         self._blank = _blank(train_fn, keep_models)
         self.job = StudyJob(
             dataset,
@@ -143,34 +143,34 @@ class Study:
             rows.grow(self._num_models)
         return rows
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def run(self, *, workers: int | None = None, **options: Any) -> Outcome:
         """Train what is not trained yet; `options` are those of `gradkeep.farm.run`."""
         if self.job.stacked:
             options.setdefault("batch", MANY)
         return farm.run(self.store, self.name, self.job, workers=workers, **options)
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def grow(self, num_models: int) -> None:
         """Make room for more models; those that are done stay."""
-        _arguments.count("num_models", num_models, error=StudyError, least=1, most=2**31 - 1)
+        _arguments.count("num_models", num_models, error=DatamodelsError, least=1, most=2**31 - 1)
         self.rows.grow(num_models)
 
     def done(self) -> AnyArray:
         """The models that are trained, sorted `[m]`."""
         return self.rows.done()
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def masks(self, models: Sequence[int] | None = None) -> Masks:
         """Which examples these models (all that are done) were trained on."""
         return Masks.of(self._read(models, MASKS))
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def outputs(self, name: str | None = None, models: Sequence[int] | None = None) -> AnyArray:
         """The kept values `[m, *shape]` of these models (all that are done)."""
         return self._read(models, self._output(name))
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def ceiling(self, output: str | None = None) -> AnyArray:
         """The largest correlation with an output `[t]` that anything told the subsets alone can reach.
 
@@ -181,7 +181,7 @@ class Study:
         subset = done // self.job.repeats
         whole = np.flatnonzero(np.bincount(subset) == self.job.repeats) if len(done) else subset
         if self.job.repeats < 2 or len(whole) < 2:
-            raise StudyError(
+            raise DatamodelsError(
                 "the ceiling needs subsets that several models have seen",
                 found=f"repeats={self.job.repeats}, {len(whole)} such subsets are done",
                 fix="make the study with repeats=2 or more, under another name, and run it",
@@ -194,17 +194,17 @@ class Study:
         share = np.divide(within, everything, out=np.ones_like(within), where=everything > 0)
         return np.asarray(np.sqrt(np.clip(1 - share, 0, 1)))
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def model(self, index: int) -> Any:
         """A trained model as it was, if the study keeps models."""
         if self._blank is None:
-            raise StudyError(
+            raise DatamodelsError(
                 "this study does not keep its models", fix="make it with keep_models=True"
             )
         flat = self.rows.read([index], [WEIGHTS])[WEIGHTS][0]
         return restore_weights(self._blank(), np.asarray(flat))
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def capture(
         self,
         test: Any = None,
@@ -224,7 +224,7 @@ class Study:
         """
         asked = self.job.outputs[self._output(output)].examples if test is None else test
         if asked is None:
-            raise StudyError(
+            raise DatamodelsError(
                 "this output does not say which examples it is about", fix="pass them as test="
             )
         from gradkeep.capturing._capture import capture
@@ -233,7 +233,7 @@ class Study:
 
         taken = [name for name in _RESERVED if name in options]
         if taken:
-            raise StudyError(
+            raise DatamodelsError(
                 "the study itself names what it captures",
                 found=", ".join(taken),
                 expected="the model's number as checkpoint, the study's name as run",
@@ -258,14 +258,14 @@ class Study:
                 kept.append(found)
         return kept
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def fit(self, output: str | None = None, **options: Any) -> Datamodels:
         """Datamodels of one of the outputs; `options` are those of `gradkeep.datamodels.fit`."""
         from gradkeep.datamodels.fitting._fit import fit
 
         return fit(self.masks(), self.outputs(output), **options)
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def verify_removals(
         self,
         found: Datamodels,
@@ -308,7 +308,7 @@ class Study:
             seed=job.seed,
         )
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def retrain(
         self, masks: Any, *, output: str | None = None, repeats: int = 1, **options: Any
     ) -> AnyArray:
@@ -318,10 +318,10 @@ class Study:
         masks. Kept in the store: called again, it trains only what is missing. `options` are those of
         `run`. Cost: K x repeats trainings.
         """
-        _arguments.count("repeats", repeats, error=StudyError, least=1)
+        _arguments.count("repeats", repeats, error=DatamodelsError, least=1)
         output, wanted = self._output(output), Masks.of(masks)
         if wanted.num_examples != self.job.num_examples:
-            raise StudyError(
+            raise DatamodelsError(
                 "masks are of other examples",
                 found=f"{wanted.num_examples} columns",
                 expected=self.job.num_examples,
@@ -339,7 +339,7 @@ class Study:
         outcome = farm.run(self.store, name, RetrainJob(alone, wanted), **options)
         if not outcome.complete:
             why = [item.error.splitlines()[-1] for item in outcome.failures[:1]]
-            raise StudyError(
+            raise DatamodelsError(
                 "some of the trainings without these examples failed",
                 path=rows.path,
                 found="; ".join([str(outcome.progress), *why]),
@@ -357,7 +357,7 @@ class Study:
         if name is None and len(names) == 1:
             return names[0]
         if name not in names:
-            raise StudyError("which output?", found=name, expected=" or ".join(names))
+            raise DatamodelsError("which output?", found=name, expected=" or ".join(names))
         return name
 
     def _choose(self, data: Any, wanted: bool | None) -> bool:
@@ -370,7 +370,7 @@ class Study:
             and all(output.of_logits is not None for output in job.outputs.values())
         )
         if wanted and not possible:
-            raise StudyError(
+            raise DatamodelsError(
                 "these models cannot be trained stacked",
                 expected='a Training, subsets="fixed", outputs that follow from logits, no budget',
                 fix="leave out stacked=True",
@@ -414,7 +414,7 @@ def _blank(train_fn: Any, keep: bool | Callable[[], Any]) -> Callable[[], Any] |
     if keep is not True:
         return keep
     if not isinstance(train_fn, Training):
-        raise StudyError(
+        raise DatamodelsError(
             "how to make an untrained model is not known",
             fix="give keep_models a function that returns one",
         )
@@ -429,7 +429,7 @@ def count_of(data: Any) -> int:
         raise _arguments.refused(
             "dataset",
             data,
-            error=StudyError,
+            error=DatamodelsError,
             expected="a dataset with a length, or inputs [N, ...] and labels [N]",
         ) from None
 

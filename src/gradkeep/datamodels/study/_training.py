@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gradkeep import _arguments
 from gradkeep._annotations import check_fields, checked
 from gradkeep.datamodels.study._outputs import tensors
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,12 +44,12 @@ class Training:
     """More for the optimizer, such as momentum or weight decay."""
 
     def __post_init__(self) -> None:
-        check_fields(self, StudyError)
-        _arguments.number("lr", self.lr, error=StudyError, least=0)
+        check_fields(self, DatamodelsError)
+        _arguments.number("lr", self.lr, error=DatamodelsError, least=0)
         self._optimizer()
         for name in ("epochs", "batch_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise StudyError(
+                raise DatamodelsError(
                     f"{name} is wrong", found=repr(getattr(self, name)), expected="1 or more"
                 )
 
@@ -58,7 +58,7 @@ class Training:
         inputs, labels = tensors(subset)
         return self.train_one(inputs, labels, seed)
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def train_one(self, inputs: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.nn.Module:
         """One model, on inputs `[N, ...]` and labels `[N]`."""
         import torch
@@ -75,7 +75,7 @@ class Training:
                 optimizer.step()
         return model
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def begin(self, seed: int) -> torch.nn.Module:
         """The untrained model that a seed stands for."""
         with seeded(seed):
@@ -92,10 +92,12 @@ class Training:
         kind = getattr(torch.optim, self.optimizer, None)
         if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
             found = _arguments.shown(self.optimizer)
-            raise StudyError("torch.optim has no such optimizer", found=found, expected="SGD, Adam")
+            raise DatamodelsError(
+                "torch.optim has no such optimizer", found=found, expected="SGD, Adam"
+            )
         return kind
 
-    @checked(StudyError)
+    @checked(DatamodelsError)
     def batches(self, count: int, seed: int) -> Iterator[torch.Tensor]:
         """The places `[B]` of every batch of every epoch; an epoch's last batch may be smaller."""
         import torch

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradkeep import _annotations
-from gradkeep.errors import LogError, RematError
+from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -177,7 +177,7 @@ def read_log(
 
     Everything before the annotation START is dropped (`from_start`). Names still referenced at the
     end are outputs: pinned at the end, or only counted (`outputs="preallocate"`). A mutation makes
-    a new storage of the same size (copy on write). A malformed line raises `LogError` with its
+    a new storage of the same size (copy on write). A malformed line raises `RematError` with its
     number.
 
     >>> lines = ['{"INSTRUCTION": "CONSTANT", "NAME": "x"}',
@@ -190,7 +190,7 @@ def read_log(
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise LogError("the log cannot be read", path=path, found=str(error)) from error
+            raise RematError("the log cannot be read", path=path, found=str(error)) from error
         return _LogReader(str(path)).read(text.splitlines(), outputs, from_start=from_start)
     return _LogReader("log").read(source, outputs, from_start=from_start)
 
@@ -219,7 +219,7 @@ class _LogReader:
         self.rows = self._parsed(lines)
         start = ("ANNOTATE", {"ANNOTATION": "START"})
         if from_start and all(row != start for row in self.rows):
-            raise LogError(
+            raise RematError(
                 "the log has no annotation START",
                 path=self.path,
                 fix="it may be cut off; to read it from the first line, pass from_start=False",
@@ -399,8 +399,8 @@ class _LogReader:
             raise self._wrong("a tensor that no line before defines", repr(name))
         return self.bound[name]
 
-    def _wrong(self, what: str, found: str = "", expected: str | None = None) -> LogError:
-        return LogError(
+    def _wrong(self, what: str, found: str = "", expected: str | None = None) -> RematError:
+        return RematError(
             f"line {max(self.line, 1)}: {what}",
             path=self.path,
             found=found or None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import MissingExtra, NotExpressible, NotSealed
+from gradkeep.errors import MissingExtra, NotSealed, StoreError
 from gradkeep.store.blocks._manifest import open_segment
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def zarr_references(block: Block, name: str) -> dict[str, Any]:
         key = f"{block.folder}/{entry.file}"
         path = block.backend.local_path(key)
         if path is None:
-            raise NotExpressible(
+            raise StoreError(
                 "references need files that other programs can open",
                 path=block.backend.describe(key),
                 expected="a store in a folder",
@@ -177,8 +177,8 @@ def _checked(block: Block, name: str) -> Array:
     return array
 
 
-def _refused(block: Block, array: Array, found: str, expected: str) -> NotExpressible:
-    return NotExpressible(
+def _refused(block: Block, array: Array, found: str, expected: str) -> StoreError:
+    return StoreError(
         f"Zarr cannot show array {array.name!r} as it is stored",
         path=block.path,
         found=found,

@@ -25,7 +25,7 @@ import numpy as np
 
 from gradkeep._display import html_table, text_table
 from gradkeep._surroundings import install_hint
-from gradkeep.errors import Damaged, MissingExtra, SqlError
+from gradkeep.errors import Damaged, MissingExtra, StoreError
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
 from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
@@ -259,7 +259,7 @@ def sql(store: Store, query: str) -> SqlResult:
         _register(connection, store, wanted)
         return SqlResult(_whole_numbers(_interruptible(connection, query)))
     except duckdb.Error as error:
-        raise SqlError(
+        raise StoreError(
             str(error).strip(),
             expected="tables samples, captures, scores, runs, checkpoints",
             fix="DESCRIBE samples lists the columns of a table",
@@ -274,7 +274,7 @@ def _interruptible(connection: Any, query: str) -> Any:
     def answer() -> Any:
         relation = connection.sql(query)
         if relation is None:
-            raise SqlError("the statement gives no rows", fix="begin with SELECT")
+            raise StoreError("the statement gives no rows", fix="begin with SELECT")
         return relation.to_arrow_table()
 
     with ThreadPoolExecutor(1, thread_name_prefix="gradkeep-sql") as pool:
@@ -292,12 +292,12 @@ def _views_in(connection: Any, query: str) -> set[str]:
     """The views that a query names, after checking that it only reads."""
     statements = connection.extract_statements(query)
     if len(statements) != 1:
-        raise SqlError(
+        raise StoreError(
             "one statement at a time", found=f"{len(statements)} statements", expected="1"
         )
     kind = statements[0].type.name
     if kind not in _READING:
-        raise SqlError(
+        raise StoreError(
             "a store is only read by SQL; nothing was done",
             found=f"{kind} statement",
             expected="SELECT, DESCRIBE, SHOW, SUMMARIZE, EXPLAIN or PRAGMA",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradkeep.compat.datamodels._command_line import Flag, collect, end
-from gradkeep.errors import StudyError
+from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
 
     settings = collect(FLAGS, arguments)
     if settings["cfg.use_bias"] != 1:
-        raise StudyError("datamodels here always have a bias", found="--cfg.use_bias=0")
+        raise DatamodelsError("datamodels here always have a bias", found="--cfg.use_bias=0")
     stop = settings["data.target_end_ind"]
     with progress("datamodels", "penalties") as told:
         found = compute_datamodels(
