@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_arguments import ODD
 
-from gradkeep._annotations import check_fields, checked
+from gradkeep._arguments import check_fields, checked
 from gradkeep.errors import FarmError, GradkeepError, QueryError
 
 

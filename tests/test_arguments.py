@@ -31,7 +31,7 @@ ODD = [
 CHECKS = {
     "count": lambda v: _arguments.count("it", v, error=FarmError, least=1, most=9),
     "number": lambda v: _arguments.number("it", v, error=FarmError, above=0, most=9),
-    "fraction": lambda v: _arguments.fraction("it", v, error=FarmError),
+    "fraction": lambda v: _arguments.number("it", v, error=FarmError, least=0, most=1),
     "flag": lambda v: _arguments.flag("it", v, error=FarmError),
     "text": lambda v: _arguments.text("it", v, error=FarmError),
     "texts": lambda v: _arguments.texts("it", v, error=FarmError),

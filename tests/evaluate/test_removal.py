@@ -54,7 +54,7 @@ def test_removing_what_helped_hurts_more_than_removing_at_random(world):
 def test_trainings_are_kept(world, monkeypatch):
     scores = gk.attribute(world, method="kernel")
     first = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
-    monkeypatch.setattr("gradkeep.datamodels.study._job.train_many", None)
+    monkeypatch.setattr("gradkeep.datamodels.study._training.train_many", None)
     monkeypatch.setattr("gradkeep.datamodels.Training.train_one", None)
     again = evaluate.removal_curve(scores, recipe(), sizes=[4], queries=[0, 2], workers=0)
     np.testing.assert_array_equal(first.change.draws, again.change.draws)

@@ -9,7 +9,7 @@ from torch import nn
 
 import gradkeep as gk
 from gradkeep.errors import QueryError
-from gradkeep.query._largest import LargestRows
+from gradkeep.query._products import LargestRows
 
 ROWS, ASKED = 60, 7
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
-from gradkeep._progress import progress as shown
+from gradkeep._display import progress as shown
 from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
 from gradkeep.attribution._method import Method, options_for
 from gradkeep.attribution._question import AttributionQuestion, checkpoints_asked, make_question
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
     import os
 
-    from gradkeep._progress import ProgressReport
+    from gradkeep._display import ProgressReport
     from gradkeep.attribution._method import Scorer
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.query._engine import ComputeWish

@@ -7,7 +7,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep._annotations import check_fields
+from gradkeep._arguments import check_fields
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep._progress import progress as shown
+from gradkeep._display import progress as shown
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import AttributionError
 from gradkeep.query._engine import GradientPair, check_pairs
 from gradkeep.query._gradients import gradients_of, open_capture

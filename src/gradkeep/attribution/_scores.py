@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._accumulator import zeros_on_disk_or_in_memory

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._display import text_table
 from gradkeep._preview import Preview, ShownRow, row_from_texts
 from gradkeep.errors import AttributionError, GradkeepError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._arguments import whole_numbers
 from gradkeep.attribution._label_noise import checked_labels, checked_probabilities, label_noise
 from gradkeep.attribution._question import checkpoints_asked, make_question
@@ -82,7 +82,7 @@ class Suspects:
         return self.noise
 
 
-@_annotations.checked(AttributionError)
+@_arguments.checked(AttributionError)
 def suspects(
     store: Store | str | os.PathLike[str] | None = None,
     *,

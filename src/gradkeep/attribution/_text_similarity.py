@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._scores import Scores
 from gradkeep.errors import AttributionError, MissingExtra

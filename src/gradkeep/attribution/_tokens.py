@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.attribution._attribute import kept_as
 from gradkeep.attribution._method import options_for
 from gradkeep.attribution._question import checkpoints_asked, make_question

@@ -23,7 +23,7 @@ import torch
 
 import gradkeep.store as gs
 from gradkeep import farm
-from gradkeep._progress import progress as shown
+from gradkeep._display import progress as shown
 from gradkeep._surroundings import torch_threads
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import BatchUnlikeFirst

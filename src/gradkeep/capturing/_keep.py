@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gradkeep._annotations import check_fields
-from gradkeep._arguments import count, number, one_of, optional
+from gradkeep._arguments import check_fields, count, number, one_of, optional
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth

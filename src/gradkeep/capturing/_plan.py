@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
@@ -337,7 +337,7 @@ class CapturePlan:
         return "\n".join([*lines, *([self.advice] if self.advice else [])])
 
 
-@_annotations.checked(CaptureError)
+@_arguments.checked(CaptureError)
 def plan(
     model: nn.Module,
     batch: Any,

@@ -21,7 +21,7 @@ import numpy as np
 import gradkeep.store as gs
 from gradkeep import remat
 from gradkeep._budgets import parse_budget
-from gradkeep._progress import progress as shown
+from gradkeep._display import progress as shown
 from gradkeep.capturing._audit import (
     FirstRows,
     RowAudit,

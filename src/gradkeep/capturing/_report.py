@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
@@ -142,7 +142,7 @@ class LayerTable(Sequence["KeptLayer | ListedLayer"]):
         return text_table(head, table, right={2, 3, 4, 5, 7})
 
 
-@_annotations.checked(CaptureError)
+@_arguments.checked(CaptureError)
 def layers(
     model: nn.Module,
     batch: Any = None,

@@ -238,7 +238,7 @@ def _run(
     retry: bool,
     as_json: bool,
 ) -> None:
-    from gradkeep._progress import progress
+    from gradkeep._display import progress
     from gradkeep.compat.datamodels import OLD_NAME
     from gradkeep.datamodels.study import _contract as study
 

@@ -69,7 +69,7 @@ def fit(
 ) -> None:
     """Fit how each output depends on which training examples a model saw, from the models done."""
     from gradkeep import datamodels
-    from gradkeep._progress import progress
+    from gradkeep._display import progress
 
     opened = open_models(store)
     subsets, outputs = _trained_data(opened, name, masks, output)

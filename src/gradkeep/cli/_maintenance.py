@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep._display import format_size
-from gradkeep._progress import progress
+from gradkeep._display import format_size, progress
 from gradkeep.cli._files import LARGEST, input_folder
 from gradkeep.cli._options import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StoreError

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from gradkeep._arguments import shown
-from gradkeep._progress import progress
+from gradkeep._display import progress
 from gradkeep._surroundings import install_hint
 from gradkeep.cli._files import input_file, output_file
 from gradkeep.cli._imports import imported, recipe_named, script_names

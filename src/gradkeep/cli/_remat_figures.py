@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._arguments import shown
-from gradkeep._progress import progress
+from gradkeep._display import progress
 from gradkeep.cli._files import MOST_WORKERS, input_file, output_folder
 from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it

@@ -15,9 +15,8 @@ from gradkeep.curvature._patch_moments import (
     whole,
     zeros,
 )
-from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._arithmetic import CACHED, row_of, spans, tiles
 from gradkeep.factors._dense import WHOLE
-from gradkeep.factors._ragged import row_of, spans
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.curvature._sketches import (
     FLAT,
     DenseMatrix,
@@ -19,9 +19,8 @@ from gradkeep.curvature._sketches import (
     sketch_of,
 )
 from gradkeep.errors import AttributionError
-from gradkeep.factors._arithmetic import CACHED, tiles
+from gradkeep.factors._arithmetic import CACHED, Spans, row_of, tiles
 from gradkeep.factors._form import widened
-from gradkeep.factors._ragged import Spans, row_of
 from gradkeep.query._engine import memory_shares
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
 from gradkeep.curvature import _random
 from gradkeep.errors import AttributionError
-from gradkeep.factors._ragged import sum_rows
+from gradkeep.factors._arithmetic import sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradkeep.factors._ragged import Spans
+    from gradkeep.factors._arithmetic import Spans
 
 
 ProjectionKind = Literal["auto", "tensor-sketch", "fold", "sjlt", "rademacher", "normal"]

@@ -12,8 +12,7 @@ from gradkeep.curvature import _random
 from gradkeep.curvature._project import tiling
 from gradkeep.curvature._sketches import require_finite, whole
 from gradkeep.errors import AttributionError
-from gradkeep.factors._arithmetic import CACHED, tiles
-from gradkeep.factors._ragged import pad
+from gradkeep.factors._arithmetic import CACHED, pad, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor

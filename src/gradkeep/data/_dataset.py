@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.data._examples import known_name, load_digit_images
 from gradkeep.data._files import load_cifar10, load_idx, load_npz
 from gradkeep.data._image_folder import load_image_folder

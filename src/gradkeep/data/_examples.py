@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._annotations import check_fields, checked
+from gradkeep._arguments import check_fields, checked
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import DataError, MissingExtra
 
@@ -234,7 +234,7 @@ def load_digits(*, wrong_labels: float = 0.0, seed: int = 0) -> Digits:
     >>> digits.train_images.shape, int(digits.planted.sum())
     ((1437, 64), 115)
     """
-    _arguments.fraction("wrong_labels", wrong_labels, error=DataError)
+    _arguments.number("wrong_labels", wrong_labels, error=DataError, least=0, most=1)
     _arguments.count("seed", seed, error=DataError)
     try:
         import sklearn.datasets

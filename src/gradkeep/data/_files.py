@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.data._examples import (
     Examples,
     Scaling,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.data._examples import Examples, check_labels, check_name, known_name, whole_labels
 from gradkeep.errors import DataError
 

@@ -4,17 +4,19 @@ How they are fitted is in `fitting`, what they tell in `analyses`, and how the m
 they are fitted to in `study`.
 """
 
-from gradkeep.datamodels.analyses._components import Clusters as Clusters
-from gradkeep.datamodels.analyses._components import Comparison as Comparison
-from gradkeep.datamodels.analyses._components import Components as Components
-from gradkeep.datamodels.analyses._components import clusters, compare, components
 from gradkeep.datamodels.analyses._removal import Counterfactual as Counterfactual
 from gradkeep.datamodels.analyses._removal import DataSupport as DataSupport
 from gradkeep.datamodels.analyses._removal import VerifiedRemovals as VerifiedRemovals
 from gradkeep.datamodels.analyses._removal import counterfactual, data_support, verify_removals
+from gradkeep.datamodels.analyses._similarity import Clusters as Clusters
+from gradkeep.datamodels.analyses._similarity import Comparison as Comparison
+from gradkeep.datamodels.analyses._similarity import Components as Components
 from gradkeep.datamodels.analyses._similarity import Neighbours as Neighbours
 from gradkeep.datamodels.analyses._similarity import RankedPairs as RankedPairs
 from gradkeep.datamodels.analyses._similarity import (
+    clusters,
+    compare,
+    components,
     leakage,
     near_duplicates,
     neighbours,
@@ -34,11 +36,11 @@ from gradkeep.datamodels.fitting._masks import Masks, planted
 from gradkeep.datamodels.fitting._masks import PlantedData as PlantedData
 from gradkeep.datamodels.fitting._masks import draw_masks as draw_masks
 from gradkeep.datamodels.fitting._result import Datamodels, load
-from gradkeep.datamodels.study._outputs import Output as Output
-from gradkeep.datamodels.study._outputs import confidences as confidences
-from gradkeep.datamodels.study._outputs import correct as correct
-from gradkeep.datamodels.study._outputs import losses, margins
-from gradkeep.datamodels.study._outputs import output as output
+from gradkeep.datamodels.study._spec import Output as Output
+from gradkeep.datamodels.study._spec import confidences as confidences
+from gradkeep.datamodels.study._spec import correct as correct
+from gradkeep.datamodels.study._spec import losses, margins
+from gradkeep.datamodels.study._spec import output as output
 from gradkeep.datamodels.study._study import Study
 from gradkeep.datamodels.study._training import Training
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._ranks import rank_correlation
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._evaluation import (

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._ranks import ranks
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, MissingExtra, NotSealed, SchemaMismatch

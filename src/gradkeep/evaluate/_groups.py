@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import EvaluationError, GradkeepError, MissingExtra
 from gradkeep.evaluate._verified import verify_rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import methods
 from gradkeep.attribution._scores import Scores

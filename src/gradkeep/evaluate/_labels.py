@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.attribution._suspects import Suspects, suspects
 from gradkeep.datamodels import confidences
 from gradkeep.errors import EvaluationError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import EvaluationError
 from gradkeep.evaluate._evaluation import (
     Evaluation,

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._annotations import check_fields
+from gradkeep._arguments import check_fields
 from gradkeep.attribution._tuning import FALLING, HALVES
 from gradkeep.datamodels import Output, Study, Training, losses, margins
 from gradkeep.errors import EvaluationError, GradkeepError

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._ranks import column_correlations
 from gradkeep.attribution._tuning import FALLING, HALVES, SubsetOutcomes, subset_digests
 from gradkeep.capturing._batches import digests

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVa
 import torch
 
 from gradkeep import _arguments
-from gradkeep._annotations import check_fields
+from gradkeep._arguments import check_fields
 from gradkeep.errors import GradkeepError, QueryError
 from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradkeep.factors._arithmetic import Spans
     from gradkeep.factors._cost import Cost, ProductSize
     from gradkeep.factors._outer import Outer, OuterRows
-    from gradkeep.factors._ragged import Spans
     from gradkeep.factors._weights import WeightBlock
 
 Compute = Literal["factored", "gram", "half", "restored", "dense"]

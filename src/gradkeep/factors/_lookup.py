@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradkeep.factors._arithmetic import CACHED, inner, squared_lengths
+from gradkeep.factors._arithmetic import (
+    CACHED,
+    Spans,
+    inner,
+    row_of,
+    spans,
+    squared_lengths,
+    sum_columns,
+    sum_rows,
+)
 from gradkeep.factors._cost import (
     FOLD,
     RUN,
@@ -32,7 +41,6 @@ from gradkeep.factors._form import (
     widened,
 )
 from gradkeep.factors._outer import summed_products
-from gradkeep.factors._ragged import Spans, row_of, spans, sum_columns, sum_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradkeep.factors._arithmetic import CACHED, inner, pairwise, squared_lengths, tiles
+from gradkeep.factors._arithmetic import (
+    CACHED,
+    Spans,
+    inner,
+    pad,
+    pairwise,
+    row_of,
+    spans,
+    squared_lengths,
+    sum_columns,
+    sum_pairs,
+    sum_rows,
+    tiles,
+)
 from gradkeep.factors._cost import (
     FOLD,
     RUN,
@@ -34,7 +47,6 @@ from gradkeep.factors._form import (
     nbytes,
     widened,
 )
-from gradkeep.factors._ragged import Spans, pad, row_of, spans, sum_columns, sum_pairs, sum_rows
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:

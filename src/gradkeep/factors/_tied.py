@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gradkeep.factors._arithmetic import RESTORED
+from gradkeep.factors._arithmetic import RESTORED, sum_pairs
 from gradkeep.factors._cost import (
     RUN,
     TOUCH,
@@ -17,7 +17,6 @@ from gradkeep.factors._cost import (
 )
 from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, PositionProducts
 from gradkeep.factors._outer import Outer, OuterRows, pair_sums_cost
-from gradkeep.factors._ragged import sum_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

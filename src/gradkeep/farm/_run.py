@@ -16,7 +16,7 @@ import xxhash
 import gradkeep.store as gs
 import gradkeep.store as stores
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import Conflict, FarmError, GradkeepError, StoreError
 from gradkeep.farm._clusters import RayCluster, Slurm
 from gradkeep.farm._job import Job, JobSpec, check_workers, packed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments, remat
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._surroundings import install_hint
 from gradkeep.attribution._suspects import suspects
 from gradkeep.errors import GradkeepError, MissingExtra, StoreError

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import NotSealed, QueryError, StoreError
 from gradkeep.query._engine import GradientPair, ProductEngine

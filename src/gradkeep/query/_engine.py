@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradkeep._annotations import check_fields
+from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.errors import BudgetError, QueryError
 from gradkeep.factors._cost import ProductSize

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import MissingRows, NotSealed, QueryError
 from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._layers import select_layers

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import tiles
 from gradkeep.query._engine import memory_shares

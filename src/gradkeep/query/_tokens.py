@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.errors import QueryError
-from gradkeep.factors._ragged import sum_columns
+from gradkeep.factors._arithmetic import sum_columns
 from gradkeep.query._engine import DEFAULT_BUDGET, GradientPair, check_pairs
 from gradkeep.query._gradients import Gradients
 

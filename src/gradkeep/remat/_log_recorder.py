@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat._tensors import (
@@ -380,7 +380,7 @@ class Recorder(QuickDispatchMode):  # type: ignore[no-untyped-call]
                 self._notes.events.extend(followed.views.values())
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def record(
     path: str | os.PathLike[str], *, in_place: Literal["alias", "mutate"] = "alias"
 ) -> Recorder:

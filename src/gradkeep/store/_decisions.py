@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep._annotations import check_fields
+from gradkeep._arguments import check_fields
 from gradkeep.errors import Conflict, Damaged, StoreError
 from gradkeep.store._document import (
     SMALL_DOCUMENT,

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradkeep import _annotations, _arguments
+from gradkeep import _arguments
 from gradkeep.errors import GradkeepError, StoreError
 from gradkeep.store._keys import HEADS, ROWS, SHARED_ROWS, known_file, record_folder, row_part
 from gradkeep.store._records import head_keys
@@ -59,7 +59,7 @@ class GcReport:
     bytes: int
 
 
-@_annotations.checked(StoreError)
+@_arguments.checked(StoreError)
 def gc(
     store: Store | str | os.PathLike[str], *, keep_versions: int = 1, dry_run: bool = False
 ) -> GcReport:

@@ -9,8 +9,7 @@ from typing import Any
 
 import xxhash
 
-from gradkeep._annotations import check_fields
-from gradkeep._arguments import LARGEST, count, instance, number
+from gradkeep._arguments import LARGEST, check_fields, count, instance, number
 from gradkeep.errors import StoreError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}")

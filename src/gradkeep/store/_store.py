@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep.errors import (
     Conflict,
     Damaged,
@@ -133,7 +133,7 @@ class Store:
         """What the store holds, with sizes and ratios: a tree that shows itself as a table."""
         return store_info(self)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def sql(self, query: str) -> SqlResult:
         """The answer to one reading SQL statement over `samples`, `captures`, `scores`, `runs`
         and `checkpoints`.
@@ -152,14 +152,14 @@ class Store:
         """
         return sql(self, query)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def add_run(self, run: Run) -> Run:
         """Record a run; adding it again is free, adding another one under its name is refused."""
         recorded = checked_run(run)
         self._put_record(run_folder(run.name), "run.json", recorded)
         return recorded
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         """Record a checkpoint of a run; adding it again is free, adding another one is refused.
 
@@ -189,7 +189,7 @@ class Store:
         records = (read_run(self.backend, name) for name in folders(self.backend, RUNS))
         return [run for run in records if run is not None]
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def checkpoints(self, run: str = "main") -> list[Checkpoint]:
         """All recorded checkpoints of a run, by step."""
         names = folders(self.backend, f"{run_folder(checked_name('run', run))}/ckpt")
@@ -197,7 +197,7 @@ class Store:
         found = [checkpoint for checkpoint in records if checkpoint is not None]
         return sorted(found, key=lambda item: (-1 if item.step is None else item.step, item.name))
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def decide(self, decision: Decision) -> Decision:
         """Record what a person said about a row's label, durably; returns it with its number.
 
@@ -210,12 +210,12 @@ class Store:
         """
         return append_decision(self.backend, decision, durability=self.durability)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def decisions(self, split: str = "train", *, start: int = 0) -> list[Decision]:
         """All decisions about a split, in order, from number `start` on."""
         return read_decisions(self.backend, split, start=max(0, start))
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def write(
         self,
         key: BlockKey,
@@ -239,7 +239,7 @@ class Store:
             on_seal=lambda manifest: self._derive(key, manifest),
         )
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def read(self, key: BlockKey, *, version: int | None = None, live: bool = False) -> Block:
         """A capture or scores to read: the newest version, an older one, or the rows so far."""
         return Block(
@@ -251,7 +251,7 @@ class Store:
             durability=self.durability,
         )
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def has(self, key: BlockKey) -> bool:
         """Whether there is such a capture or scores, sealed or not."""
         return self.backend.exists(schema_key(key.folder))
@@ -315,14 +315,14 @@ class Store:
                 f"--yes, then {again}",
             )
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def drop_rows(self, key: BlockKey, ids: Any) -> Manifest:
         """Publish a version of a block without these ids; `gc` frees their bytes later."""
         manifest = drop_rows(self.read(key), ids, durability=self.durability)
         self._derive(key, manifest)
         return manifest
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def delete(self, key: BlockKey) -> None:
         """Delete a whole block with all its versions, and what is nothing without it.
 
@@ -340,7 +340,7 @@ class Store:
         for block in (key, *owned) if isinstance(key, ScoresKey) else (*owned, key):
             self._delete_block(block.folder)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def owned(self, key: BlockKey) -> list[BlockKey]:
         """What is nothing without a block, and goes with it."""
         if isinstance(key, CaptureKey):
@@ -368,7 +368,7 @@ class Store:
             self.backend.delete([item for item in keys if item != last], durability=self.durability)
         self.backend.delete([schema_key(folder)], durability=self.durability)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def rows(self, name: str, schema: Schema | None = None, *, num_rows: int | None = None) -> Rows:
         """Rows that many processes write: created with a schema and a size, else opened."""
         folder = f"{ROWS}/{checked_name('rows', name)}"
@@ -384,7 +384,7 @@ class Store:
             set_size(self.backend, folder, num_rows, durability=self.durability)
         return rows
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def delete_rows(self, name: str) -> None:
         """Delete a whole set of rows, with its leases, failures and versions."""
         folder = f"{ROWS}/{checked_name('rows', name)}"
@@ -469,7 +469,7 @@ def _may_be_same_function(one: str | None, other: str | None) -> bool:
     return one == other or one.split(" ")[0] != other.split(" ")[0]
 
 
-@_annotations.checked(StoreError)
+@_arguments.checked(StoreError)
 def open(
     path: Store | str | os.PathLike[str] | Backend,
     *,

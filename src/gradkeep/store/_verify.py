@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from gradkeep import _annotations, _arguments
+from gradkeep import _arguments
 from gradkeep.errors import Damaged, GradkeepError, StoreError
 from gradkeep.store._decisions import decision_key, read_decision
 from gradkeep.store._document import (
@@ -108,7 +108,7 @@ class Verdict:
         return not self.damage
 
 
-@_annotations.checked(StoreError)
+@_arguments.checked(StoreError)
 def verify(
     store: Store | Backend | str | os.PathLike[str],
     *,

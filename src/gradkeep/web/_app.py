@@ -20,8 +20,7 @@ from gradkeep import __version__
 from gradkeep._preview import Preview
 from gradkeep.errors import CaptureError, GradkeepError, MissingRows, NotAStore
 from gradkeep.web._background import StillWorking
-from gradkeep.web._clusters_screen import draw_map
-from gradkeep.web._evaluation_screen import list_evaluations
+from gradkeep.web._clusters_screen import draw_map, list_evaluations
 from gradkeep.web._guard import Access, Guard
 from gradkeep.web._memory_screen import HEURISTICS, draw_curves, draw_timeline
 from gradkeep.web._responses import ProblemView, problem_of, static_files, to_json

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradkeep.errors import EvaluationError, StoreError
 from gradkeep.store import Decision, standing
-from gradkeep.web._evaluation_screen import EvaluationView, evaluation_view
+from gradkeep.web._clusters_screen import EvaluationView, evaluation_view
 from gradkeep.web._responses import to_json
 from gradkeep.web._served import RowView, row_views
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradkeep.errors import GradkeepError, MissingRows
 from gradkeep.web._background import StillWorking
-from gradkeep.web._evaluation_screen import EvaluationView, lds_of
+from gradkeep.web._clusters_screen import EvaluationView, lds_of
 from gradkeep.web._responses import ProblemView, problem_of
 from gradkeep.web._score_sources import (
     Asked,

@@ -7,21 +7,14 @@
 from gradkeep._public import lazy_names
 
 _HOMES = {
-    "_npy_folder": ("NpyFolder", "load_memmap", "train_row"),
-    "_exchange": (
-        *(
-            "PublishedArrays",
-            "export_folder",
-            "import_folder",
-            "import_published",
-            "open_published",
-        ),
+    "_npy_folder": (
+        *("NpyFolder", "PublishedArrays", "export_folder", "import_folder", "import_published"),
+        *("load_memmap", "open_published", "train_row"),
     ),
     "_regression": (
         *("RegressionData", "collect_completed", "compute_datamodels"),
-        *("load_weights", "save_weights"),
+        *("load_weights", "read_log", "save_weights"),
     ),
-    "_regression_logs": ("read_log",),
 }
 OLD_NAME = (("datamodels", __name__),)
 """What scripts import, and what stands for it unless that package is installed."""

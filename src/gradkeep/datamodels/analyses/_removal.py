@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.errors import DatamodelsError, EvidenceWarning
 

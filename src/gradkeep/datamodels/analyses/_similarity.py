@@ -1,4 +1,4 @@
-"""Targets that depend on the same training examples, and targets that one example decides."""
+"""Similarity of targets by their weights, clusters and components."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
     from gradkeep.datamodels.fitting._masks import AnyArray
     from gradkeep.datamodels.fitting._result import Datamodels
+
 
 _BLOCK = 1024
 
@@ -149,3 +150,179 @@ def leakage(found: Datamodels, *, threshold: float = 8.0) -> RankedPairs:
 def _ordered(first: AnyArray, second: AnyArray, strength: AnyArray) -> RankedPairs:
     order = np.lexsort((second, first, -strength))
     return RankedPairs(first[order], second[order], strength[order])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Components:
+    """Principal components of the targets' datamodels, the strongest first.
+
+    `share [k]` of the variance, `targets [t, k]` and `examples [n, k]` along each, and per component
+    the targets at its ends: `highest`, `lowest` `[k, extremes]`.
+    """
+
+    share: AnyArray
+    targets: AnyArray
+    examples: AnyArray
+    highest: AnyArray
+    lowest: AnyArray
+
+
+@checked(DatamodelsError)
+def components(found: Datamodels, count: int = 10, *, extremes: int = 5) -> Components:
+    """PCA of the targets' weights, each scaled to length 1, by a singular value decomposition.
+
+    The sign of a component is such that its largest example is positive. Costs t n min(t, n).
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(300, 20, 6)
+    >>> components(fit(data.masks, data.outputs), 3, extremes=2).highest.shape
+    (3, 2)
+    """
+    return principal(unit_rows(found), count, extremes)
+
+
+def principal(rows: AnyArray, count: int, extremes: int) -> Components:
+    """The components of any rows `[t, n]`."""
+    _arguments.count("count", count, error=DatamodelsError, least=1)
+    _arguments.count("extremes", extremes, error=DatamodelsError)
+    centred = rows - rows.mean(axis=0)
+    left, strength, right = np.linalg.svd(centred, full_matrices=False)
+    count = min(count, len(strength))
+    largest = np.abs(right[:count]).argmax(axis=1)
+    sign = np.where(right[np.arange(count), largest] < 0, -1.0, 1.0)
+    targets = left[:, :count] * strength[:count] * sign
+    power = strength**2
+    total = power.sum()
+    order = np.argsort(-targets, axis=0, kind="stable").T
+    extremes = min(extremes, len(rows))
+    return Components(
+        power[:count] / total if total > 0 else np.zeros(count),
+        targets,
+        (right[:count] * sign[:, None]).T,
+        order[:, :extremes],
+        order[:, ::-1][:, :extremes],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clusters:
+    """The group of each target `[t]`, numbered from the largest, their sizes `[k]`, and the smallest
+    eigenvalues of the graph `[k + 1]`: a leap after the k-th says that k groups are natural."""
+
+    labels: AnyArray
+    sizes: AnyArray
+    eigenvalues: AnyArray
+
+
+@checked(DatamodelsError)
+def clusters(found: Datamodels, count: int, *, near: int = 10, seed: int = 0) -> Clusters:
+    """Spectral clusters of the targets: k-means on the eigenvectors of a graph of nearest neighbours.
+
+    The graph joins each target with its `near` most similar ones, by their cosine. Costs t^2 n and
+    t^3.
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(300, 20, 2)
+    >>> like = data.outputs[:, [0, 1, 0, 1, 0]] + np.arange(5)
+    >>> clusters(fit(data.masks, like), 2).labels.tolist()
+    [0, 1, 0, 1, 0]
+    """
+    _arguments.count("near", near, error=DatamodelsError, least=1)
+    _arguments.count("seed", seed, error=DatamodelsError)
+    rows = unit_rows(found)
+    t = len(rows)
+    if not 1 <= count <= t:
+        raise DatamodelsError(
+            "as many clusters as targets at most", found=count, expected=f"1 to {t}"
+        )
+    cosine = np.maximum(rows @ rows.T, 0.0)
+    np.fill_diagonal(cosine, 0.0)
+    order = np.argsort(-cosine, axis=1, kind="stable")[:, : min(near, t - 1)]
+    graph = np.zeros_like(cosine)
+    np.put_along_axis(graph, order, np.take_along_axis(cosine, order, axis=1), axis=1)
+    graph = np.maximum(graph, graph.T)
+    degree = graph.sum(axis=1)
+    scale = np.divide(1, np.sqrt(degree), out=np.zeros(t), where=degree > 0)
+    laplacian = np.eye(t) - scale[:, None] * graph * scale
+    values, vectors = np.linalg.eigh(laplacian)
+    places = vectors[:, :count]
+    length = np.linalg.norm(places, axis=1, keepdims=True)
+    places = np.divide(places, length, out=np.zeros_like(places), where=length > 0)
+    labels = _by_size(_k_means(places, count, np.random.default_rng(seed)), count)
+    return Clusters(labels, np.bincount(labels, minlength=count), values[: count + 1])
+
+
+def _k_means(places: AnyArray, count: int, rng: np.random.Generator) -> AnyArray:
+    """The best of several k-means from well-spread starts, `[t]`."""
+    best, least = np.zeros(len(places), np.int64), np.inf
+    for _ in range(10):
+        centres = places[[int(rng.integers(len(places)))]]
+        while len(centres) < count:
+            far = ((places[:, None] - centres) ** 2).sum(axis=2).min(axis=1)
+            chance = far / far.sum() if far.sum() > 0 else np.full(len(places), 1 / len(places))
+            centres = np.concatenate([centres, places[[int(rng.choice(len(places), p=chance))]]])
+        labels = np.full(len(places), -1)
+        for _ in range(100):
+            distance = ((places[:, None] - centres) ** 2).sum(axis=2)
+            nearest = distance.argmin(axis=1)
+            if np.array_equal(nearest, labels):
+                break
+            labels = nearest
+            for group in np.unique(labels):
+                centres[group] = places[labels == group].mean(axis=0)
+        error = float(((places - centres[labels]) ** 2).sum())
+        if error < least:
+            best, least = labels, error
+    return best
+
+
+def _by_size(labels: AnyArray, count: int) -> AnyArray:
+    """The same groups, the largest first; equal ones in the order of their first targets."""
+    sizes = np.bincount(labels, minlength=count)
+    first = [
+        int((labels == group).argmax()) if sizes[group] else len(labels) for group in range(count)
+    ]
+    order = np.lexsort((np.array(first), -sizes))
+    place = np.empty(count, np.int64)
+    place[order] = np.arange(count)
+    return place[labels]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Per target the cosine of both datamodels `[t]`, and the components of what the first has that
+    the second has not, and the other way round."""
+
+    agreement: AnyArray
+    only_first: Components
+    only_second: Components
+
+
+@checked(DatamodelsError)
+def compare(
+    first: Datamodels, second: Datamodels, count: int = 5, *, extremes: int = 5
+) -> Comparison:
+    """Compare two classes of models by their datamodels of the same targets (ModelDiff).
+
+    From each target's weights under one class the part along its weights under the other is taken
+    away; the principal components of what remains are training directions that matter to one
+    class only. Costs t n min(t, n).
+
+    >>> from gradkeep.datamodels import fit, planted
+    >>> data = planted(300, 20, 4)
+    >>> found = fit(data.masks, data.outputs)
+    >>> compare(found, found).agreement.round(6).tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+    if first.weights.shape != second.weights.shape:
+        raise DatamodelsError(
+            "only fits of the same examples and targets can be compared",
+            found=f"{list(first.weights.shape)} and {list(second.weights.shape)}",
+        )
+    a, b = unit_rows(first), unit_rows(second)
+    agreement = (a * b).sum(axis=1)
+    return Comparison(
+        agreement,
+        principal(a - agreement[:, None] * b, count, extremes),
+        principal(b - agreement[:, None] * a, count, extremes),
+    )

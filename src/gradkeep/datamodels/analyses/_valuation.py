@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.datamodels.fitting._masks import Masks
 from gradkeep.datamodels.fitting._options import checked_outputs
 from gradkeep.errors import DatamodelsError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.datamodels.fitting._fit import fit
 from gradkeep.datamodels.fitting._masks import Masks
 from gradkeep.datamodels.fitting._options import checked_outputs, rows_left_out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._ranks import ranks
 from gradkeep.errors import DatamodelsError
 

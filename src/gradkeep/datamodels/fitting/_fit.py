@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep.datamodels.fitting._correlation import correlation
 from gradkeep.datamodels.fitting._counts import Counts, zeros

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradkeep import _arguments
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.errors import DatamodelsError
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def planted(
         _arguments.count(name, value, error=DatamodelsError, least=1)
     for name, value in (("large", large), ("seed", seed)):
         _arguments.count(name, value, error=DatamodelsError)
-    _arguments.fraction("alpha", alpha, error=DatamodelsError)
+    _arguments.number("alpha", alpha, error=DatamodelsError, least=0, most=1)
     _arguments.number("tail", tail, error=DatamodelsError, least=0)
     _arguments.number("explained", explained, error=DatamodelsError, above=0, most=1)
     rng = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gradkeep.store as stores
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep.datamodels.fitting._correlation import Correlation, correlation
 from gradkeep.datamodels.fitting._counts import Counts
 from gradkeep.datamodels.fitting._masks import AnyArray, Masks

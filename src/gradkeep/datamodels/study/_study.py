@@ -12,7 +12,7 @@ import xxhash
 
 import gradkeep.store as stores
 from gradkeep import _arguments, farm
-from gradkeep._annotations import checked
+from gradkeep._arguments import checked
 from gradkeep._budgets import parse_budget
 from gradkeep.datamodels.analyses._removal import (
     VerifiedRemovals,
@@ -22,17 +22,19 @@ from gradkeep.datamodels.analyses._removal import (
 from gradkeep.datamodels.analyses._weights import checked_base, checked_ids
 from gradkeep.datamodels.fitting._masks import Masks, Subsets, check_alpha, draw_masks
 from gradkeep.datamodels.fitting._result import open_store
-from gradkeep.datamodels.study._job import (
+from gradkeep.datamodels.study._spec import Output, tensors
+from gradkeep.datamodels.study._training import (
+    MANY,
     MASKS,
     WEIGHTS,
     RetrainJob,
     StudyJob,
+    Training,
     floats,
     load_dataset,
     restore_weights,
+    stacks_well,
 )
-from gradkeep.datamodels.study._outputs import Output, tensors
-from gradkeep.datamodels.study._training import MANY, Training, stacks_well
 from gradkeep.errors import DatamodelsError, SchemaMismatch
 
 if TYPE_CHECKING:

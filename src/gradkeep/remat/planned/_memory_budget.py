@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._budgets import format_bytes, parse_budget, parse_bytes
 from gradkeep.errors import BudgetError, RematError, StepChanged
 from gradkeep.remat.planned._evaluate import Treatment
@@ -316,7 +316,7 @@ class MemoryBudget:
 
         return budgeted
 
-    @_annotations.checked(RematError)
+    @_arguments.checked(RematError)
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Never drop this tensor; call it in every step. Returns the tensor."""
         session = session_here()
@@ -324,7 +324,7 @@ class MemoryBudget:
             session.pin(tensor)
         return tensor
 
-    @_annotations.checked(RematError)
+    @_arguments.checked(RematError)
     def stash(self, tensor: torch.Tensor) -> StashedTensor:
         """Save a tensor for a hook of the backward pass, where `.get()` gives it back, once.
 
@@ -368,20 +368,20 @@ class MemoryBudget:
             )
         return self._planner.last
 
-    @_annotations.checked(RematError)
+    @_arguments.checked(RematError)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plans so far as JSON."""
         self._planner.make_plans()
         write_plans(path, self._planner.plans)
 
-    @_annotations.checked(RematError)
+    @_arguments.checked(RematError)
     def load(self, path: str | os.PathLike[str]) -> Self:
         """Read plans; each is used as soon as two recordings show the step that it was made for."""
         self._planner.saved |= {plan.digest: plan for plan in read_plans(path)}
         return self
 
 
-@_annotations.checked(BudgetError)
+@_arguments.checked(BudgetError)
 def memory_budget(
     budget: float | str,
     *,

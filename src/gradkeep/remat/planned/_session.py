@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._tensors import (
     QuickDispatchMode,
@@ -397,7 +397,7 @@ class StashedTensor:
         return unpack(handle)
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def stash(tensor: Tensor) -> StashedTensor:
     """Save a tensor for the backward pass as autograd does, so that a budget may drop it.
 

@@ -23,7 +23,7 @@ import math
 import random
 from typing import TYPE_CHECKING
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._neighbourhoods import (
     CostRatio,
@@ -208,7 +208,7 @@ def heuristics() -> list[str]:
     return list(_registry)
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def heuristic(name: str) -> Heuristic:
     """A fresh heuristic by its name, ours or the original's."""
     known = ORIGINAL_NAMES.get(name, name)

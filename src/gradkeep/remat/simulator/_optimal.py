@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._surroundings import install_hint
 from gradkeep.errors import MissingExtra, RematError
 from gradkeep.remat.simulator._schedule import Action, Graph, Schedule, checked, keep_all
@@ -37,7 +37,7 @@ class Optimum:
     """(cost - bound) / cost; 0 when the schedule is proven to be the best."""
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def optimal(graph: Graph, *, budget: int, time_limit: float = 60.0, rounds: int = 1) -> Optimum:
     """The least recomputation within `budget` bytes (constants not counted).
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep.errors import RematError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def replace_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def chain(length: int, *, size: int = 1, cost: int = 1) -> Program:
     """A chain of `length` forward operators and their backward ones, all of one size and cost.
 
@@ -166,7 +166,7 @@ _FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
 }
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def read_log(
     source: str | os.PathLike[str] | Iterable[str],
     *,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._program import Op, Program, ProgramStep, StepKind
 
@@ -95,7 +95,7 @@ class Schedule:
     """Bytes, constants not counted."""
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
     """Replay actions: raises `RematError` where one is impossible or the program is not done.
 
@@ -126,7 +126,7 @@ def checked(graph: Graph, actions: Iterable[Action]) -> Schedule:
     return Schedule(kept, compute, peak)
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def simplify(program: Program) -> Program:
     """The same program without aliases, tuples and constants.
 
@@ -172,13 +172,13 @@ def simplify(program: Program) -> Program:
     return dataclasses.replace(program, ops=tuple(ops), steps=tuple(steps), tensors=tuple(names))
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def keep_all(graph: Graph) -> Schedule:
     """Nothing is recomputed; a result is dropped after its last use."""
     return keeping(graph, range(len(graph)))
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
     """Keep these forward nodes for the backward pass; recompute the others when they are needed.
 
@@ -223,7 +223,7 @@ def keeping(graph: Graph, nodes: Iterable[int]) -> Schedule:
     return checked(graph, actions)
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def chen(graph: Graph, segments: int | None = None) -> Schedule:
     """Chen's rule: split the forward nodes into about sqrt(n) segments and keep where they meet."""
     forward = [node for node in range(len(graph)) if not graph.backward[node]]
@@ -234,7 +234,7 @@ def chen(graph: Graph, segments: int | None = None) -> Schedule:
     return keeping(graph, forward[step - 1 :: step])
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def revolve(graph: Graph, slots: int) -> Schedule:
     """Griewank's schedule for a chain with `slots` kept activations, optimal in forward runs.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._arguments import file_to_write
 from gradkeep.errors import RematError
 from gradkeep.remat.simulator._core import EvictionCore, OutOfMemory, Policy, Thrashing, run_program
@@ -51,7 +51,7 @@ class SimulationResult:
     """How many storages were looked at, as the original counts."""
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def simulate(
     program: Program,
     *,
@@ -116,7 +116,7 @@ def simulate(
     )
 
 
-@_annotations.checked(RematError)
+@_arguments.checked(RematError)
 def unlimited_peak(program: Program) -> int:
     """Bytes that the program needs at once if nothing is ever recomputed.
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from gradkeep._annotations import check_fields
-from gradkeep._arguments import writable
+from gradkeep._arguments import check_fields, writable
 from gradkeep.errors import Damaged, SchemaMismatch, StoreError
 from gradkeep.store._document import (
     LARGEST_WHOLE,

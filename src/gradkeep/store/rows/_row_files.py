@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
-from gradkeep import _annotations, _arguments
+from gradkeep import _arguments
 from gradkeep.errors import Conflict, Damaged, InvalidRows, MissingRows, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
 from gradkeep.store._keys import HEADS
@@ -159,7 +159,7 @@ class RowFiles:
                 fix="`gradkeep verify STORE --repair` moves it aside",
             )
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def grow(self, num_rows: int) -> None:
         """Make room for more rows; never fewer."""
         check_size(num_rows, path=self.path)
@@ -175,7 +175,7 @@ class RowFiles:
             # Also when it is known: whoever set it may have died before it was durable.
             set_size(self._backend, self.folder, num_rows, durability=self._durability)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def put(
         self, row: int, arrays: Mapping[str, Any], *, differing: Literal["raise", "keep"] = "raise"
     ) -> bool:
@@ -241,7 +241,7 @@ class RowFiles:
         names = ", ".join(array.name for array in unlike)
         _log.info("%s: row %d put again with other %s (%s)", self.path, row, names, digest)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def has(self, row: int) -> bool:
         """Whether the row is done."""
         if row in self._known_done or self._backend.exists(self._row_key(row)):
@@ -320,7 +320,7 @@ class RowFiles:
             )
         return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
         """Move done rows from their own files into packed segments; returns how many moved.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
-from gradkeep import _annotations
+from gradkeep import _arguments
 from gradkeep._arguments import number, refused
 from gradkeep._display import head_and_tail
 from gradkeep.errors import InvalidRows, StoreError
@@ -169,17 +169,17 @@ class Rows(RowFiles):
                 continue
             yield lease
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def renew(self, lease: Lease, *, seconds: float = 600.0) -> Lease:
         """A later end for a lease: a worker's sign of life."""
         return renew_lease(self._backend, self.folder, lease, seconds=seconds)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def release(self, lease: Lease) -> None:
         """Give a row back without having done it."""
         release_lease(self._backend, self.folder, lease)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def finish(
         self,
         lease: Lease,
@@ -192,7 +192,7 @@ class Rows(RowFiles):
         release_lease(self._backend, self.folder, lease)
         return created
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def fail(self, lease: Lease, error: BaseException | str) -> None:
         """Record a failed attempt with its traceback and end the lease."""
         text = error if isinstance(error, str) else _traceback(error)
@@ -208,7 +208,7 @@ class Rows(RowFiles):
             self._backend.delete([recorded], durability="process")
         release_lease(self._backend, self.folder, lease)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def retry(self, rows: Iterable[int] | None = None) -> int:
         """Forget failed attempts (of all rows, or these), so that they are tried again."""
         listed: Any = rows if rows is None or hasattr(rows, "shape") else list(rows)
@@ -222,7 +222,7 @@ class Rows(RowFiles):
         self._backend.delete(records, durability=self._durability)
         return self._backend.delete(keys, durability=self._durability)
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def states(self, *, max_attempts: int = 3) -> list[RowState]:
         """The state of every row, in order; of very many, `counts()` tells how many are in each."""
         total = self.num_rows
@@ -241,7 +241,7 @@ class Rows(RowFiles):
             for row in range(total)
         ]
 
-    @_annotations.checked(StoreError)
+    @_arguments.checked(StoreError)
     def counts(self, *, max_attempts: int = 3) -> RowCounts:
         """How many rows are in each state; costs the files that are there, not the rows to come."""
         total = self.num_rows

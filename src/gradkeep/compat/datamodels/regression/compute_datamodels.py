@@ -40,7 +40,7 @@ FLAGS = (
 
 def main(arguments: Sequence[str]) -> None:
     """Fit datamodels and write `datamodels.pt` to a new folder."""
-    from gradkeep._progress import progress
+    from gradkeep._display import progress
     from gradkeep.compat.datamodels._regression import RegressionData, compute_datamodels
 
     settings = collect(FLAGS, arguments)
