@@ -10,9 +10,7 @@ import torch
 import gradkeep as gk
 from gradkeep import datamodels as dm
 from gradkeep import evaluate
-from gradkeep.evaluate._agreement import randomise
 from gradkeep.evaluate._groups import groups
-from gradkeep.evaluate._map import map_rows, map_targets
 from gradkeep.evaluate._truth import GroundTruth
 
 
@@ -125,7 +123,6 @@ def evaluate_calls(w, call):
             evaluate.sanity_check,
             {"scores": w.scores, "truth": truth, "randomised": None, "level": 0.9, "seed": 0},
         ),
-        "randomise": (randomise, {"model": w.model, "seed": 0}),
         "groups": (
             groups,
             {
@@ -137,28 +134,6 @@ def evaluate_calls(w, call):
                 "features": None,
                 "recipe": None,
                 "seeds": 1,
-            },
-        ),
-        "map_rows": (
-            map_rows,
-            {
-                "store": w.store,
-                "split": "train",
-                "checkpoints": None,
-                "run": "main",
-                "name": "main",
-                "clusters": 2,
-                "most": 6,
-                "seed": 0,
-            },
-        ),
-        "map_targets": (
-            map_targets,
-            {
-                "found": dm.fit(masks, rng.standard_normal((24, 4)), penalty="ridge", lam=1.0),
-                "clusters": 2,
-                "most": 6,
-                "seed": 0,
             },
         ),
         "evaluate.select_rows": (

@@ -14,6 +14,7 @@ import gradkeep as gk
 from gradkeep import _arguments
 from gradkeep import datamodels as dm
 from gradkeep.errors import FarmError, QueryError
+from gradkeep.remat.simulator._simulate import Timeline
 
 
 class Unshowable:
@@ -142,7 +143,7 @@ def test_no_writer_of_a_named_file_takes_the_place_of_a_pipe(tmp_path):
     writers = [
         lambda: data.save(pipe),
         lambda: _regression.save_weights(pipe, numbers, numbers[0], numbers[0]),
-        lambda: remat.Timeline().write(pipe),
+        lambda: Timeline().write(pipe),
         lambda: gk.memory_budget(0.5).save(pipe),
         recorded,
     ]

@@ -212,7 +212,7 @@ def test_sequences_longer_than_the_positions_are_refused(name):
 
 
 def test_the_classes_are_public_and_loaded_when_used():
-    assert type(model("vgg16", width=2)) is gradkeep.data.VGG16
+    assert type(model("cnn")) is gradkeep.data.CNN
     with pytest.raises(AttributeError, match="VGG17"):
         _ = gradkeep.data.VGG17
     code = "import sys, gradkeep.data as d; d.models(); dir(d); print('torch' in sys.modules)"

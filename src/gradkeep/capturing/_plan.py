@@ -369,7 +369,7 @@ def plan(
     >>> import gradkeep as gk
     >>> found = gk.plan(model, batch, task=gk.Classification(), rows=10**9, disk_budget="2TB")
     >>> found.fits, found.advice
-    (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='1KiB' fits: 996.18 GB")
+    (False, "49.25 TB on disk are more than the 2.00 TB there are; keep='1KiB' fits: 996.37 GB")
     """
     model = uncompiled(model)
     batch = without_columns(batch)

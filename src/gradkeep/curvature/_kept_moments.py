@@ -74,7 +74,7 @@ class KeptMoments:
         >>> store, model = gk.open(tempfile.mkdtemp()), torch.nn.Linear(4, 3)
         >>> data = [(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
         >>> _ = gk.capture(store, model, data, task=gk.Classification(), split="train", keep="dense")
-        >>> found = gk.query.KeptMoments.of(gk.gradients(store, split="train"))
+        >>> found = KeptMoments.of(gk.gradients(store, split="train"))
         >>> found.rows, [one.left.shape for one in found.layers.values()]
         (5, [torch.Size([1, 3, 3])])
         """
