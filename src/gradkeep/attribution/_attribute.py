@@ -27,23 +27,20 @@ from gradkeep.store import Array
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from gradkeep.attribution._question import AttributionQuestion
-    from gradkeep.farm._run import Engine, Progress
-    from gradkeep.query._planner import QueryPlan
-    from gradkeep.store import Store
-
-    Floats = np.ndarray[Any, np.dtype[np.float32]]
     import os
+    from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep._display import ProgressReport
     from gradkeep.attribution._method import Scorer
     from gradkeep.curvature._cholesky import Solution
+    from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._engine import ComputeWish
     from gradkeep.query._gradients import GradientOf
     from gradkeep.query._layers import LayerChoice
-    from gradkeep.store import Block
+    from gradkeep.query._planner import QueryPlan
+    from gradkeep.store import Block, Store
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 _LONGEST = 2048

@@ -16,13 +16,14 @@ from gradkeep.curvature._project import project, project_parts
 from gradkeep.errors import AttributionError, BudgetError
 
 if TYPE_CHECKING:
-    Ids = np.ndarray[Any, np.dtype[np.int64]]
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
     from gradkeep.curvature._sketches import Projection
     from gradkeep.query._gradients import GradientOf
     from gradkeep.store import Block
+
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class KeptRows:

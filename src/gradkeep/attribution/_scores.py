@@ -17,15 +17,14 @@ from gradkeep.attribution._saved_scores import load_scores, save_scores
 from gradkeep.errors import AttributionError, MissingExtra
 
 if TYPE_CHECKING:
-    S = TypeVar("S", bound="Scores")
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from gradkeep.query._planner import QueryPlan
     from gradkeep.store import Store
 
+    S = TypeVar("S", bound="Scores")
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Floats = np.ndarray[Any, np.dtype[np.float32]]
-    from collections.abc import Sequence
 
 
 _QUERIES = 64

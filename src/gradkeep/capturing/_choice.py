@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._moments import Moments, MomentsSoon
+    from gradkeep.capturing._tracer import Traced, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
     from gradkeep.factors._weights import WeightBlock
 
     BlockSize = tuple[int, int, int]
     """Groups, rows and columns of a weight."""
-
-    from gradkeep.capturing._tracer import Traced, Tracer
 
 _LEAST_SIDE = 32
 _TABLES = ("lookup", "tied")

@@ -29,7 +29,6 @@ from gradkeep.capturing._resume import named
 from gradkeep.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -> Iterator[Any]:

@@ -37,11 +37,9 @@ from gradkeep.errors import CaptureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from gradkeep.capturing._calls import LayerCall
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
-    from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm
 
     Calls = Mapping[nn.Module, Sequence[LayerCall]]

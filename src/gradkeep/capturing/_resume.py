@@ -19,13 +19,14 @@ from gradkeep.factors._registry import form_from_fields
 from gradkeep.query._gradients import gradients_of
 
 if TYPE_CHECKING:
-    Ids = np.ndarray[Any, np.dtype[np.int64]]
-    Digests = np.ndarray[Any, np.dtype[np.uint64]]
     from collections.abc import Iterable
 
     from gradkeep.capturing._row_making import MadeRows, RowMaker
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Block, CaptureKey, Schema, Store
+
+    Ids = np.ndarray[Any, np.dtype[np.int64]]
+    Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 _NAMED = 8
 

@@ -21,8 +21,6 @@ from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import sum_rows
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gradkeep.factors._arithmetic import Spans
 
 

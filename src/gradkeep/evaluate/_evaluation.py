@@ -20,11 +20,10 @@ from gradkeep.store import Array, EvaluationKey, Schema, Store
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    AnyArray = np.ndarray[Any, np.dtype[Any]]
     import os
     from collections.abc import Mapping
 
-    from gradkeep.store import Store
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
 _AT_ONCE = 1 << 24

@@ -21,6 +21,7 @@ from gradkeep.query import gradients
 from gradkeep.query._engine import GradientPair, ProductEngine
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from gradkeep.attribution._scores import Scores
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from gradkeep.evaluate._recipe import Recipe
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
-    import os
 
 
 _LEAST = 3

@@ -24,6 +24,8 @@ from gradkeep.evaluate._evaluation import (
 from gradkeep.evaluate._groups import ChosenRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from gradkeep.datamodels import Output
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Store
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
-    from collections.abc import Sequence
 
 
 @checked(EvaluationError)

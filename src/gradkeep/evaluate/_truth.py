@@ -20,15 +20,15 @@ from gradkeep.evaluate._evaluation import digest_of
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from gradkeep.attribution._scores import Scores
-
-    AnyArray = np.ndarray[Any, np.dtype[Any]]
     import os
     from collections.abc import Callable
 
+    from gradkeep.attribution._scores import Scores
     from gradkeep.evaluate._evaluation import Evaluation
     from gradkeep.evaluate._recipe import Recipe
     from gradkeep.store import Store
+
+    AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 
 _AT_ONCE = 256

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from gradkeep.farm._job import Job
     from gradkeep.store import Array, Rows, RowState, Store
 
 

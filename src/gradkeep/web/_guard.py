@@ -17,13 +17,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gradkeep.web._responses import ProblemView, to_json
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Awaitable, Callable, MutableMapping
 
     Scope = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
     Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
-    import asyncio
 
 
 TOKEN_HEADER = "x-gradkeep-token"

@@ -16,18 +16,15 @@ from gradkeep.store import open as open_store
 from gradkeep.web._background import Desk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from gradkeep._preview import Preview
+    from gradkeep._preview import Preview, ShownRow
     from gradkeep.evaluate import Recipe
     from gradkeep.store import Block, Decision
     from gradkeep.store.catalog._info import StoreInfo
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
-    from collections.abc import Sequence
-
-    from gradkeep._preview import ShownRow
 
 
 _FACTS = ("label", "predicted", "loss", "output")

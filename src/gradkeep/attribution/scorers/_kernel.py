@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from gradkeep.attribution._question import AttributionQuestion, CheckpointView
     from gradkeep.attribution._row_features import KeptRows
-    from gradkeep.curvature._conjugate import KernelWay
     from gradkeep.query import Gradients
     from gradkeep.query._gradients import GradientOf
     from gradkeep.store import Block

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradkeep.attribution._question import CheckpointView
+    from gradkeep.query import Gradients
 
     Solve = Callable[[str, Tensor], Tensor]
     LayerScores = Callable[[str, list[int]], Tensor]
-    from gradkeep.query import Gradients
 
 
 def influence(at: CheckpointView, fit: FisherFit, damping: Damping) -> Scorer:

@@ -23,14 +23,13 @@ from gradkeep.curvature._feature_solvers import (
 from gradkeep.errors import AttributionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor, nn
 
     from gradkeep.compat.trak.modelout_functions import AbstractModelOutput
 
     Ids = np.ndarray[Any, np.dtype[np.int64]]
-    from collections.abc import Iterator
 
 
 def task_named(task: AbstractModelOutput | type[AbstractModelOutput] | str) -> AbstractModelOutput:

@@ -16,7 +16,8 @@ from gradkeep.errors import MissingRows
 from gradkeep.store import Array, Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
     Ids = np.ndarray[Any, np.dtype[np.int64]]
-    from collections.abc import Collection, Iterator
-    from pathlib import Path
 
 
 class KeptGradients:

@@ -20,7 +20,8 @@ from gradkeep.compat.trak._rows import (
 from gradkeep.errors import AttributionError, Damaged, SchemaMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
     Ids = np.ndarray[Any, np.dtype[np.int64]]
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 
 class ModelRows:

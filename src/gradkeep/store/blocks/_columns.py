@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradkeep.store.blocks._encoding import AnyArray
     from gradkeep.store.blocks._schema import Array
 
 

@@ -33,13 +33,12 @@ from gradkeep.remat.online._runtime import OnlineRuntime
 from gradkeep.remat.simulator._heuristics import PoolSample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from gradkeep.compat.dtr.experiments._trial import TrialWork
     from gradkeep.data.architectures._catalog import Workload
 
     Step = Callable[[], object]
-    from collections.abc import Iterator
 
 
 _RECORDINGS = 3
