@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from torch.utils.data import (
 from gradkeep.capturing._batches import batch_size, chosen_rows, copied, digests, leaves
 from gradkeep.capturing._resume import named
 from gradkeep.errors import CaptureError
-
-if TYPE_CHECKING:
 
 
 def filled_batches(loader: Iterable[Any], places: Sequence[Any] | None = None) -> Iterator[Any]:
