@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradkeep as gk
 from bench._passes import cpu, images_cnn
 from gradkeep.data import GPT, load_digits, model
-from gradkeep.query._machine import calibrate
 from gradkeep.query._products import Products
 
 if TYPE_CHECKING:
@@ -302,7 +301,6 @@ def main() -> int:
     torch.set_num_threads(1)
     wanted = sys.argv[1:]
     chosen = [one for one in cases() if not wanted or any(word in one.name for word in wanted)]
-    print(f"calibration of a new machine, once: {cpu(calibrate):.2f} CPU s")
     missed = [compare(case) for case in chosen]
     return int(any(missed))
 
