@@ -416,7 +416,7 @@ def test_two_thousand_rows_survive_fifty_kills_each_computed_once(rows_of, tmp_p
     store = rows_of(count)
     rows = store.rows("models")
     rng = random.Random(1)
-    process = start(tmp_path, 0, 2, 2, 20)
+    process = start(tmp_path, 0.004, 2, 2, 20)  # slow enough to be killed often on a busy machine
     kills = 0
     try:
         next_kill = 1

@@ -111,7 +111,7 @@ def test_the_original_layout_trains_live_models_once(tmp_path):
             "default": {"batch_size": 32, "timeout": 100},
             "lstm": [
                 {**common, "kind": "param_sweep", "batch_size": [5]},
-                {**common, "kind": "fixed", "memory_budget": 9e4, "batch_size": 5, "timeout": 0.2},
+                {**common, "kind": "fixed", "memory_budget": 9e4, "batch_size": 5, "timeout": 0.01},
             ],
         },
     }

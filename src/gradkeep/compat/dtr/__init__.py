@@ -16,8 +16,8 @@ running; `install` puts them all where the prototype had them, on `torch` and `t
 >>> dtr.set_memory_budget(None)
 """
 
+from gradkeep.compat.dtr._install import InstalledNames, install, uninstall
 from gradkeep.compat.dtr._prototype import (
-    InstalledNames,
     annotate_log,
     base_compute_time,
     checkpoint,
@@ -25,7 +25,6 @@ from gradkeep.compat.dtr._prototype import (
     compute_time,
     cost_time,
     decheckpoint,
-    install,
     is_checkpoint,
     loop_time,
     new_log,
@@ -40,7 +39,6 @@ from gradkeep.compat.dtr._prototype import (
     toggle_sampling,
     try_checkpoint,
     uncheckpoint,
-    uninstall,
     unset_memory_budget,
 )
 

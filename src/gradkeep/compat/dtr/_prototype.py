@@ -1,176 +1,23 @@
-"""The prototype's functions of torch, on gk.memory_budget."""
+"""The functions of the DTR prototype: budget, times and logs of this thread."""
 
 from __future__ import annotations
 
 import atexit
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from gradkeep._budgets import parse_bytes
-from gradkeep.compat.dtr import _prototype
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat.simulator._heuristics import PoolSample
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
-    from types import TracebackType
 
     from torch import Tensor
 
     from gradkeep.remat import Recorder
     from gradkeep.remat.online._runtime import OnlineRuntime
-
-
-class ClockEvent:
-    """As `torch.cuda.Event`, by the clock of the machine."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._at = time.perf_counter()
-
-    def record(self, *_: Any) -> None:
-        """Now."""
-        self._at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """It is done already."""
-
-    def elapsed_time(self, end: ClockEvent) -> float:
-        """Milliseconds from this to the other."""
-        return (end._at - self._at) * 1e3
-
-
-def _same(self: Any, *_: Any, **__: Any) -> Any:
-    return self
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _live_bytes(*_: Any, **__: Any) -> int:
-    return 0 if STATE.online is None else STATE.online.live_bytes()
-
-
-def _most_bytes(*_: Any, **__: Any) -> int:
-    return 0 if STATE.online is None else STATE.online.live.peak
-
-
-def _count_anew(*_: Any, **__: Any) -> None:
-    if STATE.online is not None:
-        STATE.online.reset_peak()
-
-
-def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name and replacement of each."""
-    if torch.cuda.is_available():
-        return
-    yield torch.Tensor, "cuda", _same
-    yield torch.nn.Module, "cuda", _same
-    yield torch.cuda, "Event", ClockEvent
-    yield torch.cuda, "synchronize", _nothing
-    yield torch.cuda, "memory_allocated", _live_bytes
-    yield torch.cuda, "max_memory_allocated", _most_bytes
-    yield torch.cuda, "reset_max_memory_allocated", _count_anew
-    yield torch.cuda, "reset_peak_memory_stats", _count_anew
-
-
-FUNCTIONS = (
-    *("annotate_log", "base_compute_time", "clear_checkpointpool", "compute_time", "cost_time"),
-    *("loop_time", "new_log", "remat_compute_time", "reset_profile", "search_time"),
-    *("set_memory_budget", "toggle_ignore_small_tensors", "toggle_log", "toggle_profile"),
-    *("toggle_sampling", "unset_memory_budget"),
-)
-METHODS = (
-    *("checkpoint", "decheckpoint", "is_checkpoint", "pin", "try_checkpoint", "uncheckpoint"),
-)
-_MISSING = object()
-_before: list[tuple[Any, str, Any]] = []
-"""What was there, in the order in which it was replaced."""
-
-
-class InstalledNames:
-    """The names are there; leaving `with`, or `uninstall`, takes them away."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        uninstall()
-
-
-def install() -> InstalledNames:
-    """Put the prototype's functions on `torch` and its methods on `torch.Tensor`.
-
-    On a machine without CUDA what its scripts ask of CUDA is answered too: `.cuda()` leaves tensors
-    and modules where they are, `torch.cuda.Event` is a clock, `torch.cuda.max_memory_allocated` gives
-    live bytes in a budget and 0 without one.
-
-    >>> import torch
-    >>> with install():
-    ...     torch.set_memory_budget(1e6)
-    ...     x = torch.ones(4).checkpoint()
-    ...     y = (x * 2).decheckpoint()
-    >>> y.tolist(), hasattr(torch, "set_memory_budget"), hasattr(x, "checkpoint")
-    ([2.0, 2.0, 2.0, 2.0], False, False)
-    """
-    import torch
-
-    from gradkeep.compat.dtr._prototype import stand_ins
-
-    if _before:
-        raise RematError("the prototype's names are installed already", fix="uninstall() first")
-    wanted: list[tuple[Any, str, Any]] = [
-        (torch, name, getattr(_prototype, name)) for name in FUNCTIONS
-    ]
-    wanted += [(torch.Tensor, name, _method(name)) for name in METHODS]
-    taken = [name for owner, name, _ in wanted if hasattr(owner, name)]
-    if taken:
-        raise RematError(
-            "this torch has names of the prototype already",
-            found=", ".join(taken),
-            fix="is it the prototype's own build? Then nothing needs to be installed",
-        )
-    for owner, name, made in (*wanted, *stand_ins()):
-        _before.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, made)
-    return InstalledNames()
-
-
-def uninstall() -> None:
-    """End the budget and the log, and take all names away again."""
-    try:
-        _prototype.end_all()
-    finally:
-        while _before:
-            owner, name, was = _before.pop()
-            if was is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, was)
-
-
-def _method(name: str) -> Any:
-    function = getattr(_prototype, name)
-
-    def method(self: Any) -> Any:
-        done = function(self)
-        # The prototype's pin gives nothing.
-        return None if name == "pin" else done
-
-    method.__name__ = name
-    method.__doc__ = function.__doc__
-    return method
-
 
 DEFAULT_LOG = "default.log"
 
