@@ -124,13 +124,19 @@ class PenalizedProblem:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CoordinateBlock:
-    """Some consecutive examples: where, the matrix, its square there, and the curvature of that."""
+class BlockSquare:
+    """The square of some consecutive examples in the matrix, and its curvature."""
 
     where: slice
-    gram: Gram
     square: torch.Tensor
     curvature: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoordinateBlock(BlockSquare):
+    """Some consecutive examples, with the matrix that they are rows of."""
+
+    gram: Gram
 
     @property
     def rows(self) -> torch.Tensor:
@@ -138,22 +144,22 @@ class CoordinateBlock:
         return self.gram.rows_of(self.where)
 
 
-def coordinate_blocks(gram: Gram) -> list[CoordinateBlock]:
+def coordinate_blocks(gram: Gram, known: list[BlockSquare]) -> list[CoordinateBlock]:
     """The matrix in about ten blocks, fewer or more so that none is too small or too large.
 
-    The curvature is the largest eigenvalue: no step can then raise the objective.
+    The curvature is the largest eigenvalue: no step can then raise the objective. `known` remembers the
+    squares; it does not refer to the matrix, so that the matrix is freed with its last user.
     """
     import torch
 
     p = gram.size
     size = min(_MOST, max(_LEAST, -(-p // 10)), gram.most_rows)
-    blocks = []
-    for start in range(0, p, size):
+    for start in range(0, 0 if known else p, size):
         where = slice(start, min(p, start + size))
         square = gram.rows_of(where)[:, where].contiguous()
         largest = float(torch.linalg.eigvalsh(square)[-1])
-        blocks.append(CoordinateBlock(where, gram, square, max(1.0001 * largest, 1e-6)))
-    return blocks
+        known.append(BlockSquare(where, square, max(1.0001 * largest, 1e-6)))
+    return [CoordinateBlock(one.where, one.square, one.curvature, gram) for one in known]
 
 
 def descend_by_blocks(

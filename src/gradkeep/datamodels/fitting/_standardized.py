@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from gradkeep.datamodels.fitting._counts import Counts
-    from gradkeep.datamodels.fitting._l1 import CoordinateBlock
+    from gradkeep.datamodels.fitting._l1 import BlockSquare, CoordinateBlock
     from gradkeep.datamodels.fitting._masks import AnyArray
 
 
@@ -26,13 +26,11 @@ class DenseGram:
     """The matrix in memory: 4 n^2 bytes in float32."""
 
     matrix: torch.Tensor
-    _parts: list[CoordinateBlock] = field(default_factory=list, repr=False)
+    _squares: list[BlockSquare] = field(default_factory=list, repr=False)
 
     def parts(self) -> list[CoordinateBlock]:
         """The matrix in blocks, made at the first call: their eigenvalues cost n block^2."""
-        if not self._parts:
-            self._parts.extend(coordinate_blocks(self))
-        return self._parts
+        return coordinate_blocks(self, self._squares)
 
     @property
     def size(self) -> int:
@@ -80,7 +78,7 @@ class CountedGram:
     dtype: torch.dtype
     device: str
     rows: int
-    _parts: list[CoordinateBlock] = field(default_factory=list, repr=False)
+    _squares: list[BlockSquare] = field(default_factory=list, repr=False)
 
     def dense(self) -> DenseGram:
         """The whole matrix, made a panel at a time so that nothing else of its size exists."""
@@ -104,9 +102,7 @@ class CountedGram:
 
     def parts(self) -> list[CoordinateBlock]:
         """The matrix in blocks whose rows are computed when they are needed."""
-        if not self._parts:
-            self._parts.extend(coordinate_blocks(self))
-        return self._parts
+        return coordinate_blocks(self, self._squares)
 
     def rows_of(self, where: slice) -> torch.Tensor:
         """Some rows, computed."""
