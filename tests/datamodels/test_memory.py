@@ -1,14 +1,18 @@
 """A budget is kept, and does not change what is fitted."""
 
+import gc
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradkeep.datamodels import fit, planted
 from gradkeep.datamodels.fitting._options import fit_layout
+from gradkeep.datamodels.fitting._standardized import DenseGram
 from gradkeep.errors import BudgetError
 
 
@@ -97,3 +101,16 @@ def test_the_memory_taken_stays_below_the_budget(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < budget
+
+
+def test_a_matrix_is_freed_with_its_last_user():
+    gc.disable()  # a cycle would keep the matrix, and a budget would not hold
+    try:
+        gram = DenseGram(torch.eye(100))
+        parts = gram.parts()
+        assert gram.parts()[0].square is parts[0].square
+        gone = weakref.ref(gram.matrix)
+        del gram, parts
+        assert gone() is None
+    finally:
+        gc.enable()
