@@ -5,14 +5,13 @@ Operators run again outside of autograd and leave no trace of it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradkeep.remat._rerun import TensorRef, TensorSample, content_of, leaves_unwritten, sample_of
+from gradkeep.remat._rerun import TensorRef, content_of, leaves_unwritten, sample_of
 from gradkeep.remat._tensors import SEQUENCES
 from gradkeep.remat.planned._autograd_graph import GraphExpectations, leaf_of
 
@@ -108,8 +107,6 @@ class SlotPlan:
     fingerprint: Fingerprint | None
     """Of a value that is dropped here."""
     leaf: int | None
-    mask: ExpectedMask | None
-    """Of a mask that is dropped here."""
     random_state: bool
     """Take the generator's state here."""
     releases: tuple[int, ...]
@@ -136,22 +133,6 @@ class SlotPlan:
         return self.fits(tensor) and (self.leaf is None or self.leaf == leaf_of(tensor))
 
 
-class ExpectedMask(NamedTuple):
-    """Where to look into a mask, and the numbers that it may hold there."""
-
-    sample: TensorSample
-    numbers: frozenset[float]
-
-
-class QuickCheck(NamedTuple):
-    """All that is looked at in a saved tensor that stays and that nothing is made from."""
-
-    nbytes: int
-    size: tuple[int, ...] | None
-    """None in a plan that drops nothing: no gradient hangs on it, only the bytes count."""
-    leaf: bool
-
-
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
     """Everything that a run needs, by slot and by request."""
@@ -166,10 +147,6 @@ class CompiledPlan:
     releases: tuple[tuple[int, ...], ...]
     constants: tuple[tuple[int, Source], ...]
     devices: tuple[str, ...]
-    quick: dict[int, QuickCheck]
-    """Slots that are kept and need nothing else."""
-    quiet: dict[int, int]
-    """Requests at which nothing happens but that a kept slot is handed out, and which."""
 
 
 def compile_plan(
@@ -221,40 +198,18 @@ class _PlanCompiler:
             for at in candidate.asks:
                 if at in passing or at == candidate.asks[-1]:
                     releases[at].append(value)
-        slots = self._slots(sources)
         return CompiledPlan(
             trace=trace,
             problem=self.problem,
             states=self.states,
             evaluation=evaluation,
-            slots=slots,
+            slots=self._slots(sources),
             order=trace.order,
             work=tuple(work),
             releases=tuple(map(tuple, releases)),
             constants=tuple((value, trace.sources[value]) for value in constants),
             devices=tuple(sorted({o.device for o in trace.operations if o.random})),
-            quick=self._quick(slots),
-            quiet={
-                at: number
-                for at, number in enumerate(trace.order)
-                # The first and the last request are where a run looks at more.
-                if 0 < at < len(trace.order) - 1
-                and work[at] is None
-                and not releases[at]
-                and not slots[number].drop
-            },
         )
-
-    def _quick(self, slots: tuple[SlotPlan, ...]) -> dict[int, QuickCheck]:
-        return {
-            number: QuickCheck(
-                math.prod(slot.size) * slot.dtype.itemsize,
-                slot.size if self.dropped else None,
-                leaf=seen.seen.node < 0,
-            )
-            for number, (slot, seen) in enumerate(zip(slots, self.trace.slots, strict=True))
-            if slot.plain and not slot.varies
-        }
 
     def _slots(self, sources: set[int]) -> tuple[SlotPlan, ...]:
         trace = self.trace
@@ -296,9 +251,6 @@ class _PlanCompiler:
                     hold=first and (slot.value in holding if drop else slot.value in sources),
                     fingerprint=self._fingerprints.get(slot.value) if first else None,
                     leaf=slot.leaf,
-                    mask=ExpectedMask(sample_of(slot.geometry), slot.marks)
-                    if drop and first and slot.marks
-                    else None,
                     random_state=random_state,
                     releases=tuple(late.get(number, ())),
                     view=None if base == slot.geometry else slot.geometry,

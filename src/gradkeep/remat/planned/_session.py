@@ -16,7 +16,6 @@ from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._tensors import (
     QuickDispatchMode,
     beside_compiler,
-    has_storage,
     inside_compiled,
     not_compiled,
     run_operator,
@@ -297,7 +296,7 @@ class BudgetSession:
 
     def _asked(self) -> bool:
         current = self._recording or self._run
-        return current is not None and current.asked
+        return current is not None and current.asks > 0
 
     def _first(self, tensor: Tensor) -> Step | StepRecorder:
         """A step's first tensor is saved: now it can be told what kind of step it is."""
@@ -338,30 +337,10 @@ class BudgetSession:
         self._mode.show(self._meter)
 
     def _pack(self, tensor: Tensor) -> Any:
-        # Most tensors just stay: everything that they need is here, in one frame.
-        run: Any = self._run
-        if run is not None and _task() == -1:
-            number = run.at
-            expected = run.quick.get(number)
-            if expected is not None and not (self._automatic and run.asks):
-                nbytes, size, leaf = expected
-                if (
-                    has_storage(tensor)
-                    and tensor.nbytes == nbytes
-                    and (size is None or tensor.shape == size)
-                ):
-                    run.at = number + 1
-                    # A leaf can be held as it is; anything else may hold its node, and that us.
-                    held = tensor if leaf and tensor.grad_fn is None else tensor.detach()
-                    return held, tensor._version, number, run
-        return self._pack_slowly(tensor)
-
-    def _pack_slowly(self, tensor: Tensor) -> Any:
-        recording = self._recording
-        current: Any = self._run if recording is None else recording
+        current: Any = self._recording or self._run
         if current is None:
             current = self._first(tensor)
-        elif self._automatic and current.asked and _task() == -1:
+        elif self._automatic and current.asks and _task() == -1:
             self._end()
             self._begin()
             current = self._recording or self._first(tensor)

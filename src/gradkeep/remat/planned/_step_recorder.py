@@ -22,7 +22,6 @@ from gradkeep.remat._rerun import (
     OperatorRerun,
     TensorRef,
     compared,
-    mask_numbers,
     rerun_of,
     tried,
     tried_apart,
@@ -121,6 +120,8 @@ class StepRecorder:
         self.walk = GraphWalk()
         self.modules = ModuleTracker(running)
         self.quiet = False
+        self.asks = 0
+        """How many saved tensors the backward pass has asked for."""
         self._inputs = inputs
         self._signatures: dict[Any, OperatorSignature] = {}
         self._alive: dict[int, _AliveStorage] = {}
@@ -396,7 +397,6 @@ class StepRecorder:
                     seen=self.walk.below(tensor),
                     event=event,
                     leaf=leaf_of(tensor),
-                    marks=mask_numbers(tensor),
                 )
             )
             self._happened("pack", slot)
@@ -427,11 +427,6 @@ class StepRecorder:
         """How many tensors were saved so far."""
         return len(self._slots)
 
-    @property
-    def asked(self) -> bool:
-        """Whether a backward pass has begun."""
-        return bool(self._order)
-
     def asked_for(self, slot: int) -> None:
         """The backward pass wants a saved tensor."""
         if _task() == -1:
@@ -439,6 +434,7 @@ class StepRecorder:
         if self._unproved:
             self._look_at_writes()
         self._keeps_graph |= keeps_graph()
+        self.asks += 1
         self._order.append(slot)
         self._lengths = TraceLengths(
             events=len(self._events),
