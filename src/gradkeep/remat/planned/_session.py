@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,11 +13,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gradkeep import _arguments
 from gradkeep.errors import BudgetError, RematError
 from gradkeep.remat._tensors import (
-    QuickDispatchMode,
+    OperatorWatcher,
     beside_compiler,
     inside_compiled,
     not_compiled,
-    run_operator,
 )
 from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
@@ -36,6 +34,7 @@ from gradkeep.remat.planned._step_recorder import StepRecorder
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gradkeep.remat._tensors import OperatorCall
     from gradkeep.remat.online._runtime import OnlineRuntime
     from gradkeep.remat.planned._modules import Shapes
     from gradkeep.remat.planned._plan_cache import StepPlan
@@ -57,25 +56,23 @@ def _ctc_loss_by_numbers(log_probs: Any, targets: Any, *lengths: Any, **options:
     return _ctc_loss(log_probs, targets, *lengths, **options)
 
 
-class RecordingMode(QuickDispatchMode):  # type: ignore[no-untyped-call]
+class RecordingMode(OperatorWatcher):
     """Shows operators to the recorder it was given last; it can come and go between two operators."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording: StepRecorder | None = None
         self._on = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        recording = self.recording
-        if recording is None or recording.quiet:
-            return run_operator(func, args, kwargs)
-        start = perf_counter_ns()
-        out = run_operator(func, args, kwargs)
-        recording.saw(func, args, kwargs, out, start)
-        return out
+    @property
+    def watching(self) -> bool:
+        """Whether a recording wants to see operators now."""
+        return self.recording is not None and not self.recording.quiet
+
+    def ran(self, call: OperatorCall) -> None:
+        """Show an operator to the recording."""
+        if self.recording is not None:
+            self.recording.saw(call)
 
     def show(self, recording: StepRecorder) -> None:
         """Watch for this recording from now on."""

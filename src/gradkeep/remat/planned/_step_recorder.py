@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,15 +26,11 @@ from gradkeep.remat._rerun import (
     tried_apart,
 )
 from gradkeep.remat._tensors import (
-    SEQUENCES,
     WATCHED_OTHERWISE,
     Geometry,
-    OperatorSignature,
     StorageRef,
-    collect_tensors,
     has_storage,
     mapped,
-    signature_of,
     written_storages,
 )
 from gradkeep.remat.planned._autograd_graph import GraphWalk, leaf_of
@@ -58,6 +53,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradkeep.remat._tensors import OperatorCall
     from gradkeep.remat.planned._plan_cache import OptimizerStates
 
 _task = torch._C._current_graph_task_id
@@ -123,7 +119,6 @@ class StepRecorder:
         self.asks = 0
         """How many saved tensors the backward pass has asked for."""
         self._inputs = inputs
-        self._signatures: dict[Any, OperatorSignature] = {}
         self._alive: dict[int, _AliveStorage] = {}
         self._events: list[TraceEvent] = []
         self._operations: list[TracedOperation] = []
@@ -158,42 +153,18 @@ class StepRecorder:
 
     # What runs
 
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, start: int) -> None:
-        """Note an operator that ran; `start` is when, in nanoseconds."""
-        spent = perf_counter_ns() - start
-        if isinstance(out, Tensor):
-            made = [out]
-        elif type(out) in SEQUENCES:
-            made = [item for item in out if isinstance(item, Tensor)]
-        else:
-            made = []
+    def saw(self, call: OperatorCall) -> None:
+        """Note an operator that ran."""
         self.quiet = True
         try:
-            if made and made[0].is_cuda:
-                torch.cuda.synchronize(made[0].device)
-                spent = perf_counter_ns() - start
-            self._saw(func, args, kwargs, made, spent, single=isinstance(out, Tensor))
+            self._saw(call)
         finally:
             self.quiet = False
 
-    def _saw(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        made: list[Tensor],
-        spent: int,
-        *,
-        single: bool,
-    ) -> None:
+    def _saw(self, call: OperatorCall) -> None:
         if self._unproved:
             self._look_at_writes()
-        signature = self._signatures.get(func)
-        if signature is None:
-            signature = self._signatures[func] = signature_of(func)
-        passed: list[Tensor] = []
-        collect_tensors(args, passed)
-        collect_tensors(kwargs.values(), passed)
+        func, args, kwargs, signature, passed, made, single, spent = call
         given = [tensor for tensor in passed if has_storage(tensor)]
         for tensor in given:
             self._value_of(tensor)
