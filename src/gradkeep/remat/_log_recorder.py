@@ -292,7 +292,8 @@ class Recorder(OperatorWatcher):
         spent: int,
     ) -> None:
         """The whole storage changes: its other names mean what it was before, and end here."""
-        args, ended = list(names), []
+        args = list(names)
+        ended: list[int] = []
         positions = [keys.index(key) for key in changed]
         for key, at in zip(changed, positions, strict=True):
             followed = self._alive[key]

@@ -213,9 +213,8 @@ class PlannedStep(Step):
                 self._random_states[number, device] = generator(device).get_state()
         if slot.fingerprint is not None:
             self._fingerprints[slot.value] = slot.fingerprint.of(tensor)
-        held = None if slot.drop and not slot.hold else tensor.detach()
         if slot.hold:
-            self._values[slot.value] = held
+            self._values[slot.value] = tensor.detach()
             self._versions[slot.value] = tensor._version
         for value in slot.releases:
             self._values[value] = None
@@ -223,7 +222,7 @@ class PlannedStep(Step):
             self._versions.pop(value, None)
         if slot.drop:
             return DroppedTensor(self, number)
-        return KeptTensor(self, number, held, tensor._version)
+        return KeptTensor(self, number, tensor.detach(), tensor._version)
 
     def leave(self, why: str) -> None:
         """Stop following the plan: keep all from here on, release nothing any more."""

@@ -213,7 +213,7 @@ def _trials(
 ) -> tuple[list[Trial], list[str]]:
     """One trial per input, and notes."""
     ratio, budget = command.ratio, _budget(where, command.memory_budget)
-    kind = command.kind or ("fixed" if ratio is None else "ratio")
+    kind: Any = command.kind or ("fixed" if ratio is None else "ratio")
     file, mark = _log_file(where, command)
     save = kind == "get_log" or (command.type == "dtr" and command.save_logs)
     if kind in _OF_LOGS:
