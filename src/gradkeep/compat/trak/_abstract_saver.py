@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-
     Ids = np.ndarray[Any, np.dtype[np.int64]]
     Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
