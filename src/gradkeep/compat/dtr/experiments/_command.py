@@ -25,7 +25,7 @@ from gradkeep.compat.dtr.experiments._trial import (
     Type,
     known_placement,
 )
-from gradkeep.data.architectures._catalog import checked_sizes, default_sizes, published_sizes
+from gradkeep.compat.dtr.zoo import checked_sizes, default_sizes, published_sizes
 from gradkeep.errors import BudgetError, GradkeepError, RematError
 from gradkeep.remat.simulator._heuristics import heuristic
 
