@@ -263,8 +263,6 @@ class OperatorCall(NamedTuple):
     """Tensors among the arguments."""
     made: list[Tensor]
     """Tensors among the results."""
-    single: bool
-    """The result is one tensor, not several."""
     nanoseconds: int
 
 
@@ -313,9 +311,8 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         collect_tensors(args, given)
         if kwargs:
             collect_tensors(kwargs.values(), given)
-        single = isinstance(out, Tensor)
         signature = self.signature(func)
-        self.ran(OperatorCall(func, args, kwargs, signature, given, made, single, spent))
+        self.ran(OperatorCall(func, args, kwargs, signature, given, made, spent))
         return out
 
 

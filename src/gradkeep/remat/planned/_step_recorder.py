@@ -164,7 +164,7 @@ class StepRecorder:
     def _saw(self, call: OperatorCall) -> None:
         if self._unproved:
             self._look_at_writes()
-        func, args, kwargs, signature, passed, made, single, spent = call
+        func, args, kwargs, signature, passed, made, spent = call
         given = [tensor for tensor in passed if has_storage(tensor)]
         for tensor in given:
             self._value_of(tensor)
@@ -233,7 +233,6 @@ class StepRecorder:
                 random=recipe.random,
                 device=made[0].device.type if made else "cpu",
                 layer=self.modules.current,
-                single=single,
                 backward=backward,
             )
         )
@@ -271,7 +270,6 @@ class StepRecorder:
                 reads=frozenset(arg.value for arg in args if isinstance(arg, TensorRef)),
                 cost=apart.cost or self._operations[-1].cost,
                 apart=True,
-                single=True,
             )
         )
 

@@ -77,8 +77,6 @@ class TracedOperation:
     """Whose random numbers it draws."""
     layer: str = ""
     """The module that was running."""
-    single: bool = True
-    """It gives one tensor, not several."""
     apart: bool = False
     """It stands for another way to a result, with a cost of its own."""
     backward: bool = False
