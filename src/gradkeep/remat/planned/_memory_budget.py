@@ -276,17 +276,9 @@ class MemoryBudget:
             yield self
 
     @contextlib.contextmanager
-    def _step(
-        self, inputs: Any, *, keep_all: bool = False, repeatable: bool = False
-    ) -> Iterator[None]:
+    def _step(self, inputs: Any, **options: bool) -> Iterator[None]:
         given = tuple(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        session = BudgetSession(
-            self._planner,
-            automatic=False,
-            inputs=given,
-            keep_all=keep_all,
-            repeatable=repeatable,
-        )
+        session = BudgetSession(self._planner, automatic=False, inputs=given, **options)
         session.open()
         try:
             yield

@@ -20,7 +20,6 @@ from gradkeep.remat._tensors import (
 )
 from gradkeep.remat.planned._modules import BatchShapes
 from gradkeep.remat.planned._planned_step import (
-    KeptTensor,
     PlainStep,
     PlannedStep,
     Step,
@@ -29,7 +28,7 @@ from gradkeep.remat.planned._planned_step import (
     WatchedStep,
     unpack,
 )
-from gradkeep.remat.planned._step_recorder import StepRecorder
+from gradkeep.remat.planned._step_recorder import KeptTensor, StepRecorder
 
 if TYPE_CHECKING:
     from torch import Tensor
