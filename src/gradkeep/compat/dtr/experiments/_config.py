@@ -117,7 +117,7 @@ def _folder(value: object) -> Path | None:
     if value is None or (isinstance(value, str) and value.strip() in ("", "/dev/null")):
         return None
     if not isinstance(value, str):
-        raise RematError("log_dest is no folder", found=repr(value)[:60], expected="a path")
+        raise RematError(f"log_dest must be the path of a folder, got {value!r}")
     return Path(value).expanduser()
 
 
@@ -125,11 +125,7 @@ def _file_name(value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or Path(value).name != value:
-        raise RematError(
-            "simrd_config is the name of a file in log_dest",
-            found=repr(value)[:60],
-            expected="such as sim_conf.json",
-        )
+        raise RematError(f"simrd_config must be the name of a file in log_dest, got {value!r}")
     return value
 
 
