@@ -122,9 +122,8 @@ class DataSource:
         if not place.exists():
             tried = ", ".join(map(str, self.folder.candidates(self.files.get(key, default))))
             raise DataError(
-                f"data.{self.name}.{key}: there is nothing",
+                f"data.{self.name}.{key}: there is nothing at {tried}",
                 path=self.said_by,
-                found=f"nothing at {tried}",
                 fix=f"put the data there, or change {key}",
             )
         return place

@@ -416,9 +416,7 @@ def memory_budget(
     """
     if recordings < 2:
         raise BudgetError(
-            "too few recordings",
-            found=recordings,
-            expected="at least 2, to see what stays the same",
+            f"too few recordings: {recordings}; expected at least 2, to see what stays the same"
         )
     smallest = None if min_size is None else parse_bytes(min_size)
     if not effort > 0:

@@ -283,9 +283,8 @@ def _listed(manifest: Path, notes: list[str]) -> Iterator[TitledLog]:
             entries = [entry for part in per_model.values() for entry in part]
     except (OSError, ValueError, RecursionError) as error:
         raise RematError(
-            "this is no manifest of logs",
+            f"this is no manifest of logs: {str(error)[:200]}",
             path=manifest,
-            found=str(error)[:200],
             expected='{"models": [{"name": ..., "log": ...}]}, or a list of such per model',
         ) from error
     for entry in entries:

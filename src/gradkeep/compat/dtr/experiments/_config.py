@@ -82,8 +82,7 @@ def parse_experiment(config: Any) -> DtrExperiment:
     """
     if not isinstance(config, dict):
         raise RematError(
-            "a configuration is a mapping with the key models",
-            found=type(config).__name__,
+            f"a configuration is a mapping with the key models: {type(config).__name__}",
             expected="{models: {NAME: [COMMAND, ...]}}",
         )
     notes = ignored_keys(config, _KNOWN, _NO_EFFECT)
@@ -96,8 +95,7 @@ def parse_experiment(config: Any) -> DtrExperiment:
     for model, commands in chosen.items():
         if not isinstance(commands, list) or not commands:
             raise RematError(
-                f"{model}: no list of commands",
-                found=repr(commands)[:60],
+                f"{model}: no list of commands: {repr(commands)[:60]}",
                 expected="a list such as [{type: baseline}, {type: dtr, ratio: 0.5}]",
             )
         for position, command in enumerate(commands, 1):
@@ -136,8 +134,7 @@ def _chosen(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         return models, False
     if not isinstance(models, list) or not models:
         raise RematError(
-            "models: no models are named",
-            found=repr(models),
+            f"models: no models are named: {models!r}",
             expected="a mapping from names to commands, or a list of names with dtr_settings",
         )
     there = settings if isinstance(settings, dict) else {}
