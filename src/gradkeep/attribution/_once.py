@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,22 +21,23 @@ from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
 from gradkeep.capturing._loader import task_batches
 from gradkeep.capturing._moments import measure_moments
 from gradkeep.capturing._readiness import in_mode, ready
+from gradkeep.capturing._tracer import Reducer, empty_gradients
 from gradkeep.capturing.rules._layers import LayerGradients
 from gradkeep.curvature._fisher import Damping, LayerFisher, fisher_basis
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._arithmetic import RESTORED
-from gradkeep.factors._dense import Dense, DenseRows
 from gradkeep.factors._outer import OuterRows
 from gradkeep.store import Memory
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._tracer import Tracer
+    from gradkeep.capturing.rules._layers import LayerGradients
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.capturing.tasks._tasks import Measured, Task
     from gradkeep.query._layers import LayerChoice
@@ -119,20 +119,32 @@ def attribute_once(
                     tuple(fisher_basis(one, unit.name) for one in found.moments.pop(unit))
                 )
                 directions[unit] = fisher.solved(directions[unit], added)
-        passing = _Passing(directions, factors)
+        products: list[Tensor] = []
+
+        def multiply(unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
+            """Add a layer's products `[Q, B]` with the queries to those of the batch."""
+            kept = piece.rows.widened()
+            if unit in factors:
+                one = piece.form.dot(factors[unit], kept, compute="factored", scratch=RESTORED)
+            else:
+                along = directions[unit].to(kept.example)
+                one = piece.form.along(kept, along, scratch=RESTORED)
+            products[-1] += one.float()
+            return empty_gradients(piece)
+
+        reducer = Reducer([*directions, *factors], multiply)
         ids = []
         total = rows.num_rows
         for own, batch in rows:
-            tracer.run(batch, device=device, soon=passing)
-            passing.finish(len(own))
+            products.append(torch.zeros(len(query_ids), len(own), device=device))
+            tracer.run(batch, device=device, reducer=reducer)
             ids.append(own)
             if progress:
                 report(sum(map(len, ids)), total or sum(map(len, ids)))
-    values = torch.cat(passing.done, 1).cpu().numpy()
+    values = torch.cat(products, 1).cpu().numpy()
     if not np.isfinite(values).all():
         raise AttributionError(
-            "some scores are no numbers",
-            found="NaN or infinity",
+            "some scores are not finite",
             fix="look for exploded losses, or take an earlier checkpoint",
         )
     return Scores(
@@ -202,45 +214,6 @@ class _BoundedMemory(Memory):
                 "layers=, or a larger memory_budget=",
             )
         return super().put_if_absent(key, parts, durability=durability)
-
-
-@dataclass(slots=True, eq=False)
-class _Passing:
-    """Multiplies the gradients of training rows with the queries while the backward pass goes on."""
-
-    directions: Mapping[LayerUnit, Tensor]
-    """`[Q, P]` of each layer"""
-    factors: Mapping[LayerUnit, OuterRows]
-    """Of those with one position a query, which have no directions."""
-    done: list[Tensor] = field(default_factory=list)
-    """`[Q, B]` of each batch"""
-    _sum: Tensor | None = None
-
-    @property
-    def units(self) -> Collection[LayerUnit]:
-        """All layers."""
-        return [*self.directions, *self.factors]
-
-    def make(self, unit: LayerUnit, piece: LayerGradients, measured: Measured) -> LayerGradients:
-        """Nothing is left of the gradients but their products."""
-        del measured
-        rows = piece.rows.widened()
-        if unit in self.factors:
-            own = self.factors[unit]
-            found = piece.form.dot(own, rows, compute="factored", scratch=RESTORED).float()
-        else:
-            moved = self.directions[unit].to(rows.example)
-            found = piece.form.along(rows, moved, scratch=RESTORED).float()
-        self._sum = found if self._sum is None else self._sum.add_(found)
-        nothing = rows.example.new_empty(len(rows), 0)
-        return LayerGradients(Dense(piece.form.parameters, "", 0), DenseRows(nothing))
-
-    def finish(self, rows: int) -> None:
-        """A batch is over."""
-        assert self._sum is not None
-        assert self._sum.shape[1] == rows
-        self.done.append(self._sum)
-        self._sum = None
 
 
 def _held(

@@ -29,7 +29,7 @@ from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import BatchUnlikeFirst
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._replay import CaptureRequest, Replay, SegmentMaker
-from gradkeep.capturing._row_making import RowAlarms
+from gradkeep.capturing._rows import RowAlarms
 from gradkeep.errors import CaptureError, FarmError, GradkeepError
 from gradkeep.farm._job import packed
 from gradkeep.farm._run import share_out, size_of

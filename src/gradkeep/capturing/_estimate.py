@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._calls import fill
 from gradkeep.capturing._choice import (
     block_sizes,
     moment_bytes,
@@ -27,7 +26,7 @@ from gradkeep.capturing._keep import OVERHEAD
 from gradkeep.capturing._readiness import device_of
 from gradkeep.capturing._replay import COORDINATE_ROWS
 from gradkeep.capturing._shapes import PassCount
-from gradkeep.capturing._tracer import Tracer
+from gradkeep.capturing._tracer import Tracer, fill
 from gradkeep.capturing.rules._rules import units_of, watched
 from gradkeep.factors._bits import PACKED
 from gradkeep.factors._cost import FLOPS, WRITE
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from gradkeep.capturing._keep import Keep
     from gradkeep.capturing._keeping import LayerKeeping
-    from gradkeep.capturing._row_making import RowMaker
+    from gradkeep.capturing._rows import RowMaker
     from gradkeep.capturing._shapes import PassWork, ShapedCapture
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.factors._form import AnyForm

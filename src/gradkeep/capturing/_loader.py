@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from gradkeep._arguments import whole_numbers
 from gradkeep.capturing._batches import batch_size
+from gradkeep.capturing._columns import parse_columns
 from gradkeep.capturing._order import LoaderOrder, batches_within, filled_batches, order_of
-from gradkeep.capturing._row_making import column_choice
 from gradkeep.capturing._sequences import documents_of, may_pack, sequence_checks, unpacking_for
 from gradkeep.errors import CaptureError
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep._preview import Preview
+    from gradkeep.capturing._columns import ColumnChoice
     from gradkeep.capturing._readiness import Mode
-    from gradkeep.capturing._row_making import ColumnChoice
     from gradkeep.capturing._sequences import SequenceChecks, Unpacking
     from gradkeep.capturing.tasks._tasks import Task
 
@@ -107,7 +107,7 @@ class Batches:
                 if self.checks is not None:
                     self.checks.check(own[start : start + size], part)
                 if self.columns is not None:
-                    part = self.columns.taken(part, at=at + start, rows=size)
+                    part = self.columns.split(part, at=at + start, rows=size)
                 yield at + start, own[start : start + size], part
                 start += size
             at += count
@@ -181,7 +181,7 @@ def batches_of(
                 expected="columns in the batch, as the ids are",
                 fix="have the collate function pass them on, and name them: columns=['text']",
             )
-        first = columns.taken(first, at=0, rows=batch_size(first))
+        first = columns.split(first, at=0, rows=batch_size(first))
     return Batches(loader, inside, listed, rows, first, order, unpacking, checks, columns)
 
 
@@ -246,5 +246,5 @@ def task_batches(
         ids,
         unpacking=unpacking_for(model, task, mode),
         checks=sequence_checks(model, task),
-        columns=column_choice(columns, preview),
+        columns=parse_columns(columns, preview),
     )

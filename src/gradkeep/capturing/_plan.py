@@ -18,6 +18,7 @@ from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
+from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._estimate import (
     CaptureCost,
     Clock,
@@ -32,7 +33,7 @@ from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, ro
 from gradkeep.capturing._keep import Keep
 from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
-from gradkeep.capturing._row_making import GradientMaker, without_columns
+from gradkeep.capturing._rows import GradientMaker
 from gradkeep.capturing._sequences import unpacking_for
 from gradkeep.capturing._shapes import shaped_capture, shapes_of
 from gradkeep.errors import BudgetError, CaptureError, GradkeepError

@@ -19,9 +19,8 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 from gradkeep.capturing._batches import batch_size, rows_of
-from gradkeep.capturing._calls import LayerCall, call_pattern, fill
 from gradkeep.capturing._keeping import Adjustments, BatchUnlikeFirst
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer, passed
+from gradkeep.capturing._tracer import DENSE_RULES, LayerCall, Tracer, call_pattern, fill, passed
 from gradkeep.capturing.rules._any_module import whole_model_gradients
 from gradkeep.capturing.rules._layers import INTERLEAVED, SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import (

@@ -8,20 +8,22 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep._arguments import flag, one_of, optional
-from gradkeep.capturing._calls import LayerCall, watching
+from gradkeep.capturing._columns import plain
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
 from gradkeep.capturing._loader import checked_ids
 from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._resume import earlier_run
-from gradkeep.capturing._row_making import arrays_for, norms, plain
+from gradkeep.capturing._rows import arrays_for, norm_values
+from gradkeep.capturing._tracer import LayerCall, watching
 from gradkeep.capturing.rules._layers import SAMPLE_AXES, possible
 from gradkeep.capturing.rules._rules import (
     DENSE_RULES,
@@ -39,8 +41,6 @@ from gradkeep.remat.planned._session import budget_is_active
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy as np
 
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing.rules._layers import SampleAxis
@@ -203,13 +203,11 @@ class GradientRecording:
         if self._kept is None:
             self._kept = choose_storage(pieces, encoding=self._encoding, wanted={}, tolerance=0.0)
         factors, arrays = rows_to_store(self._kept, pieces)
-        lengths = norms(self._kept, factors).cpu().float()
         values = {name: plain(torch.as_tensor(value)) for name, value in keep.items()}
-        values["norms"] = lengths.numpy()
-        values["norm"] = lengths.double().square().sum(1).sqrt().float().numpy()
-        if not bool(lengths.isfinite().all()):
-            row = int((~lengths.isfinite()).any(1).nonzero()[0])
-            raise CaptureError(f"the gradient of sample {ids[row]} is not a number")
+        values |= norm_values(self._kept, factors)
+        finite = np.isfinite(values["norms"]).all(1)
+        if not finite.all():
+            raise CaptureError(f"the gradient of sample {ids[finite.argmin()]} is not a number")
         if self._writer is None:
             self._writer = self._store.write(self.key, self._schema(values))
             self._names = tuple(values)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.autograd.graph import GradientEdge
 
-    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._layers import LayerGradients, SampleAxis
     from gradkeep.capturing.rules._rules import LayerUnit
 

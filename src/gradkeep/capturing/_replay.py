@@ -31,12 +31,8 @@ from gradkeep.capturing._audit import (
     is_steady,
 )
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._coordinates import (
-    BasisRequest,
-    CoordinateMaker,
-    coordinate_maker,
-    find_basis,
-)
+from gradkeep.capturing._columns import without_columns
+from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker, find_basis
 from gradkeep.capturing._first_batch import (
     CaptureSettings,
     coordinate_footprint,
@@ -59,14 +55,13 @@ from gradkeep.capturing._resume import (
     changed_rows,
     earlier_run,
 )
-from gradkeep.capturing._row_making import (
+from gradkeep.capturing._rows import (
     GradientMaker,
     LossMaker,
     RowAlarms,
     RowFeed,
     arrays_for,
     modules_named,
-    without_columns,
 )
 from gradkeep.capturing._weights import fingerprint_weights
 from gradkeep.capturing.rules._rules import units_of
@@ -79,11 +74,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep._preview import Preview
+    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._distributed import DistributedCapture
     from gradkeep.capturing._first_batch import PreparedCapture
     from gradkeep.capturing._loader import Ids
     from gradkeep.capturing._readiness import Mode
-    from gradkeep.capturing._row_making import Columns, MadeRows, RowMaker
+    from gradkeep.capturing._rows import MadeRows, RowMaker
     from gradkeep.capturing.tasks._tasks import Task
     from gradkeep.store import CaptureKey, Schema, Store
 
@@ -363,7 +359,7 @@ class Replay:
         else:
             moments = None
             if not small and self.recompute is None:  # a plan wants every step to be the same
-                moments = FirstMoments.wanted(prepared, budget)
+                moments = FirstMoments.plan(prepared, budget)
             maker = GradientMaker(
                 prepared=prepared,
                 kept=prepared.kept,
@@ -392,20 +388,19 @@ class Replay:
         ragged = any(array.ragged for keeping in prepared.kept for array in keeping.arrays)
         if keep is not None and not ragged and prepared.row_bytes + OVERHEAD <= keep.row_bytes:
             return None
-        request = BasisRequest(
-            store=self.store,
-            key=gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
-            keep=keep,
+        rows = batch_size(batch)
+        basis = find_basis(
+            self.store,
+            gs.BasisKey((keep and keep.basis) or key.checkpoint, key.run, key.capture),
+            keep,
+            prepared,
+            self.batches,
+            self.device,
             weights=weights,
-            task=self.task.describe(),
-            trained_as=self.task.trained_as(),
-            chosen=self.settings.layers is not None,
+            all_layers=self.settings.layers is not None,
             budget=budget,
-            footprint=0
-            if budget is None
-            else coordinate_footprint(prepared, 0, batch, batch_size(batch)),
+            footprint=0 if budget is None else coordinate_footprint(prepared, 0, batch, rows),
         )
-        basis = find_basis(request, prepared, self.batches, self.device)
         return coordinate_maker(
             prepared, basis, keep, self.watched, recompute=self.recompute, device=self.device
         )
@@ -509,7 +504,7 @@ class Replay:
                 check_unchanged(first.rows.values, last.values)
             if moments is not None:
                 weights = str(schema.fingerprints["weights"])
-                kept = moments.found(weights, np.concatenate(moment_ids))
+                kept = moments.means(weights, np.concatenate(moment_ids))
                 if kept is not None:
                     kept.save(self.store, key)  # before the capture is sealed
         return feed.reused

@@ -21,7 +21,7 @@ from gradkeep.query._gradients import gradients_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradkeep.capturing._row_making import MadeRows, RowMaker
+    from gradkeep.capturing._rows import MadeRows, RowMaker
     from gradkeep.factors._form import AnyForm, GradientRows, Storage
     from gradkeep.store import Block, CaptureKey, Schema, Store
 

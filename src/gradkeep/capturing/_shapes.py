@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradkeep.capturing._batches import batch_size, with_leaves
-from gradkeep.capturing._calls import LayerCall, fill
 from gradkeep.capturing._first_batch import PreparedCapture, storages_wanted
 from gradkeep.capturing._keeping import choose_storage
 from gradkeep.capturing._proofs import is_shared, ways_to_capture
 from gradkeep.capturing._readiness import LOW, in_mode
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer
+from gradkeep.capturing._tracer import DENSE_RULES, LayerCall, Tracer, fill
 from gradkeep.capturing.rules._layers import (
     LayerGradients,
     dense_gradients,

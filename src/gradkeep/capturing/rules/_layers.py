@@ -22,7 +22,7 @@ from gradkeep.factors._tied import Tied, TiedRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradkeep.capturing._calls import LayerCall
+    from gradkeep.capturing._tracer import LayerCall
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm, GradientRows, Parameter
 
