@@ -14,6 +14,7 @@ from gradkeep._display import progress as shown
 from gradkeep.attribution._attribute import attribute
 from gradkeep.attribution._registry import method_named
 from gradkeep.attribution._scores import Scores
+from gradkeep.attribution.scorers._kfac import APPROXIMATE
 from gradkeep.capturing._audit import buffers_kept, is_steady
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
 from gradkeep.capturing._capture import capture
@@ -31,7 +32,7 @@ from gradkeep.store import Memory
 from gradkeep.store import open as open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -44,11 +45,6 @@ if TYPE_CHECKING:
     from gradkeep.store import Durability
 
 _DIRECTIONS = 4 << 30
-_SUMMARY = {
-    "dot": "inner product of the loss gradients",
-    "kfac": "query gradient x (Fisher + damping)^-1 x training gradient, the Fisher matrix of each "
-    "layer a Kronecker product",
-}
 
 
 @checked(AttributionError)
@@ -83,15 +79,18 @@ def attribute_once(
     ...     task=gk.Classification()).shape
     (2, 6)
     """
-    if method not in _SUMMARY:
-        return _in_memory(
-            *(model, train, queries, task, method),
-            layers=layers,
-            mode=mode,
-            memory_budget=memory_budget,
-            progress=progress,
-            options=options if damping is None else {**options, "damping": damping},
-        )
+    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
+    chosen = method_named(method)
+    if method not in ("dot", "kfac"):
+        store = open_store(_BoundedMemory(limit))
+        for split, loader in (("train", train), ("test", queries)):
+            how: Any = {"layers": layers, "mode": mode, "progress": progress}
+            capture(store, model, loader, task=task, split=split, **how)
+        if damping is not None:
+            options["damping"] = damping
+        budget = {"memory_budget": memory_budget, "progress": progress}
+        scores = attribute(store, method=method, **budget, **options)
+        return dataclasses.replace(scores, store=None)
     if options:
         raise AttributionError(
             f"{method} has no option {', '.join(map(repr, options))} here",
@@ -110,7 +109,6 @@ def attribute_once(
         settings = CaptureSettings(layers, of="loss")
         tracer = prepare_capture(model, task, to_device(first, device), settings).tracer
         is_steady(model, task, rows.first, mode)
-        limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
         directions, factors, query_ids = _held(tracer, asked, device, limit, dense=method == "kfac")
         if method == "kfac":
             found = measure_moments(tracer, (batch for _, batch in rows), device)
@@ -153,46 +151,10 @@ def attribute_once(
         train_ids=np.concatenate(ids),
         method=method,
         layers=tuple(unit.name for unit in tracer.units),
-        scale=_SUMMARY[method],
+        scale=chosen.summary,
         exact=method == "dot",
-        approximate=None
-        if method == "dot"
-        else "layers are independent, and each one's Fisher matrix is a Kronecker product",
+        approximate=None if method == "dot" else APPROXIMATE,
     )
-
-
-def _in_memory(
-    model: nn.Module,
-    train: Iterable[Any],
-    queries: Iterable[Any],
-    task: Task,
-    method: str,
-    *,
-    layers: LayerChoice,
-    mode: Mode | None,
-    memory_budget: float | str | None,
-    progress: bool,
-    options: Mapping[str, Any],
-) -> Scores:
-    """The scores of captures that are held in memory for as long as the question takes."""
-    method_named(method)  # before anything runs
-    limit = _DIRECTIONS if memory_budget is None else parse_bytes(memory_budget)
-    store = open_store(_BoundedMemory(limit))
-    for split, loader in (("train", train), ("test", queries)):
-        capture(
-            store,
-            model,
-            loader,
-            task=task,
-            split=split,
-            layers=layers,
-            mode=mode,
-            progress=progress,
-        )
-    scores = attribute(
-        store, method=method, memory_budget=memory_budget, progress=progress, **options
-    )
-    return dataclasses.replace(scores, store=None)
 
 
 class _BoundedMemory(Memory):

@@ -147,15 +147,12 @@ def is_steady(model: nn.Module, task: Task, batch: Any, mode: Mode | None) -> bo
             "the model gives the same samples other losses when it is run again",
             found="a state that it keeps between calls (a counter, a running mean, hidden states), or "
             "numbers drawn at random",
-            expected="losses that depend on weights and sample alone, so that a row can be made again",
             fix="switch that off while you capture; or pass mode='train' to keep what a single pass gives",
         )
     few = min(2, count - 1)
     if few and not _near(one[:few], run_apart(model, task, batch, slice(0, few))[0], 1e-2):
         raise CaptureError(
             "a sample's loss depends on the others of its batch",
-            found="other losses of the same samples without the rest of the batch",
-            expected="a loss per sample that depends on that sample alone",
             fix="capture in eval mode (mode='eval'), without statistics over the batch; a sample must stay "
             "at its place in the batch",
         )
@@ -264,7 +261,6 @@ class RowAudit:
                 "of its batch",
                 found="samples that influence each other in a later batch (a capacity that overflows, "
                 "statistics over the batch), or a model that changes while it is captured",
-                expected="a loss per sample that depends on that sample alone",
                 fix="switch that off while you capture, or capture with batches of one row",
             )
         if sure.layers:
@@ -383,7 +379,6 @@ class FirstRows:
         if not np.array_equal(self.contents, other.contents):
             raise CaptureError(
                 "this worker sees other data than the process that began the capture",
-                found="other fingerprints of the first batch",
                 fix="let every worker read the same files; what was kept stays as it is",
             )
         for name, mine in self.values.items():

@@ -80,7 +80,6 @@ class DistributedCapture:
         if schema.num_rows is None:
             raise CaptureError(
                 "workers need to know how many rows there are",
-                found="a loader without a length, or packed batches",
                 fix="give a DataLoader of a data set with a length; or capture without workers=",
             )
         ranges = segment_ranges(

@@ -178,7 +178,6 @@ def batches_of(
             raise CaptureError(
                 "columns by order, but rows by the ids that batches bring",
                 found=", ".join(columns.by_order),
-                expected="columns in the batch, as the ids are",
                 fix="have the collate function pass them on, and name them: columns=['text']",
             )
         first = columns.split(first, at=0, rows=batch_size(first))

@@ -167,7 +167,6 @@ def choose_rules(
         raise CaptureError(
             "some parameters are covered by no factor rule",
             found=", ".join(f"{unit.name} ({unit.type})" for unit in dense),
-            expected="layers with a rule: linear, convolution, embedding, normalisation",
             fix="pass uncovered='dense' to keep their whole gradients, or 'skip' to leave them out",
         )
     if dense and uncovered == "skip":
@@ -279,7 +278,6 @@ class _RuleSearch:
                 raise CaptureError(
                     f"layer {way.name}: the gradients of single samples do not add up to the batch's",
                     found="samples that influence each other, or randomness in the model",
-                    expected="a loss per sample that depends on that sample alone",
                     fix="capture in eval mode (mode='eval'), without statistics over the batch",
                 )
             self.rules[whole[way]] = way, piece
@@ -448,6 +446,5 @@ def rows_moved(names: Sequence[str], row: int | None = None) -> BatchUnlikeFirst
         Adjustments(single=frozenset(names)),
         found=f"rows of a later batch that lie elsewhere than those of the first one, in "
         f"{len(names)} layers: {', '.join(names[:4])}",
-        expected="a model that keeps a sample at its place in the batch",
         fix="keep the order of samples inside of the model; or capture with batches of one row",
     )

@@ -263,8 +263,6 @@ def check_recomputable(model: nn.Module) -> None:
     if any(isinstance(parameter, StandIn) for parameter in model.parameters()):
         raise CaptureError(
             "a memory budget by fraction needs weights as they are computed with",
-            found="weights in 16 bits, or offloaded ones",
-            expected="float32 or float64 weights in the model",
             fix="give the budget in bytes, such as memory_budget='2GiB', or capture model.float()",
         )
 
@@ -427,7 +425,6 @@ def _check_precision(model: nn.Module) -> None:
         raise CaptureError(
             "the model's weights have too few digits for exact gradients",
             found=", ".join(sorted(str(kind) for kind in low)),
-            expected="float32 or float64",
             fix="capture model.float(); what is kept may be 16 bits wide: encoding='bfloat16'",
         )
 

@@ -171,7 +171,6 @@ class GradientRecording:
                 raise CaptureError(
                     "a gradient of gradients was taken inside of batch()",
                     found="a backward pass with create_graph=True, as for gradient penalties",
-                    expected="one backward pass of losses, which reaches every layer once",
                     fix="record the batches without it; or replay the checkpoint with gk.capture",
                 )
             dtype = next(call.module.parameters()).dtype

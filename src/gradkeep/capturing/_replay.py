@@ -257,7 +257,6 @@ class Replay:
                 if not first.steady:
                     raise CaptureError(
                         "a model that draws at random gives other rows to every worker",
-                        found="dropout in train mode",
                         fix="pass mode='eval', or leave workers= out",
                     )
                 reused = 0 if earlier is None else earlier.rows

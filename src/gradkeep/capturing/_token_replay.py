@@ -268,7 +268,6 @@ def _captured_batches(train: Gradients, batches: Batches) -> Iterator[tuple[Any,
         if len(changed):
             raise CaptureError(
                 f"sample {changed[0]} is not what it was when {train.key.split} was captured",
-                found="other contents under the same id",
                 fix="give the loader of then, with loader_ids= and columns= as the capture had them",
             )
         yield own, without_columns(batch)

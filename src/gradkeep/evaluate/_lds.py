@@ -96,7 +96,6 @@ def fitting_queries(scores: Scores, truth: GroundTruth) -> AnyArray:
     if known is not None and labels_digest(scores.train_labels) != known:
         raise EvaluationError(
             f"the ground truth {truth.name!r} was made with other data",
-            found="labels that are not those of the captured rows, or in another order",
             fix="train a ground truth with the rows as they were captured, under another name",
         )
     places = places_among(scores.query_ids, truth.num_queries)

@@ -85,7 +85,6 @@ def loss_slopes(
         if target == "output":
             raise AttributionError(
                 "scores of outputs need captured outputs: these captures keep losses only",
-                expected="a task with one output per sample, such as gk.Classification()",
                 fix="leave target out",
             )
         return LossSlopes("loss", torch.ones(rows), torch.ones(rows), as_is)
