@@ -12,7 +12,7 @@ import torch
 from gradkeep._arguments import instance, number, one_of, optional, text
 from gradkeep._budgets import format_bytes
 from gradkeep.capturing._batches import batch_size
-from gradkeep.capturing._keep import QUERIES, Keep, parse_keep
+from gradkeep.capturing._keep import OVERHEAD, QUERIES, Keep, parse_keep
 from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, choose_storage, storage_named
 from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs, Uncovered, choose_rules
 from gradkeep.capturing._tracer import DENSE_RULES, Tracer, no_gradients
@@ -94,6 +94,11 @@ class PreparedCapture:
     def row_bytes(self) -> float:
         """Bytes on disk of one row's gradients."""
         return sum(keeping.row_bytes for keeping in self.kept)
+
+    def fits_exactly(self, keep: Keep) -> bool:
+        """Tell whether the whole gradients of every row take no more than these bytes."""
+        ragged = any(array.ragged for keeping in self.kept for array in keeping.arrays)
+        return not ragged and self.row_bytes + OVERHEAD <= keep.row_bytes
 
     @property
     def dense(self) -> frozenset[LayerUnit]:
@@ -257,6 +262,17 @@ def rows_at_once(prepared: PreparedCapture, rows: int) -> int:
     """
     factors = sum(piece.rows.nbytes for piece in prepared.pieces.values())
     return max(8, int((64 << 20) / max(1.0, factors / max(1, rows))))
+
+
+def segment_rows(row_bytes: float, size: int, *, coordinates: bool = False) -> int:
+    """A power of two of rows that fit a segment of so many bytes.
+
+    Rows of coordinates take few bytes, but as long to make again as any: at most 1024.
+    """
+    rows, most = 1, 1024 if coordinates else 1 << 16
+    while 2 * rows * row_bytes <= size and rows < most:
+        rows *= 2
+    return rows
 
 
 def segment_bytes(budget: int | None) -> int:
