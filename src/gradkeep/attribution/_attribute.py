@@ -13,8 +13,7 @@ from gradkeep._arguments import checked
 from gradkeep._budgets import parse_bytes
 from gradkeep._display import progress as shown
 from gradkeep.attribution._accumulator import ScoreAccumulator, zeros_on_disk_or_in_memory
-from gradkeep.attribution._method import Method, options_for
-from gradkeep.attribution._question import AttributionQuestion, make_question
+from gradkeep.attribution._question import AttributionQuestion, Method, make_question, options_for
 from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._saved_scores import check_free, save_scores
 from gradkeep.attribution._scores import Scores
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gradkeep._display import ProgressReport
-    from gradkeep.attribution._method import Scorer
+    from gradkeep.attribution._question import Scorer
     from gradkeep.curvature._cholesky import Solution
     from gradkeep.farm._run import Engine, Progress
     from gradkeep.query._engine import ComputeWish

@@ -11,8 +11,7 @@ import numpy as np
 from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.attribution._attribute import kept_as
-from gradkeep.attribution._method import options_for
-from gradkeep.attribution._question import make_question
+from gradkeep.attribution._question import make_question, options_for
 from gradkeep.attribution._registry import default_method, method_named
 from gradkeep.attribution._scores import place_of
 from gradkeep.attribution.scorers._kfac import fisher_solver

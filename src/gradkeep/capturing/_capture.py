@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._first_batch import KeepChoice
-    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._proofs import Uncovered
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._report import Captured

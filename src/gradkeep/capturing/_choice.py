@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._first_batch import Keep
     from gradkeep.capturing._moments import LayerMoments, Moments
     from gradkeep.capturing._tracer import Traced, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit

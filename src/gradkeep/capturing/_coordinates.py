@@ -25,9 +25,9 @@ from gradkeep.capturing._choice import (
     random_coordinates,
     worth_keeping,
 )
-from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._first_batch import rows_within
 from gradkeep.capturing._keeping import arrays_of
+from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._moments import measure_moments
 from gradkeep.capturing._rows import RowMaker, measured_values, run_tracer, traced_fingerprints
 from gradkeep.capturing._tracer import Reducer
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._first_batch import Keep, PreparedCapture
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._loader import Batches
     from gradkeep.capturing._rows import Values

@@ -41,7 +41,7 @@ from gradkeep.store import Ragged
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.capturing._keep import Keep
+    from gradkeep.capturing._first_batch import Keep
     from gradkeep.capturing._keeping import LayerKeeping
     from gradkeep.capturing._rows import RowMaker
     from gradkeep.capturing._shapes import PassWork, ShapedCapture

@@ -18,7 +18,6 @@ from gradkeep._arguments import count, number, one_of
 from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep._display import text_table
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device
-from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._cost import (
     CaptureCost,
     MeasuredRows,
@@ -27,8 +26,8 @@ from gradkeep.capturing._cost import (
     measure_rows,
     measured_pace,
 )
-from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture, rows_at_once
-from gradkeep.capturing._keep import Keep
+from gradkeep.capturing._first_batch import CaptureSettings, Keep, prepare_capture, rows_at_once
+from gradkeep.capturing._loader import without_columns
 from gradkeep.capturing._readiness import device_of, in_mode, ready, uncompiled
 from gradkeep.capturing._report import KeptLayer, kept_layer
 from gradkeep.capturing._rows import GradientMaker

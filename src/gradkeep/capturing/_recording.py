@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 import gradkeep.store as gs
 from gradkeep._arguments import flag, one_of, optional
-from gradkeep.capturing._columns import plain
 from gradkeep.capturing._keeping import choose_storage, rows_to_store
-from gradkeep.capturing._loader import checked_ids
+from gradkeep.capturing._loader import checked_ids, plain
 from gradkeep.capturing._readiness import in_mode
 from gradkeep.capturing._recording_checks import LossProbe, ProbedStep, SampleProbe, WeightGradients
 from gradkeep.capturing._report import CaptureWarning

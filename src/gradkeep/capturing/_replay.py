@@ -30,9 +30,9 @@ from gradkeep.capturing._audit import (
     is_steady,
 )
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._coordinates import CoordinateMaker, coordinate_maker, find_basis
 from gradkeep.capturing._first_batch import (
+    QUERIES,
     CaptureSettings,
     coordinate_footprint,
     prepare_capture,
@@ -42,9 +42,8 @@ from gradkeep.capturing._first_batch import (
     segment_bytes,
     segment_rows,
 )
-from gradkeep.capturing._keep import QUERIES
 from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, BatchUnlikeFirst
-from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._moments import FirstMoments
 from gradkeep.capturing._readiness import check_recomputable, device_of, in_mode, ready
 from gradkeep.capturing._report import Captured, CaptureWarning, kept_layer
@@ -74,10 +73,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradkeep._preview import Preview
-    from gradkeep.capturing._columns import Columns
     from gradkeep.capturing._distributed import DistributedCapture
     from gradkeep.capturing._first_batch import PreparedCapture
-    from gradkeep.capturing._loader import Ids
+    from gradkeep.capturing._loader import Columns, Ids
     from gradkeep.capturing._readiness import Mode
     from gradkeep.capturing._rows import MadeRows, RowMaker
     from gradkeep.capturing.tasks._tasks import Task

@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from gradkeep.capturing._batches import batch_size, rows_of, to_device
-from gradkeep.capturing._columns import WithColumns, column_array, plain, without_columns
 from gradkeep.capturing._keeping import rows_to_store
+from gradkeep.capturing._loader import WithColumns, column_array, plain, without_columns
 from gradkeep.capturing._report import CaptureWarning
 from gradkeep.capturing._tracer import Reducer, Traced, check_measured, restore_gradients
 from gradkeep.capturing.tasks._tasks import losses_alone

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from gradkeep.capturing._batches import batch_size, digests, rows_of, to_device
-from gradkeep.capturing._columns import without_columns
 from gradkeep.capturing._coordinates import load_basis
 from gradkeep.capturing._first_batch import CaptureSettings, prepare_capture
-from gradkeep.capturing._loader import task_batches
+from gradkeep.capturing._loader import task_batches, without_columns
 from gradkeep.capturing._readiness import device_of, draws_at_random, in_mode, ready, uncompiled
 from gradkeep.capturing._resume import RowFingerprints
 from gradkeep.capturing._tracer import fill
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gradkeep.capturing._columns import Columns
-    from gradkeep.capturing._loader import Batches, Ids
+    from gradkeep.capturing._loader import Batches, Columns, Ids
     from gradkeep.capturing._tracer import LayerCall, Tracer
     from gradkeep.capturing.rules._rules import LayerUnit
     from gradkeep.factors._form import AnyForm

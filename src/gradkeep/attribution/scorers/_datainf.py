@@ -9,7 +9,7 @@ import torch
 
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kfac import layer_by_layer
 from gradkeep.curvature._eigen_influence import has_single_position
 from gradkeep.curvature._fisher import DECADES, Damping

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradkeep import query
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._kernel import solved_scores
 from gradkeep.capturing._batches import to_device
 from gradkeep.capturing._readiness import in_mode

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradkeep._ranks import column_correlations
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import column, features
 from gradkeep.attribution.scorers._gradient_products import products
 from gradkeep.curvature._cholesky import ParameterSolver, WeightedKernel

@@ -11,7 +11,7 @@ import torch
 
 from gradkeep import query
 from gradkeep._budgets import parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution.scorers._gradient_products import cosines, products
 from gradkeep.curvature._eigen_influence import kept_coordinates, single_position_influence
 from gradkeep.curvature._fisher import DECADES, Damping, FisherFit, bytes_kept, fisher

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from gradkeep._budgets import format_bytes, parse_bytes
-from gradkeep.attribution._method import Method, Scorer
+from gradkeep.attribution._question import Method, Scorer
 from gradkeep.attribution._row_features import KeptRows
 from gradkeep.attribution.scorers._kfac import layer_by_layer
 from gradkeep.curvature._feature_solvers import by_features
