@@ -88,8 +88,9 @@ def attribute_once(
             capture(store, model, loader, task=task, split=split, **how)
         if damping is not None:
             options["damping"] = damping
-        budget = {"memory_budget": memory_budget, "progress": progress}
-        scores = attribute(store, method=method, **budget, **options)
+        scores = attribute(
+            store, method=method, memory_budget=memory_budget, progress=progress, **options
+        )
         return dataclasses.replace(scores, store=None)
     if options:
         raise AttributionError(
@@ -191,7 +192,10 @@ def _held(
         traced = tracer.run(batch, device=device)
         if not ids:
             for unit in tracer.units:
-                single = not dense and _has_one_position(traced.pieces[unit])
+                form, kept = traced.pieces[unit].form, traced.pieces[unit].rows
+                # Products of both sides take far fewer operations than those of gradients.
+                is_outer = form.kind == "outer" and isinstance(kept, OuterRows)
+                single = not dense and is_outer and kept.spans.uniform == 1
                 (factors if single else restored)[unit] = []
         ids.append(own)
         size = sum(4 * unit.size for unit in restored) + sum(
@@ -219,9 +223,3 @@ def _held(
         {unit: OuterRows.stacked(found) for unit, found in factors.items()},
         np.concatenate(ids),
     )
-
-
-def _has_one_position(piece: LayerGradients) -> bool:
-    """Whether products of both sides take far fewer operations than those of gradients."""
-    rows = piece.rows
-    return piece.form.kind == "outer" and isinstance(rows, OuterRows) and rows.spans.uniform == 1

@@ -152,12 +152,16 @@ def suspects(
         total = sum(np.asarray(measure(one, by or "loss"), np.float64) for one in every)
         values = np.asarray(total) / (1 if by == "self" else len(every))
     kept = blocks[0].column("label") if "label" in blocks[0].names else None
-    said = [b.column("predicted") for b in blocks if "predicted" in b.names]
+    # The commonest prediction of all checkpoints; of equals, the last.
+    said = [b.column("predicted") for b in reversed(blocks) if "predicted" in b.names]
+    commonest = (
+        [Counter(row).most_common(1)[0][0] for row in np.stack(said).T.tolist()] if said else []
+    )
     return _ordered(
         ids=blocks[0].ids,
         values=values,
         labels=kept,
-        predicted=_most_often(np.stack(said)) if said else None,
+        predicted=np.array(commonest) if said else None,
         by=by or "loss",
         checkpoints=tuple(str(place) for place in question.checkpoints),
         noise=noise,
@@ -259,8 +263,3 @@ def _document_measure(at: CheckpointView, by: SuspicionMeasure) -> AnyArray:
     excess = losses - means[np.minimum(positions, last)]
     summed = np.bincount(np.repeat(np.arange(len(rows)), lengths), excess, len(rows))
     return np.asarray(summed / np.maximum(lengths, 1))
-
-
-def _most_often(said: AnyArray) -> AnyArray:
-    """The commonest value of each column `[C, N]`; of equals, the one said last."""
-    return np.array([Counter(column[::-1].tolist()).most_common(1)[0][0] for column in said.T])

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from gradkeep.capturing._batches import batch_size, leaves, rows_of, to_device, with_leaves
-from gradkeep.capturing._proofs import rows_moved, told_of_gradients
+from gradkeep.capturing._proofs import random_weights, rows_moved, told_of_gradients
 from gradkeep.capturing._readiness import device_of, draws_at_random
 from gradkeep.capturing.tasks._tasks import losses_alone
 from gradkeep.errors import CaptureError
@@ -281,8 +281,7 @@ class RowAudit:
         if tracer is None or traced is None or target is None:
             return found
         near = within or self._slack * self._tolerance()
-        draws = torch.rand(len(target), generator=torch.Generator().manual_seed(1))
-        weights = draws.add_(0.5).to(target)
+        weights = random_weights(target, seed=1)
 
         def arrived(unit: LayerUnit, truth: Tensor) -> None:
             piece = traced.pieces[unit]

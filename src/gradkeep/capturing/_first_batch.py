@@ -16,8 +16,8 @@ from gradkeep._budgets import format_bytes, parse_bytes
 from gradkeep.capturing._batches import batch_size
 from gradkeep.capturing._keeping import NO_ADJUSTMENTS, Adjustments, choose_storage, storage_named
 from gradkeep.capturing._proofs import PROOF_ROWS, RuleProofs, Uncovered, choose_rules
-from gradkeep.capturing._tracer import DENSE_RULES, Tracer, no_gradients
-from gradkeep.capturing.rules._rules import HINT, units_of
+from gradkeep.capturing._tracer import Tracer, no_gradients
+from gradkeep.capturing.rules._rules import DENSE_RULES, HINT, units_of
 from gradkeep.errors import BudgetError, CaptureError
 from gradkeep.factors._bits import MOST_IN_GROUP, BitWidth
 from gradkeep.factors._outer import OuterRows

@@ -230,11 +230,13 @@ class GradientRecording:
         batches showed, or what was said.
         """
         found = {unit: _possible_axes(unit, calls, rows) for unit in units}
-        open_ones = [
-            unit
-            for unit, axes in found.items()
-            if axes[:2] == ["first", "second"] and _is_sequence(_calls_of(unit, calls)[0].input)
-        ]
+        open_ones = []
+        for unit, axes in found.items():
+            values = _calls_of(unit, calls)[0].input
+            # Steps of samples, `[B, T, D]` or tokens `[B, T]`; images have their channels there.
+            is_sequence = values.dim() == (3 if values.dtype.is_floating_point else 2)
+            if axes[:2] == ["first", "second"] and is_sequence:
+                open_ones.append(unit)
         if self._batch_first is None:
             certain = {axes[0] for unit, axes in found.items() if unit not in open_ones}
             if len(certain) == 1 and not certain <= {"flat"}:
@@ -403,8 +405,3 @@ def _possible_axes(
             f"share, such as position embeddings, with layers='!{unit.name}'",
         )
     return found
-
-
-def _is_sequence(values: torch.Tensor) -> bool:
-    """Steps of samples, `[B, T, D]` or tokens `[B, T]`; images have their channels there."""
-    return values.dim() == (3 if values.dtype.is_floating_point else 2)

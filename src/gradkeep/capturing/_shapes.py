@@ -157,11 +157,13 @@ def _shaped(
     prepared: PreparedCapture, measured: Measured, work: PassWork, rows: int
 ) -> ShapedCapture:
     tokens = measured.tokens
+    values = (measured.losses, measured.outputs, measured.slopes, measured.labels)
+    sizes = [v.nbytes / len(v) for v in (*values, measured.predictions) if v is not None]
     return ShapedCapture(
         prepared=prepared,
         rows=rows,
         work=work,
-        values=_value_bytes(measured),
+        values=20.0 + sum(sizes),  # id, fingerprint and norm take 20 bytes
         token_values=0.0 if tokens is None else 4.0 * tokens.numel() / rows + 8,
     )
 
@@ -344,10 +346,3 @@ def _on_meta(call: LayerCall, sources: dict[tuple[Any, ...], torch.Tensor]) -> L
         source = sources.setdefault(key, given[0])
     count = len(call.shapes)
     return LayerCall(call.module, given, {}, call.shapes, call.given, (), [None] * count, source)
-
-
-def _value_bytes(measured: Measured) -> float:
-    """Id, fingerprint and length, and what the task measures, of one row."""
-    tensors = (measured.losses, measured.outputs, measured.slopes, measured.labels)
-    there = [tensor for tensor in (*tensors, measured.predictions) if tensor is not None]
-    return 20.0 + sum(tensor.numel() / len(tensor) * tensor.element_size() for tensor in there)
