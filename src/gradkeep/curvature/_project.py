@@ -286,7 +286,7 @@ def _add_products(
         return False
     weight = form.parameters[0]
     sides = sketch.sides(weight.name, weight.shape)
-    chosen = way or sides.way(form.count_outer_products(rows), patches=form.unfolds)
+    chosen = way or sides.way(form.count_outer_products(rows), patches=form.kind == "conv")
     for part in products:
         if part.ids is not None:
             _add_tokens(sides, into, part, scratch)

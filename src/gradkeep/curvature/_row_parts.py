@@ -139,7 +139,8 @@ def weighted(
 def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
     """Sums `[K, P]` of the gradients of some rows, of which each counts `shares` `[K, B]`."""
     # Of many positions a sum costs as much as restoring all rows: they are restored once.
-    if len(shares) == 1 or not form.shares_restoring(rows):
+    shared = form.factored and not form.sparse and rows.positions > len(rows)
+    if len(shares) == 1 or not shared:
         return form.weighted_sum(rows, shares)
     out = shares.new_zeros(len(shares), form.restored_size)
     for start, stop, dense in form.restored_tiles(rows, RESTORED):
