@@ -317,11 +317,7 @@ def _refined(
         positions=asked,
         rows=_there(finer.train, ids, "found"),
     )
-    values = torch.empty(len(asked), len(rows))
-    for tile in engine.tiles():
-        part = tile.values[0]
-        here = slice(tile.query_start, tile.query_start + len(part))
-        values[here, tile.train_start : tile.train_start + part.shape[1]] = part
+    values = engine.matrix()
     # Only a query's own candidates count, in the order of training rows.
     places = torch.searchsorted(torch.from_numpy(rows), _positions_of(pair.train, found.ids))
     places = places.sort(1).values
