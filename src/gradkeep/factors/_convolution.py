@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradkeep.factors._arithmetic import CACHED, RESTORED, squared_lengths, tiles
+from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
 from gradkeep.factors._cost import (
     FLOPS,
     FOLD,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_ROOMY = 4 * CACHED
-"""Bytes of gradients beside which those in the cache are few."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -340,18 +338,6 @@ class Convolution(Form[ConvolutionRows]):
         """Values of the temporaries of a row while it is restored: its patches, and it padded."""
         del rows
         return self.patch_values + self.padded_values
-
-    def restored_tiles(
-        self, rows: ConvolutionRows, scratch: int
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """The same with larger tiles where there is room: patches are laid out in the cache."""
-        item = rows.wide.element_size()
-        room = min(scratch, RESTORED) - 2 * CACHED
-        if 2 * self.temporaries(rows) * item > CACHED or room < _ROOMY:
-            yield from Form.restored_tiles(self, rows, scratch)
-            return
-        for start, stop in tiles(len(rows), self.restored_size, item, room):
-            yield start, stop, self.restore(rows.take(start, stop))
 
     def _sums(self, rows: ConvolutionRows) -> Tensor:
         """The gradients of the bias."""

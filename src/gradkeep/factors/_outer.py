@@ -225,10 +225,10 @@ class Outer(Form[OuterRows]):
 
         return sum_pairs(queries.spans, train.spans, product, like=train.x, scratch=scratch)
 
-    def restore(self, rows: OuterRows, out: Tensor | None = None) -> Tensor:
+    def restore(self, rows: OuterRows) -> Tensor:
         """Gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations a row."""
         parts = rows.spans
-        out = rows.x.new_empty(len(rows), self.restored_size) if out is None else out
+        out = rows.x.new_empty(len(rows), self.restored_size)
         weight, bias = self.split(out)
         left, right = (rows.g, rows.x[:, : self.d_in])
         if self.transposed:

@@ -286,8 +286,6 @@ def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: Gradien
             "this block holds no gradients", path=block.path, fix="capture it with gk.capture"
         )
     kept = block.schema.fingerprints.get("of")
-    if of not in ("loss", "output"):
-        raise QueryError(f"gradients of {of!r}", expected="'loss' or 'output'")
     if of == "output" and kept != "output":
         raise QueryError(
             "this capture keeps the gradients of losses only",

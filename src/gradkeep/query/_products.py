@@ -50,39 +50,17 @@ class LargestRows:
         queries = torch.arange(query_start, query_start + len(values))
         if row_start >= self._k:  # before, some places are not taken
             above = values > self.values[queries, -1:]
-            counts = above.sum(1)
-            found = counts > 0
-            queries, values = queries[found], values[found]
+            better = above.any(1)
+            queries, values = queries[better], values[better]
             if not len(queries):
                 return
-            most = int(counts.max())
-            if most <= self._k:
-                self._merge(queries, *_marked(values, above[found], counts[found], most), row_start)
-                return
         places = _largest_places(values, self._k)
-        self._merge(queries, values.gather(1, places), places, row_start)
-
-    def _merge(
-        self, queries: torch.Tensor, values: torch.Tensor, places: torch.Tensor, row_start: int
-    ) -> None:
-        both = torch.cat([self.values[queries], values], 1)
+        both = torch.cat([self.values[queries], values.gather(1, places)], 1)
         both_rows = torch.cat([self.rows[queries], places + row_start], 1)
         # Earlier rows stand first, and a stable sort leaves equals in place.
         order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
         self.values[queries] = both.gather(1, order)
         self.rows[queries] = both_rows.gather(1, order)
-
-
-def _marked(
-    values: torch.Tensor, marks: torch.Tensor, counts: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The marked values of `[q, n]` and their places `[q, most]`; -inf where a row has fewer."""
-    rows, columns = marks.nonzero(as_tuple=True)
-    at = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    found = values.new_full((len(values), most), -torch.inf)
-    places = torch.zeros(found.shape, dtype=torch.int64)
-    found[rows, at], places[rows, at] = values[rows, columns], columns
-    return found, places
 
 
 def _largest_places(values: torch.Tensor, k: int) -> torch.Tensor:
