@@ -79,7 +79,7 @@ def _introduction() -> str:
 
 def _command(command: _app.Command) -> str:
     words = [command.name] if command.group is None else [command.group, command.name]
-    found: Any = typer.main.get_command(_app._application(tuple(words)))
+    found: Any = typer.main.get_command(_app.build_app(tuple(words)))
     for word in words:
         found = found.commands[word]
     title = " ".join(["gradkeep", *words])

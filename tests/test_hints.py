@@ -72,7 +72,7 @@ def commands():
     found = {}
     for command in _app.COMMANDS:
         words = (command.name,) if command.group is None else (command.group, command.name)
-        group = typer.main.get_command(_app._application(words))
+        group = typer.main.get_command(_app.build_app(words))
         for word in words:
             group = group.commands[word]
         flags = {

@@ -93,7 +93,8 @@ def test_evaluations_of_a_capture_that_was_made_again_are_left_out(world):
 
 def test_the_page_shows_no_outdated_scores_and_decisions_unless_asked(world):
     from gradkeep.store import Decision
-    from gradkeep.web._score_sources import Asked, default_source, score_sources
+    from gradkeep.web._parameters import Captures
+    from gradkeep.web._score_sources import default_source, score_sources
     from gradkeep.web._served import ServedStore
 
     store, data, capture = world
@@ -101,14 +102,14 @@ def test_the_page_shows_no_outdated_scores_and_decisions_unless_asked(world):
     for row, before in ((2, 2), (3, 0)):
         store.decide(Decision("train", row, "relabel", label=1, before=before))
     served = ServedStore(store.location)
-    asked = Asked("main", "test", "train", "main")
-    assert default_source(served, asked) == "saved:mine"
+    captures = Captures("main", "test", "train", "main")
+    assert default_source(served, captures) == "saved:mine"
     assert set(served.standing_decisions(served.table("main", "train", "main"))) == {2, 3}
     corrected = data["train"][1].clone()
     corrected[2] = 1
     recapture(store, capture, "train", corrected)
     served = ServedStore(store.location)
-    assert default_source(served, asked) == "method:kernel"
+    assert default_source(served, captures) == "method:kernel"
     assert next(one for one in score_sources(served) if one.kind == "saved").outdated
     assert set(served.standing_decisions(served.table("main", "train", "main"))) == {3}
 

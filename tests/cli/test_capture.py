@@ -152,7 +152,7 @@ def test_the_only_run_is_the_one_that_is_meant(tmp_path, call):
 def test_of_several_runs_the_message_names_them(tmp_path, call):
     store = store_with_runs(tmp_path / "two", "first", "second")
     told = call("why", store, 1, code=2)
-    assert "which run?" in told
+    assert "--run" in told
     assert "first: test, train; second: test, train" in told
     assert "--run first" in told
     assert "helped most by" in call("why", store, 1, "--run", "second")

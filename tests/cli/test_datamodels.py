@@ -134,7 +134,7 @@ def test_another_spec_is_refused_with_the_difference(inline, place):
     ("arguments", "words"),
     [
         (["init", "store"], "--spec, --from and --grow"),
-        (["init", "store", "--spec", "none.json"], "cannot be read"),
+        (["init", "store", "--spec", "none.json"], "no such file"),
         (["init", "new", "--from", "."], "published arrays are not here"),
         (["run", "store", "--main", "no.such"], "no such module"),
         (["run", "store", "--main", "json"], "no function main"),

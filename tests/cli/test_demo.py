@@ -5,17 +5,17 @@ import re
 import numpy as np
 
 import gradkeep as gk
-from gradkeep.cli import _story, _story_text
-from gradkeep.cli._story import recipe, tell
-from gradkeep.cli._story_text import tell_text
+from gradkeep.cli import _demo_digits, _demo_text
+from gradkeep.cli._demo_digits import recipe, run_digits_demo
+from gradkeep.cli._demo_text import run_text_demo
 from gradkeep.data import load_digits
 
 
 def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_story, "SHARES", (0.5,))  # planning each share takes a second
-    monkeypatch.setattr(_story, "SEEDS", 1)
+    monkeypatch.setattr(_demo_digits, "SHARES", (0.5,))  # planning each share takes a second
+    monkeypatch.setattr(_demo_digits, "SEEDS", 1)
     lines = []
-    tell(tmp_path / "store", seeds=2, say=lines.append)
+    run_digits_demo(tmp_path / "store", seeds=2, say=lines.append)
     story = "\n".join(lines)
     digits = load_digits(wrong_labels=0.08)
     wrong = int(digits.planted.sum())
@@ -46,7 +46,7 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
     assert "0 lost" in story
     assert "NOT" not in story
     again = []
-    tell(tmp_path / "store", seeds=1, say=again.append)
+    run_digits_demo(tmp_path / "store", seeds=1, say=again.append)
     assert again[1] == lines[1]
     assert [line.split()[0] for line in again] == [line.split()[0] for line in lines]
 
@@ -54,20 +54,20 @@ def test_the_story_finds_what_was_planted_and_can_be_told_again(tmp_path, monkey
 def test_the_recipe_of_the_story_trains_its_network():
     model = recipe().training((recipe().train[0][:64], recipe().train[1][:64]), 0)
     assert model(recipe().queries[0]).shape == (360, 10)
-    assert recipe().source == "gradkeep.cli._story:recipe"
+    assert recipe().source == "gradkeep.cli._demo_digits:recipe"
 
 
 def test_the_story_in_words_finds_the_false_sentences(tmp_path, monkeypatch):
-    monkeypatch.setattr(_story_text, "SEEDS", (0,))
-    monkeypatch.setattr(_story_text, "EPOCHS", 10)
+    monkeypatch.setattr(_demo_text, "SEEDS", (0,))
+    monkeypatch.setattr(_demo_text, "EPOCHS", 10)
     lines = []
-    tell_text(tmp_path / "store", say=lines.append)
+    run_text_demo(tmp_path / "store", say=lines.append)
     story = "\n".join(lines)
-    documents = _story_text.load_documents()
-    assert (documents.planted >= 0).sum() == len(_story_text.FACTS) * _story_text.COPIES
+    documents = _demo_text.load_documents()
+    assert (documents.planted >= 0).sum() == len(_demo_text.FACTS) * _demo_text.COPIES
     scores = gk.attribute(gk.open(tmp_path / "store"))
     shares = [
-        (documents.planted[scores.top(_story_text.COPIES, query=q).ids] == q).mean()
+        (documents.planted[scores.top(_demo_text.COPIES, query=q).ids] == q).mean()
         for q in range(4)
     ]
     assert np.mean(shares) > 0.7

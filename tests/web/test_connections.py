@@ -11,7 +11,7 @@ from web_pages import TOKEN
 
 from gradkeep.web._app import create_app
 from gradkeep.web._guard import Access, ConnectionLimits
-from gradkeep.web._serve import server_of
+from gradkeep.web._serve import build_server
 
 HEAD = b"GET /api/session HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
@@ -20,7 +20,7 @@ HEAD = b"GET /api/session HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 def serving(folder, **limits):
     """The port of a real server about a store, which ends with the block."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = server_of(create_app(str(folder), access=Access(TOKEN)), ConnectionLimits(**limits))
+    server = build_server(create_app(str(folder), access=Access(TOKEN)), ConnectionLimits(**limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:

@@ -1,4 +1,4 @@
-"""The application: it parses and calls one command; `cli/_errors.py` has what it may end with.
+"""The application: parse the command line and run one command.
 
 `gradkeep NAME` imports only the module of NAME and calls the function of that name in it. To add a
 command, add a line to `COMMANDS`.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep import __version__
-from gradkeep.cli import _errors
+from gradkeep.cli._errors import exit_code, prepare_streams
 from gradkeep.cli._options import flatten_options
 
 if TYPE_CHECKING:
@@ -24,119 +24,117 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of `gradkeep`."""
+    """One command of `gradkeep`: the function `name` of a module below `gradkeep.cli`."""
 
     name: str
     module: str
-    """The module below `gradkeep.cli`."""
     summary: str
-    """The line that `gradkeep --help` shows."""
+    """The line of `gradkeep --help`."""
     group: str | None = None
-    """The word that stands before the name, as in `gradkeep remat simulate`."""
+    """The word before the name, as in `gradkeep remat simulate`."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the command line that name the command."""
+        return (self.name,) if self.group is None else (self.group, self.name)
 
     def load(self) -> Callable[..., Any]:
-        """The function behind the command."""
+        """Import the function behind the command."""
         module = importlib.import_module(f"gradkeep.cli.{self.module}")
         return flatten_options(getattr(module, self.name.replace("-", "_")))
 
 
 COMMANDS = (
-    Command("demo", "_demo", "Plant wrong labels in real digits, find them, retrain without."),
-    Command(
-        "info", "_maintenance", "Show what a store holds: runs, captures, layers, sizes, ratios."
-    ),
-    Command("verify", "_maintenance", "Check every byte of a store; name what is damaged."),
-    Command(
-        "sql", "_maintenance", "Ask a store in SQL: samples, captures, scores, runs, checkpoints."
-    ),
-    Command("plan", "_capture", "Show what a capture will take, per layer, before it runs."),
-    Command("capture", "_capture", "Replay checkpoints and keep every sample's gradients."),
-    Command("attribute", "_attribute", "Score training rows for queries, from what is kept."),
-    Command("why", "_attribute", "Show which training rows made the model answer so."),
-    Command("suspects", "_attribute", "Show the rows whose labels are most likely wrong."),
-    Command("serve", "_page", "Look at a store in the browser: the local page."),
-    Command("report", "_page", "Write the same page into one HTML file."),
-    Command("select", "_act", "Choose the rows most worth training on for a target."),
-    Command("leaks", "_act", "Find training rows that are copies of queries."),
-    Command("check-removal", "_act", "Train without rows: did the prediction hold?"),
-    Command("truth", "_evaluate", "Train models on subsets, to judge by.", "evaluate"),
-    Command("lds", "_evaluate", "Do scores predict what retraining does?", "evaluate"),
-    Command("labels", "_evaluate", "Are labels found that are known wrong?", "evaluate"),
-    Command("removal", "_evaluate", "Retrain without the rows scores name.", "evaluate"),
-    Command("leakage", "_evaluate", "Are planted copies the first rows named?", "evaluate"),
-    Command("sanity", "_evaluate", "Do shuffled scores predict nothing?", "evaluate"),
-    Command("all", "_evaluate", "All of these that can be done.", "evaluate"),
-    Command("compare", "_evaluate", "Do two kept evaluations differ?", "evaluate"),
-    Command("methods", "_attribute", "List the methods: what each needs and costs."),
-    Command("trak", "_maintenance", "Results of the released TRAK package.", "import"),
-    Command("sweep", "_metastore", "Its four methods on its data: time and bytes.", "metastore"),
-    Command("gc", "_maintenance", "Free the space of old versions and unfinished writes."),
+    Command("demo", "_demo", "Plant wrong labels in real digits, find them, retrain without them."),
+    Command("info", "_maintenance", "Show the contents of a store: runs, captures, layers, sizes."),
+    Command("verify", "_maintenance", "Verify the checksums of every file of a store."),
+    Command("sql", "_maintenance", "Query a store in SQL: samples, captures, scores, runs."),
+    Command("plan", "_capture", "Estimate the cost of a capture, per layer, before it runs."),
+    Command("capture", "_capture", "Replay checkpoints and store per-sample gradients."),
+    Command("attribute", "_attribute", "Score training rows for queries."),
+    Command("why", "_attribute", "Show which training rows caused a prediction."),
+    Command("suspects", "_attribute", "Rank training rows by suspicion of a wrong label."),
+    Command("serve", "_serve", "Open the web UI of a store."),
+    Command("report", "_serve", "Write the web UI with its answers into one HTML file."),
+    Command("select", "_row_selection", "Select the training rows that help a target most."),
+    Command("leaks", "_row_selection", "Find training rows that are copies of queries."),
+    Command("check-removal", "_row_selection", "Retrain without rows and check the prediction."),
+    Command("truth", "_evaluate", "Train models on random subsets as ground truth.", "evaluate"),
+    Command("lds", "_evaluate", "Compute the linear datamodeling score of methods.", "evaluate"),
+    Command("labels", "_evaluate", "Measure the detection of known wrong labels.", "evaluate"),
+    Command("removal", "_evaluate", "Retrain without the top-scored rows.", "evaluate"),
+    Command("leakage", "_evaluate", "Measure how often planted copies rank first.", "evaluate"),
+    Command("sanity", "_evaluate", "Check that shuffled scores predict nothing.", "evaluate"),
+    Command("all", "_evaluate", "Run every evaluation that is possible.", "evaluate"),
+    Command("compare", "_evaluate", "Compare two saved evaluations.", "evaluate"),
+    Command("methods", "_attribute", "List the methods with their needs and costs."),
+    Command("trak", "_maintenance", "Import results of the released TRAK package.", "import"),
+    Command("sweep", "_metastore", "Compare its four methods in time and bytes.", "metastore"),
+    Command("gc", "_maintenance", "Remove old versions and unfinished writes."),
     Command("delete", "_maintenance", "Delete a capture or saved scores with all versions."),
-    Command("simulate", "_remat", "Run a recorded step in a smaller memory budget.", "remat"),
-    Command("pareto", "_remat_figures", "Draw what every budget costs, per heuristic.", "remat"),
-    Command("figures", "_remat_figures", "All figures of the paper, of a folder of logs.", "remat"),
-    Command("ablate", "_remat_figures", "The same for the parts of the heuristic.", "remat"),
-    Command("accesses", "_remat_figures", "How much looking around choosing takes.", "remat"),
-    Command("banish", "_remat_figures", "What happens to what nobody refers to.", "remat"),
-    Command("optimal", "_remat", "The best any schedule can do, proven.", "remat"),
-    Command("experiments", "_remat_figures", "Run a configuration of trials.", "remat"),
+    Command("simulate", "_remat", "Simulate a recorded step in a smaller budget.", "remat"),
+    Command("pareto", "_remat_figures", "Plot slowdown against budget by heuristic.", "remat"),
+    Command("figures", "_remat_figures", "Plot all figures of the DTR paper.", "remat"),
+    Command("ablate", "_remat_figures", "Compare the parts of the heuristic.", "remat"),
+    Command("accesses", "_remat_figures", "Count the heuristic's metadata accesses.", "remat"),
+    Command("banish", "_remat_figures", "Compare deallocation policies.", "remat"),
+    Command("optimal", "_remat", "Compute the optimal schedule with a bound.", "remat"),
+    Command("experiments", "_remat_figures", "Run the trials of a configuration.", "remat"),
     Command("record", "_remat_script", "Record the training step of a script.", "remat"),
-    Command("plan", "_remat_script", "What every budget costs a script's step.", "remat"),
-    Command("init", "_datamodels", "Begin a set of models, or import one.", "datamodels"),
-    Command("work", "_datamodels", "Be one worker that trains models.", "datamodels"),
+    Command("plan", "_remat_script", "Show slowdown against budget for a script.", "remat"),
+    Command("init", "_datamodels", "Create or import a set of models.", "datamodels"),
+    Command("work", "_datamodels", "Run one worker that trains models.", "datamodels"),
     Command("run", "_datamodels", "Train all models, here or on a cluster.", "datamodels"),
-    Command("status", "_datamodels", "Show what is done, runs and failed.", "datamodels"),
+    Command("status", "_datamodels", "Show finished, running and failed models.", "datamodels"),
     Command("fit", "_datamodels_analyze", "Fit outputs to training subsets.", "datamodels"),
-    Command("analyze", "_datamodels_analyze", "Ask what the data did.", "datamodels"),
-    Command("export", "_datamodels", "Write the models as .npy arrays.", "datamodels"),
+    Command("analyze", "_datamodels_analyze", "Analyze a fit or the models.", "datamodels"),
+    Command("export", "_datamodels", "Export the models as .npy arrays.", "datamodels"),
 )
 
 GROUPS = {
-    "datamodels": "Models on many subsets: train them, fit how their outputs depend on the data.",
-    "evaluate": "Is this attribution true? Figures with intervals, against retraining.",
-    "import": "Results of other systems, brought into a store.",
-    "metastore": "MetaStore's experiments, from its own configuration file.",
-    "remat": "Training in fewer bytes: record a step, simulate smaller budgets.",
+    "datamodels": "Train models on many subsets; fit how outputs depend on the data.",
+    "evaluate": "Evaluate attributions against retraining, with intervals.",
+    "import": "Import results of other systems into a store.",
+    "metastore": "Run MetaStore's experiments from its configuration file.",
+    "remat": "Train in less memory: record a step, simulate smaller budgets.",
 }
-"""What `gradkeep --help` says of each group."""
+"""Summaries of the groups for `gradkeep --help`."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run one command line; ends by raising SystemExit."""
-    words = [item for item in arguments if not item.startswith("-")]
+    """Run one command line; always ends by raising SystemExit."""
+    words = [argument for argument in arguments if not argument.startswith("-")]
     named = tuple(words[:2]) if words and words[0] in GROUPS else tuple(words[:1])
     as_json = "--json" in arguments
-    _errors.prepare_streams()
+    prepare_streams()
     try:
         try:
-            _application(named, as_json=as_json)(args=list(arguments), prog_name="gradkeep")
+            build_app(named, as_json=as_json)(args=list(arguments), prog_name="gradkeep")
         finally:
-            _errors.flush()
+            sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
-        sys.exit(_errors.exit_code(error, _known(named), as_json=as_json))
+        sys.exit(exit_code(error, known_words(named), as_json=as_json))
 
 
-def _known(named: tuple[str, ...]) -> tuple[str, ...]:
-    """The words that are a command's name, without what only stands in its place."""
-    names = {name for command in COMMANDS for name in (command.name, command.group)}
-    return tuple(word for word in named if word in names)
+def known_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Drop words that are not names of commands: reports must not contain arguments."""
+    names = {name for command in COMMANDS for name in command.words}
+    return tuple(word for word in words if word in names)
 
 
-def _application(named: tuple[str, ...], *, as_json: bool = False) -> typer.Typer:
-    """All commands, of which only the named one is loaded: help needs no more than their lines."""
-    app = _typer("gradkeep keeps what training leaves behind and answers questions about it.")
+def build_app(named: tuple[str, ...], *, as_json: bool = False) -> typer.Typer:
+    """Build the application; only the named command is imported, help needs the summaries alone."""
+    app = _typer("Training-data attribution and memory-bounded training for PyTorch.")
     app.callback()(_global_options)
     groups = {name: _typer(summary) for name, summary in GROUPS.items()}
     for command in COMMANDS:
-        place = app if command.group is None else groups[command.group]
-        words = (command.name,) if command.group is None else (command.group, command.name)
-        if words == named:
+        parent = app if command.group is None else groups[command.group]
+        if command.words == named:
             function = command.load()
-            place.command(command.name, help=function.__doc__)(
-                _with_exit_code(function, words, as_json=as_json)
-            )
+            handled = _handle_errors(function, named, as_json=as_json)
+            parent.command(command.name, help=function.__doc__)(handled)
         else:
-            place.command(command.name, help=command.summary)(_not_loaded)
+            parent.command(command.name, help=command.summary)(_not_loaded)
     for name, group in groups.items():
         app.add_typer(group, name=name)
     return app
@@ -153,11 +151,11 @@ def _typer(summary: str) -> typer.Typer:
 
 
 def _not_loaded() -> None:
-    """Stands for a command that this command line does not name."""
+    """Placeholder for a command that is not on the command line."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"gradkeep {__version__}")
         raise typer.Exit
 
@@ -170,22 +168,22 @@ def _global_options(
         ),
     ] = False,
 ) -> None:
-    """What stands before the command."""
+    """Options before the command."""
 
 
-def _with_exit_code(
+def _handle_errors(
     function: Callable[..., Any], words: tuple[str, ...], *, as_json: bool
 ) -> Callable[..., Any]:
-    """The command with whatever ends it as a message and a code, before typer sees it."""
+    """Turn exceptions of a command into a message and an exit code before typer sees them."""
 
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
         try:
             function(*args, **options)
-            _errors.flush()
+            sys.stdout.flush()
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            raise typer.Exit(_errors.exit_code(error, words, as_json=as_json)) from None
+            raise typer.Exit(exit_code(error, words, as_json=as_json)) from None
 
     return command

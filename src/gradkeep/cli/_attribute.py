@@ -1,12 +1,14 @@
-"""`gradkeep attribute`, `why` and `methods`: scores from what a store holds."""
+"""`gradkeep attribute`, `why`, `suspects` and `methods`: scores from captures."""
 
 from __future__ import annotations
 
+import dataclasses
+import json as json_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import LARGEST, output_file
+from gradkeep.cli._files import MAX_COUNT, output_file
 from gradkeep.cli._options import (
     CaptureOption,
     CaptureOptions,
@@ -20,7 +22,8 @@ from gradkeep.cli._options import (
     TrainOption,
     WorkerOptions,
     WorkersOption,
-    chosen_runs,
+    choose_runs,
+    parse_pairs,
     print_json,
 )
 from gradkeep.errors import AttributionError
@@ -30,50 +33,42 @@ if TYPE_CHECKING:
     from gradkeep.attribution._suspects import Suspects
     from gradkeep.store import Store
 
-_PREVIEW = 60
-"""Characters of a text that are shown of a row."""
-OptionOption = Annotated[
+MethodOptionsOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--option", metavar="NAME=VALUE", help="An option of the method; may be repeated."
-    ),
+    typer.Option("--option", metavar="NAME=VALUE", help="Option of the method; repeatable."),
 ]
-LayerOption = Annotated[
+LayersOption = Annotated[
     list[str] | None,
-    typer.Option("--layers", "--layer", help="A layer, glob, type or '!...'; may be repeated."),
-]
-ComputeOption = Annotated[
-    str | None,
-    typer.Option("--compute", help="factored, half, restored or dense: not the planner's choice."),
-]
-BudgetOption = Annotated[
-    str | None, typer.Option("--memory-budget", metavar="BYTES", help="For example 512MiB.")
+    typer.Option("--layers", "--layer", help="A layer, glob, type or '!...'; repeatable."),
 ]
 
 
 def attribute(
     store: StoreArgument,
     method: MethodOption = None,
-    option: OptionOption = None,
-    layers: LayerOption = None,
-    compute: ComputeOption = None,
-    memory_budget: BudgetOption = None,
+    option: MethodOptionsOption = None,
+    layers: LayersOption = None,
+    compute: Annotated[
+        str | None,
+        typer.Option("--compute", help="factored, half, restored or dense; default: the cheapest."),
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option("--memory-budget", metavar="BYTES", help="For example 512MiB.")
+    ] = None,
     save: Annotated[
-        str | None, typer.Option("--save", metavar="NAME", help="Keep the scores in the store.")
+        str | None, typer.Option("--save", metavar="NAME", help="Save the scores in the store.")
     ] = None,
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Write scores and ids to an .npz.")
     ] = None,
-    top: Annotated[
-        int, typer.Option(min=1, max=LARGEST, help="How many rows to show for each query.")
-    ] = 3,
-    show: Annotated[int, typer.Option(min=0, max=LARGEST, help="How many queries to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rows to show per query.")] = 3,
+    show: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Queries to show.")] = 10,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
-    crew: WorkerOptions,
+    worker_options: WorkerOptions,
 ) -> None:
-    """Score every training row for every query, by what was captured."""
+    """Score every training row for every query."""
     import numpy as np
 
     import gradkeep as gk
@@ -81,101 +76,91 @@ def attribute(
     if out is not None:
         out = out if out.endswith(".npz") else f"{out}.npz"
         output_file(out, error=AttributionError)
-    opened = gk.open(store, create=False)
     scores = captures.scores(
-        opened,
+        gk.open(store, create=False),
         method,
         layers=layers,
         compute=compute,
         memory_budget=memory_budget,
         save=save,
         progress=True,
-        **crew.arguments(),
-        **_options(option),
+        **worker_options.arguments(),
+        **_parse_options(option),
     )
     if out is not None:
         np.savez(out, scores=scores.values, query_ids=scores.query_ids, train_ids=scores.train_ids)
-    shown = [int(query) for query in scores.query_ids[:show]]
+    ranked = [_rank_rows(scores, int(query), top) for query in scores.query_ids[:show]]
     if json:
-        found = [_ranked(scores, query, top) for query in shown]
-        print_json({"scores": repr(scores), "shape": scores.shape, "top": found, "file": out})
+        print_json({"scores": repr(scores), "shape": scores.shape, "top": ranked, "file": out})
         return
     print(scores)
     if scores.plan is not None:
         print("  " + str(scores.plan).replace("\n", "\n  "))
-    for query in shown:
-        ranked = _ranked(scores, query, top)
-        helped = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["helped"])
-        harmed = ", ".join(f"{i} ({v:.3g})" for i, v in ranked["harmed"])
-        print(f"{captures.queries} {query}: helped by {helped}; harmed by {harmed}")
+    for rows in ranked:
+        helped = ", ".join(f"{i} ({v:.3g})" for i, v in rows["helped"])
+        harmed = ", ".join(f"{i} ({v:.3g})" for i, v in rows["harmed"])
+        print(f"{captures.queries} {rows['query']}: helped by {helped}; harmed by {harmed}")
     if scores.chosen is not None:
         print(f"chosen: {scores.chosen}")
     if save is not None:
         print(f"saved as {save}: gk.Scores.load(store, {save!r})")
     if out is not None:
-        print(f"written to {out}")
+        print(f"wrote {out}")
 
 
 def why(
     store: StoreArgument,
     query: Annotated[
-        int,
-        typer.Argument(metavar="QUERY", min=-(2**63), max=2**63 - 1, help="The id of the query."),
+        int, typer.Argument(metavar="QUERY", min=-(2**63), max=2**63 - 1, help="Id of the query.")
     ],
     method: MethodOption = None,
-    option: OptionOption = None,
-    layers: LayerOption = None,
-    top: Annotated[
-        int, typer.Option(min=1, max=LARGEST, help="How many rows to show on each side.")
-    ] = 5,
+    option: MethodOptionsOption = None,
+    layers: LayersOption = None,
+    top: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rows to show per side.")] = 5,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Show which training rows made the model answer a query as it did."""
+    """Show which training rows caused the prediction for a query."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    scores = captures.scores(opened, method, layers=layers, ids=[query], **_options(option))
-    train, capture = captures.train, captures.capture
-    asked = _facts(opened, scores, captures.queries, [query], capture=capture)
-    ranked = _ranked(scores, query, top)
+    options = _parse_options(option)
+    scores = captures.scores(opened, method, layers=layers, ids=[query], **options)
+    facts = _read_facts(opened, scores, captures.queries, [query], capture=captures.capture)[0]
     sides = {}
-    for side, found in ranked.items():
-        if side == "query":
-            continue
-        ids = [number for number, _ in found]
-        facts = _facts(opened, scores, train, ids, capture=capture)
+    ranked = _rank_rows(scores, query, top)
+    for side in ("helped", "harmed"):
+        ids = [number for number, _ in ranked[side]]
+        rows = _read_facts(opened, scores, captures.train, ids, capture=captures.capture)
         sides[side] = [
-            {**fact, "score": value} for fact, (_, value) in zip(facts, found, strict=True)
+            {**row, "score": score} for row, (_, score) in zip(rows, ranked[side], strict=True)
         ]
     if json:
-        print_json({"query": asked[0], "method": scores.method, **sides})
+        print_json({"query": facts, "method": scores.method, **sides})
         return
-    print(f"{captures.queries} {_line(asked[0])}")
+    print(f"{captures.queries} {_format_row(facts)}")
     for side, rows in sides.items():
         print(f"{side} most by ({scores.scale}):")
         for row in rows:
-            print(f"  {row['score']:>12.4g}  {train} {_line(row)}")
+            print(f"  {row['score']:>12.4g}  {captures.train} {_format_row(row)}")
 
 
 def methods(json: JsonOption = False) -> None:
     """List the methods: what each computes, needs and costs."""
-    import dataclasses
-
     import gradkeep as gk
 
     if json:
-        shown = ("name", "summary", "needs", "cost", "exact", "reference")
-        print_json([{part: getattr(method, part) for part in shown} for method in gk.methods()])
+        names = ("name", "summary", "needs", "cost", "exact", "reference")
+        print_json([{name: getattr(method, name) for name in names} for method in gk.methods()])
         return
     for method in gk.methods():
         print(f"{method.name} ({'exact' if method.exact else 'approximate'}): {method.summary}")
         print(f"  needs    {method.needs}")
         print(f"  cost     {method.cost}")
-        told = [f"{part.name}={part.default!r}" for part in dataclasses.fields(method.options)]
-        if told:
-            print(f"  options  {', '.join(told)}")
+        options = [f"{one.name}={one.default!r}" for one in dataclasses.fields(method.options)]
+        if options:
+            print(f"  options  {', '.join(options)}")
         print(f"  from     {method.reference}")
 
 
@@ -186,17 +171,14 @@ def suspects(
     checkpoints: CheckpointOption = None,
     run: RunOption = None,
     capture: CaptureOption = "main",
-    top: Annotated[int, typer.Option(min=1, max=LARGEST, help="How many rows to show.")] = 20,
+    top: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rows to show.")] = 20,
     precision: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="The share of wrong labels in the list that is counted."),
+        float, typer.Option(min=0, max=1, help="Share of wrong labels in the suggested list.")
     ] = 0.8,
     relabel: Annotated[
         str | None,
         typer.Option(
-            "--relabel",
-            metavar="FILE",
-            help="Write what the labels should be, as models say that never saw them (--recipe).",
+            "--relabel", metavar="FILE", help="Write out-of-fold suggested labels (needs --recipe)."
         ),
     ] = None,
     recipe: RecipeOption = None,
@@ -204,146 +186,126 @@ def suspects(
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the training rows whose labels are most likely wrong, the worst first.
+    """Rank training rows by suspicion of a wrong label, the most suspicious first.
 
-    With probabilities in the store (`keep: losses`) also how many labels are wrong. With --relabel,
-    models are trained that leave each row out in turn; then without the suspects, and without as many
-    random rows.
+    With probabilities in the store (`keep: losses`), also estimates how many labels are wrong. With
+    --relabel, models are trained that leave each row out in turn; then models without the suspects,
+    and without as many random rows.
     """
     import gradkeep as gk
 
     if relabel is not None:
-        from gradkeep.cli._act import suggest_relabelling
+        from gradkeep.cli._row_selection import relabel as write_labels
 
-        suggest_relabelling(
+        write_labels(
             store, relabel, recipe, precision=precision, seeds=seeds, workers=workers, json=json
         )
         return
     opened = gk.open(store, create=False)
-    found = gk.suspects(
+    ranked = gk.suspects(
         opened,
         train=train,
-        by=by,  # type: ignore[arg-type]  # the library refuses others
+        by=by,  # type: ignore[arg-type]  # validated by the library
         checkpoints=checkpoints,
-        run=chosen_runs(opened, run, splits=(train,), capture=capture),
+        run=choose_runs(opened, run, splits=(train,), capture=capture),
         name=capture,
     )
     rows = [
         {
-            "id": int(found.ids[at]),
-            by: float(found.values[at]),
-            "label": None if found.labels is None else found.labels[at].item(),
-            "predicted": None if found.predicted is None else found.predicted[at].item(),
+            "id": int(ranked.ids[at]),
+            by: float(ranked.values[at]),
+            "label": None if ranked.labels is None else ranked.labels[at].item(),
+            "predicted": None if ranked.predicted is None else ranked.predicted[at].item(),
         }
-        for at in range(min(top, len(found)))
+        for at in range(min(top, len(ranked)))
     ]
-    noise = _noise_facts(found, precision)
     if json:
-        facts = {
-            "by": by,
-            "measure": found.measure,
-            "checkpoints": found.checkpoints,
-            "suspects": rows,
-        }
-        print_json(facts if noise is None else {**facts, "noise": noise})
+        fields = {"by": by, "measure": ranked.measure, "checkpoints": ranked.checkpoints}
+        noise = {} if ranked.noise is None else {"noise": _noise_fields(ranked, precision)}
+        print_json({**fields, "suspects": rows, **noise})
         return
-    what = "documents" if found.documents else "rows"
-    print(f"{len(found)} {what} of {train} by {found.measure} at {', '.join(found.checkpoints)}")
+    what = "documents" if ranked.documents else "rows"
+    print(f"{len(ranked)} {what} of {train} by {ranked.measure} at {', '.join(ranked.checkpoints)}")
     for row in rows:
-        told = "" if row["label"] is None else f"  label {row['label']}"
-        told += "" if row["predicted"] is None else f", the model says {row['predicted']}"
-        print(f"  {train} {row['id']:<8} {row[by]:>10.4g}{told}")
-    if found.noise is not None:
-        low, high = found.noise.rate_interval
-        print(f"{found.noise.rate:.1%} of the labels are wrong [{low:.1%}, {high:.1%}]")
-        print(found.noise.threshold(precision) or f"no list of them is {precision:.0%} right")
+        label = "" if row["label"] is None else f"  label {row['label']}"
+        predicted = "" if row["predicted"] is None else f", the model says {row['predicted']}"
+        print(f"  {train} {row['id']:<8} {row[by]:>10.4g}{label}{predicted}")
+    if ranked.noise is not None:
+        low, high = ranked.noise.rate_interval
+        print(f"{ranked.noise.rate:.1%} of the labels are wrong [{low:.1%}, {high:.1%}]")
+        print(ranked.noise.threshold(precision) or f"no list of them is {precision:.0%} wrong")
 
 
-def _noise_facts(found: Suspects, precision: float) -> dict[str, Any] | None:
-    noise = found.noise
-    if noise is None:
-        return None
+def _noise_fields(suspects: Suspects, precision: float) -> dict[str, Any]:
+    noise = suspects.noise
+    assert noise is not None
     threshold = noise.threshold(precision)
+    listed = threshold and {
+        "wrong": threshold.wrong,
+        "rows": threshold.rows,
+        "precision": threshold.precision,
+        "interval": threshold.interval,
+        "ids": suspects.flagged(precision).tolist(),
+    }
     return {
         "rate": noise.rate,
         "rate_interval": noise.rate_interval,
         "pattern": noise.pattern,
-        "threshold": None
-        if threshold is None
-        else {
-            "wrong": threshold.wrong,
-            "rows": threshold.rows,
-            "precision": threshold.precision,
-            "interval": threshold.interval,
-            "ids": found.flagged(precision).tolist(),
-        },
+        "threshold": listed,
         "confusion": noise.confusion.round(2).tolist(),
     }
 
 
-def _ranked(scores: Scores, query: int, k: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"query": query}
-    for side, ranked in (
-        ("helped", scores.top(k, query=query)),
-        ("harmed", scores.bottom(k, query=query)),
-    ):
-        pairs = zip(ranked.ids.tolist(), ranked.values.tolist(), strict=True)
-        found[side] = [(number, value) for number, value in pairs]
-    return found
+def _rank_rows(scores: Scores, query: int, k: int) -> dict[str, Any]:
+    top, bottom = scores.top(k, query=query), scores.bottom(k, query=query)
+    return {
+        "query": query,
+        "helped": list(zip(top.ids.tolist(), top.values.tolist(), strict=True)),
+        "harmed": list(zip(bottom.ids.tolist(), bottom.values.tolist(), strict=True)),
+    }
 
 
-def _facts(
+def _read_facts(
     store: Store, scores: Scores, split: str, ids: list[int], *, capture: str
 ) -> list[dict[str, Any]]:
-    """What was kept of some rows beside their gradients."""
+    """Read the captured label, prediction, loss, output and texts of some rows."""
     from gradkeep.store import CaptureKey
 
     run, _, checkpoint = scores.checkpoints[-1].rpartition("/")
     block = store.read(CaptureKey(checkpoint, split, run or "main", capture))
-    names = [name for name in ("label", "predicted", "loss", "output") if name in block.names]
+    scalars = [name for name in ("label", "predicted", "loss", "output") if name in block.names]
     texts = [
         array.name
         for array in block.schema.arrays
         if array.is_text and not array.name.startswith("preview_")
     ]
-    batch = block.read(ids, [*names, *texts])
-    told = {name: batch[name].texts() for name in texts}
+    batch = block.read(ids, [*scalars, *texts])
+    columns: dict[str, Any] = {name: batch[name].tolist() for name in scalars}
+    columns |= {name: batch[name].texts() for name in texts}
     return [
-        {
-            "id": number,
-            **{name: batch[name][at].item() for name in names},
-            **{name: told[name][at] for name in texts},
-        }
+        {"id": number, **{name: column[at] for name, column in columns.items()}}
         for at, number in enumerate(ids)
     ]
 
 
-def _line(fact: dict[str, Any]) -> str:
-    told = ", ".join(
-        f"{name} {_preview(value)}" for name, value in fact.items() if name not in ("id", "score")
-    )
-    return f"{fact['id']}: {told}"
+def _format_row(row: dict[str, Any]) -> str:
+    parts = [f"{k} {_shorten(v)}" for k, v in row.items() if k not in ("id", "score")]
+    return f"{row['id']}: {', '.join(parts)}"
 
 
-def _preview(value: Any) -> str:
-    """A value on one short line."""
+def _shorten(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    words = " ".join(str(value).split())
-    return words if len(words) <= _PREVIEW else f"{words[:_PREVIEW].rstrip()} ..."
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:60].rstrip()} ..."
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE pairs, values read as JSON where they are."""
-    import json as reader
-
-    found: dict[str, Any] = {}
-    for pair in given or []:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE, such as damping=3")
+def _parse_options(pairs: list[str] | None) -> dict[str, Any]:
+    """Parse options of a method; values are JSON where possible, else text."""
+    options: dict[str, Any] = {}
+    for name, value in parse_pairs(pairs or [], example="damping=3").items():
         try:
-            found[name] = reader.loads(value)
+            options[name] = json_module.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            options[name] = value
+    return options

@@ -18,7 +18,7 @@ import typer
 from gradkeep import _arguments
 from gradkeep._arguments import one_of, shown
 from gradkeep.cli._files import input_text
-from gradkeep.cli._imports import imported
+from gradkeep.cli._imports import import_object
 from gradkeep.cli._options import (
     JsonOption,
     WorkerOptions,
@@ -237,7 +237,9 @@ def _named(where: str, value: object) -> dict[str, Any]:
 def _made(where: str, source: object, options: Mapping[str, Any], folder: Path) -> Any:
     """What the function `module:name` returns for these options."""
     return _called(
-        where, imported(_text(f"{where}: from", source), str(folder), error=CaptureError), options
+        where,
+        import_object(_text(f"{where}: from", source), str(folder), error=CaptureError),
+        options,
     )
 
 

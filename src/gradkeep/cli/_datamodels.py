@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep.cli._files import (
-    LARGEST,
-    LONGEST,
+    MAX_COUNT,
+    MAX_SECONDS,
     finite,
     input_file,
     input_folder,
@@ -37,7 +37,7 @@ NameOption = Annotated[
     str | None, typer.Option("--name", help="Which models, if the store has several sets.")
 ]
 AttemptsOption = Annotated[
-    int, typer.Option("--attempts", min=1, max=LARGEST, help="How often a model is tried.")
+    int, typer.Option("--attempts", min=1, max=MAX_COUNT, help="How often a model is tried.")
 ]
 MainOption = Annotated[
     str, typer.Option("--main", help="The module with main(*_, index, logdir), dotted.")
@@ -45,7 +45,11 @@ MainOption = Annotated[
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
-        "--timeout", min=0, max=LONGEST, callback=finite, help="Seconds that one model may take."
+        "--timeout",
+        min=0,
+        max=MAX_SECONDS,
+        callback=finite,
+        help="Seconds that one model may take.",
     ),
 ]
 LeaseOption = Annotated[
@@ -53,7 +57,7 @@ LeaseOption = Annotated[
     typer.Option(
         "--lease",
         min=0,
-        max=LONGEST,
+        max=MAX_SECONDS,
         callback=finite,
         help="Seconds without a sign of life until others take over.",
     ),
@@ -87,7 +91,7 @@ def init(
     ] = None,
     grow: Annotated[
         int | None,
-        typer.Option("--grow", min=1, max=LARGEST, help="Make room for so many models in all."),
+        typer.Option("--grow", min=1, max=MAX_COUNT, help="Make room for so many models in all."),
     ] = None,
     name: NameOption = None,
     json: JsonOption = False,
@@ -137,7 +141,7 @@ def status(
     name: NameOption = None,
     attempts: AttemptsOption = 3,
     errors: Annotated[
-        int, typer.Option("--errors", min=0, max=LARGEST, help="How many failures to show.")
+        int, typer.Option("--errors", min=0, max=MAX_COUNT, help="How many failures to show.")
     ] = 5,
     json: JsonOption = False,
 ) -> None:

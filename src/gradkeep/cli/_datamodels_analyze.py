@@ -15,8 +15,8 @@ from gradkeep.cli._datamodels import (
     NameOption,
     open_models,
 )
-from gradkeep.cli._files import LARGEST, MOST_WORKERS, input_file, input_text
-from gradkeep.cli._imports import imported
+from gradkeep.cli._files import MAX_COUNT, MAX_WORKERS, input_file, input_text
+from gradkeep.cli._imports import import_object
 from gradkeep.cli._options import JsonOption, StoreArgument, print_json
 from gradkeep.errors import DatamodelsError
 
@@ -57,7 +57,7 @@ def fit(
     ] = 20,
     folds: Annotated[
         int | None,
-        typer.Option("--folds", min=2, max=LARGEST, help="Leave out all models in turn."),
+        typer.Option("--folds", min=2, max=MAX_COUNT, help="Leave out all models in turn."),
     ] = None,
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", help="Bytes to stay within, such as 4GiB.")
@@ -136,7 +136,7 @@ def analyze(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {_EVERY}.")],
     fit: Annotated[str | None, typer.Option("--fit", help="The name of a saved fit.")] = None,
     count: Annotated[
-        int, typer.Option("--count", min=1, max=LARGEST, help="How many to show of each.")
+        int, typer.Option("--count", min=1, max=MAX_COUNT, help="How many to show of each.")
     ] = 10,
     targets: Annotated[
         str | None, typer.Option("--targets", help="Of top and verify: which, such as 0,3,7.")
@@ -169,12 +169,12 @@ def analyze(
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option("--repeats", min=1, max=LARGEST, help="Of verify: trainings of each set."),
+        typer.Option("--repeats", min=1, max=MAX_COUNT, help="Of verify: trainings of each set."),
     ] = 1,
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=0, max=MOST_WORKERS, help="Of verify: by default one per core."
+            "--workers", min=0, max=MAX_WORKERS, help="Of verify: by default one per core."
         ),
     ] = None,
     sizes: Annotated[
@@ -388,7 +388,7 @@ def _study_of(where: str | None) -> Study:
             "which study trained these models? To train again, its data and training are needed",
             expected="--study module:name, a Study or a function that returns it",
         )
-    found: Any = imported(where, "", error=DatamodelsError)  # "": as `python -m` does
+    found: Any = import_object(where, "", error=DatamodelsError)  # "": as `python -m` does
     if callable(found) and not isinstance(found, type):
         found = found()
     if not isinstance(found, Study):

@@ -37,10 +37,10 @@ def demo(
     where = out or Path("gradkeep-demo-text" if text else "gradkeep-demo")
     output_folder(where, error=StoreError)
     if text:
-        from gradkeep.cli._story_text import tell_text
+        from gradkeep.cli._demo_text import run_text_demo
 
-        tell_text(where)
+        run_text_demo(where)
         return
-    from gradkeep.cli._story import tell
+    from gradkeep.cli._demo_digits import run_digits_demo
 
-    tell(where, seeds=seeds)
+    run_digits_demo(where, seeds=seeds)

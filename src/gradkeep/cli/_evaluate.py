@@ -1,13 +1,23 @@
-"""`gradkeep evaluate ...`: how true the attributions of a store are, and how sure that is."""
+"""`gradkeep evaluate ...`: measure attributions against retraining and planted truth."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import LARGEST
-from gradkeep.cli._imports import ids_in, numbers_in, recipe_named
+from gradkeep.cli._evaluation_output import (
+    PlotsOption,
+    ResultOptions,
+    SaveOption,
+    evaluation_fields,
+    print_saved_names,
+    save_evaluations,
+    show_evaluations,
+)
+from gradkeep.cli._files import MAX_COUNT
+from gradkeep.cli._imports import load_recipe, read_ids, read_numbers
 from gradkeep.cli._options import (
     CaptureOption,
     CaptureOptions,
@@ -20,18 +30,9 @@ from gradkeep.cli._options import (
     StoreArgument,
     TrainOption,
     WorkersOption,
-    chosen_runs,
+    choose_runs,
     print_json,
-)
-from gradkeep.cli._shown_evaluations import (
-    KeepOption,
-    PlotsOption,
-    ResultOptions,
-    evaluation_fields,
-    keep_evaluations,
-    show_evaluations,
-    tell_names,
-    tell_progress,
+    print_progress,
 )
 from gradkeep.errors import EvaluationError, GradkeepError
 
@@ -42,69 +43,61 @@ if TYPE_CHECKING:
     from gradkeep.store import Store
 
 TruthOption = Annotated[
-    str | None, typer.Option("--truth", metavar="NAME", help="Which; by default the only one.")
+    str | None, typer.Option("--truth", metavar="NAME", help="Ground truth; default: the only one.")
 ]
 MethodsOption = Annotated[
-    list[str] | None, typer.Option("--method", help="May be repeated; by default all.")
+    list[str] | None, typer.Option("--method", help="Repeatable; default: all.")
 ]
 WrongOption = Annotated[
-    str | None,
-    typer.Option("--wrong", metavar="FILE", help="Ids of rows whose labels are known wrong."),
+    str | None, typer.Option("--wrong", metavar="FILE", help="Ids of rows with a wrong label.")
 ]
 CopiesOption = Annotated[
-    str | None,
-    typer.Option("--copies", metavar="FILE", help="Lines of a query's id and its copy's row id."),
+    str | None, typer.Option("--copies", metavar="FILE", help="Lines: query id, id of its copy.")
 ]
 
 
 def truth(
     store: StoreArgument,
     recipe: RecipeOption = None,
-    subsets: Annotated[
-        int, typer.Option(min=10, max=LARGEST, help="Random subsets of the rows.")
-    ] = 100,
+    subsets: Annotated[int, typer.Option(min=10, max=MAX_COUNT, help="Random subsets.")] = 100,
     seeds: SeedsOption = 2,
-    alpha: Annotated[float, typer.Option(min=0, max=1, help="The share of rows in each.")] = 0.5,
-    name: Annotated[str, typer.Option(help="What it is called in the store.")] = "truth",
+    alpha: Annotated[float, typer.Option(min=0, max=1, help="Share of rows in a subset.")] = 0.5,
+    name: Annotated[str, typer.Option(help="Name of the ground truth in the store.")] = "truth",
     workers: WorkersOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Train models on random subsets of the rows: the truth that scores are judged by.
+    """Train models on random subsets of the rows, as ground truth for scores.
 
-    Half of the subsets are for choosing, half for reporting. Interrupted, it resumes; more subsets
-    are added to those that are there.
+    Half of the subsets serve for choosing, half for reporting. An interrupted run resumes; more
+    subsets are added to existing ones.
     """
     import gradkeep as gk
 
-    opened = gk.open(store)
-    found = gk.evaluate.ground_truth(
-        opened,
-        recipe_named(recipe, None),
+    result = gk.evaluate.ground_truth(
+        gk.open(store),
+        load_recipe(recipe, None),
         subsets=subsets,
         seeds=seeds,
         alpha=alpha,
         name=name,
         workers=workers,
-        progress=None if json else tell_progress,
+        progress=None if json else print_progress,
     )
-    ceiling = found.ceiling()
+    ceiling = result.ceiling()
+    fields = {
+        "truth": result.name,
+        "subsets": len(result.masks),
+        "seeds": result.seeds,
+        "queries": result.num_queries,
+        "ceiling": ceiling,
+        "seconds_per_model": result.seconds,
+    }
     if json:
-        print_json(
-            {
-                "truth": found.name,
-                "subsets": len(found.masks),
-                "seeds": found.seeds,
-                "queries": found.num_queries,
-                "ceiling": ceiling,
-                "seconds_per_model": found.seconds,
-            }
-        )
+        print_json(fields)
         return
-    told = "unknown with one seed" if ceiling is None else f"{ceiling:.3f}"
-    print(
-        f"{found.name}: {len(found.masks)} subsets x {found.seeds} seeds, {found.num_queries} "
-        f"queries; ceiling {told}"
-    )
+    shown = "unknown with one seed" if ceiling is None else f"{ceiling:.3f}"
+    print("{truth}: {subsets} subsets x {seeds} seeds, {queries} queries".format(**fields), end="")
+    print(f"; ceiling {shown}")
 
 
 def lds(
@@ -115,36 +108,28 @@ def lds(
     captures: CaptureOptions,
     result: ResultOptions,
 ) -> None:
-    """The linear datamodeling score of every method, with intervals, ceiling, price and bytes."""
+    """Compute the linear datamodeling score of methods, with intervals, ceiling and cost."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    judged = _judged(opened, method, truth, captures, quiet=result.json)
-    found = [one.evaluation for one in judged.methods if one.evaluation is not None]
-    names = keep_evaluations(opened, found, result)
-    if result.json:
-        print_json(
-            {
-                "truth": judged.truth.name,
-                "methods": [
-                    {
-                        "method": one.name,
-                        **evaluation_fields(one.evaluation),
-                        "cpu_seconds": one.cpu_seconds,
-                        "bytes_per_row": one.bytes_per_row,
-                        "saved": name,
-                    }
-                    for one, name in zip(judged.methods, names, strict=True)
-                    if one.evaluation is not None
-                ],
-                "refused": {one.name: one.refused for one in judged.refused},
-            }
-        )
+    judgement = _judge(opened, method, truth, captures, quiet=result.json)
+    judged = [one for one in judgement.methods if one.evaluation is not None]
+    names = _save_judgement(opened, judgement, result)
+    if not result.json:
         return
-    print(judged)
-    assert judged.best.evaluation is not None
-    print(judged.truth.to_halve(judged.best.evaluation))
-    tell_names(names)
+    fields = [
+        {
+            "method": one.name,
+            **evaluation_fields(one.evaluation),
+            "cpu_seconds": one.cpu_seconds,
+            "bytes_per_row": one.bytes_per_row,
+            "saved": name,
+        }
+        for one, name in zip(judged, names, strict=True)
+        if one.evaluation is not None
+    ]
+    refused = {one.name: one.refused for one in judgement.refused}
+    print_json({"truth": judgement.truth.name, "methods": fields, "refused": refused})
 
 
 def labels(
@@ -157,19 +142,13 @@ def labels(
     *,
     result: ResultOptions,
 ) -> None:
-    """How well losses, gradients and their rank sum find labels that are known to be wrong."""
+    """Measure how well losses, gradients and their rank sum find known wrong labels."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    found = _label_evaluations(
-        opened,
-        wrong,
-        train=train,
-        checkpoints=checkpoints,
-        run=chosen_runs(opened, run, splits=(train,), capture=capture),
-        name=capture,
-    )
-    show_evaluations(opened, found, result)
+    runs = choose_runs(opened, run, splits=(train,), capture=capture)
+    options = {"train": train, "checkpoints": checkpoints, "run": runs, "name": capture}
+    show_evaluations(opened, _evaluate_labels(opened, wrong, **options), result)
 
 
 def removal(
@@ -177,17 +156,16 @@ def removal(
     method: MethodOption = None,
     recipe: RecipeOption = None,
     size: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=LARGEST, help="Rows to leave out; may be repeated."),
+        list[int] | None, typer.Option(min=1, max=MAX_COUNT, help="Rows to remove; repeatable.")
     ] = None,
     query: Annotated[
-        list[int] | None, typer.Option(help="A query's id; may be repeated. By default ten.")
+        list[int] | None, typer.Option(help="Id of a query; repeatable. Default: ten queries.")
     ] = None,
     against: Annotated[
-        list[str] | None, typer.Option(help="A method to draw beside it; may be repeated.")
+        list[str] | None, typer.Option(help="A method to compare with; repeatable.")
     ] = None,
     keep_only: Annotated[
-        bool, typer.Option("--keep-only", help="Train on the named rows alone.")
+        bool, typer.Option("--keep-only", help="Train on the chosen rows alone.")
     ] = False,
     seeds: SeedsOption = 3,
     workers: WorkersOption = None,
@@ -199,40 +177,37 @@ def removal(
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    how = recipe_named(recipe, opened)
-    scores = captures.scores(opened, method)
-    beside = [captures.scores(opened, one) for one in against or ["label-match"]]
-    found = gk.evaluate.removal_curve(
-        scores,
-        how,
+    _evaluate_removal(
+        opened,
+        recipe,
+        captures,
+        result,
+        method=method,
+        baselines=against or ["label-match"],
         sizes=size,
         queries=query,
-        against=beside,
         train="with only" if keep_only else "without",
         seeds=seeds,
         workers=workers,
-        progress=None if result.json else tell_progress,
     )
-    both = [one for one in (found.change, found.flipped) if one is not None]
-    show_evaluations(opened, both, result)
 
 
 def leakage(
     store: StoreArgument,
     copies: CopiesOption = None,
     method: MethodsOption = None,
-    k: Annotated[int, typer.Option(min=1, max=LARGEST, help="Among so many rows.")] = 1,
+    k: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Rank that counts as found.")] = 1,
     *,
     captures: CaptureOptions,
     result: ResultOptions,
 ) -> None:
-    """How often the copy of a query among the training rows is the first that scores name."""
+    """Measure how often the copy of a query among the training rows has the highest score."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    asked: list[str | None] = list(method) if method else [None]
-    found = [_leak_evaluation(captures.scores(opened, one), copies, k) for one in asked]
-    show_evaluations(opened, found, result)
+    methods: list[str | None] = list(method) if method else [None]
+    evaluations = [_evaluate_leakage(captures.scores(opened, m), copies, k) for m in methods]
+    show_evaluations(opened, evaluations, result)
 
 
 def sanity(
@@ -240,29 +215,29 @@ def sanity(
     method: MethodOption = None,
     truth: TruthOption = None,
     random_run: Annotated[
-        str | None,
-        typer.Option("--random-run", help="The run of a model with random weights, if captured."),
+        str | None, typer.Option("--random-run", help="Run of a model with random weights.")
     ] = None,
     json: JsonOption = False,
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Whether shuffled scores predict nothing, and what training adds to a random model's."""
+    """Check that shuffled scores predict nothing, and compare with a random model's scores."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
     scores = captures.scores(opened, method)
-    twin = None
+    random_scores = None
     if random_run is not None:
-        twin = captures.scores(opened, scores.method, checkpoints=None, run=random_run)
-    found = gk.evaluate.sanity_check(scores, gk.evaluate.load_truth(opened, truth), randomised=twin)
+        random_scores = captures.scores(opened, scores.method, checkpoints=None, run=random_run)
+    known = gk.evaluate.load_truth(opened, truth)
+    check = gk.evaluate.sanity_check(scores, known, randomised=random_scores)
     if json:
-        parts = {"trained": found.trained, "shuffled": found.shuffled, "random": found.randomised}
-        told = {name: evaluation_fields(part) for name, part in parts.items() if part is not None}
-        print_json({"passed": found.passed, **told})
+        parts = {"trained": check.trained, "shuffled": check.shuffled, "random": check.randomised}
+        fields = {name: evaluation_fields(part) for name, part in parts.items() if part is not None}
+        print_json({"passed": check.passed, **fields})
     else:
-        print(found)
-    if not found.passed:
+        print(check)
+    if not check.passed:
         raise typer.Exit(1)
 
 
@@ -273,152 +248,164 @@ def all(
     copies: CopiesOption = None,
     recipe: RecipeOption = None,
     workers: WorkersOption = None,
-    save: KeepOption = True,
+    save: SaveOption = True,
     plots: PlotsOption = None,
     *,
     captures: CaptureOptions,
 ) -> None:
-    """Everything that can be said with what there is; what is missing is named with its reason."""
+    """Run every evaluation that is possible; the others are listed with what they need."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
     result = ResultOptions(save, plots)
 
-    def part(title: str, work: Any) -> None:
-        print(f"== {title}")
-        try:
-            work()
-        except GradkeepError as error:
-            print(f"not done: {error}")
+    def run_lds() -> None:
+        judgement = _judge(opened, None, truth, captures, quiet=False)
+        _save_judgement(opened, judgement, result)
 
-    def score() -> None:
-        judged = _judged(opened, None, truth, captures, quiet=False)
-        found = [one.evaluation for one in judged.methods if one.evaluation is not None]
-        print(judged)
-        assert judged.best.evaluation is not None
-        print(judged.truth.to_halve(judged.best.evaluation))
-        tell_names(keep_evaluations(opened, found, result))
-
-    def sane() -> None:
+    def run_sanity() -> None:
         known = gk.evaluate.load_truth(opened, truth)
         print(gk.evaluate.sanity_check(captures.scores(opened), known))
 
-    def label() -> None:
-        where = captures.arguments(opened)
-        del where["queries"]
-        show_evaluations(opened, _label_evaluations(opened, wrong, **where), result)
+    def run_labels() -> None:
+        options = captures.arguments(opened)
+        del options["queries"]
+        show_evaluations(opened, _evaluate_labels(opened, wrong, **options), result)
 
-    def leak() -> None:
-        found = _leak_evaluation(captures.scores(opened), copies, 1)
-        show_evaluations(opened, [found], result)
+    def run_leakage() -> None:
+        evaluation = _evaluate_leakage(captures.scores(opened), copies, 1)
+        show_evaluations(opened, [evaluation], result)
 
-    def remove() -> None:
-        how = recipe_named(recipe, opened)
-        found = gk.evaluate.removal_curve(
-            captures.scores(opened),
-            how,
-            against=[captures.scores(opened, "label-match")],
-            workers=workers,
-            progress=tell_progress,
+    def run_removal() -> None:
+        _evaluate_removal(
+            opened, recipe, captures, result, baselines=["label-match"], workers=workers
         )
-        both = [one for one in (found.change, found.flipped) if one is not None]
-        show_evaluations(opened, both, result)
 
-    for title, work in (
-        ("lds", score),
-        ("sanity", sane),
-        ("labels", label),
-        ("leakage", leak),
-        ("removal", remove),
-    ):
-        part(title, work)
+    evaluations = (run_lds, run_sanity, run_labels, run_leakage, run_removal)
+    for evaluate in evaluations:
+        print(f"== {evaluate.__name__.removeprefix('run_')}")
+        try:
+            evaluate()
+        except GradkeepError as error:
+            print(f"skipped: {error}")
 
 
 def compare(
     store: StoreArgument,
-    first: Annotated[str, typer.Argument(metavar="A", help="The name of a kept evaluation.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    first: Annotated[str, typer.Argument(metavar="A", help="Name of a saved evaluation.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Name of another one.")],
     json: JsonOption = False,
 ) -> None:
-    """Whether two kept evaluations differ, by the paired bootstrap."""
+    """Compare two saved evaluations by a paired bootstrap."""
     import gradkeep as gk
 
     opened = gk.open(store, create=False)
-    both = [gk.evaluate.Evaluation.load(opened, name) for name in (first, second)]
-    found = gk.evaluate.compare(*both)
-    if json:
-        print_json(
-            {
-                "metric": found.metric,
-                "difference": found.value,
-                "interval": found.interval,
-                "differs": found.differs,
-            }
-        )
+    pair = [gk.evaluate.Evaluation.load(opened, name) for name in (first, second)]
+    comparison = gk.evaluate.compare(*pair)
+    if not json:
+        print(comparison)
         return
-    print(found)
+    print_json(
+        {
+            "metric": comparison.metric,
+            "difference": comparison.value,
+            "interval": comparison.interval,
+            "differs": comparison.differs,
+        }
+    )
 
 
-def _judged(
+def _judge(
     store: Store,
-    method: list[str] | None,
+    methods: list[str] | None,
     truth: str | None,
     captures: CaptureOptions,
     *,
     quiet: bool,
 ) -> Judgement:
-    import sys
-
     import gradkeep as gk
 
-    def report(one: Any) -> None:
+    def report(method: Any) -> None:
         if not quiet and sys.stderr.isatty():
-            print(f"  {one.name}: {one.cpu_seconds:.1f} s", file=sys.stderr)
+            print(f"  {method.name}: {method.cpu_seconds:.1f} s", file=sys.stderr)
 
-    return gk.evaluate.judge_methods(
-        store, truth, methods=method, report=report, **captures.arguments(store)
+    arguments = captures.arguments(store)
+    return gk.evaluate.judge_methods(store, truth, methods=methods, report=report, **arguments)
+
+
+def _save_judgement(store: Store, judgement: Judgement, result: ResultOptions) -> list[str | None]:
+    """Save the evaluations of all methods, and print them unless JSON is wanted."""
+    evaluations = [one.evaluation for one in judgement.methods if one.evaluation is not None]
+    names = save_evaluations(store, evaluations, result)
+    if not result.json:
+        print(judgement)
+        assert judgement.best.evaluation is not None
+        print(judgement.truth.to_halve(judgement.best.evaluation))
+        print_saved_names(names)
+    return names
+
+
+def _evaluate_removal(
+    store: Store,
+    recipe: str | None,
+    captures: CaptureOptions,
+    result: ResultOptions,
+    *,
+    baselines: list[str],
+    method: str | None = None,
+    **options: Any,
+) -> None:
+    import gradkeep as gk
+
+    training = load_recipe(recipe, store)
+    curve = gk.evaluate.removal_curve(
+        captures.scores(store, method),
+        training,
+        against=[captures.scores(store, one) for one in baselines],
+        progress=None if result.json else print_progress,
+        **options,
     )
+    evaluations = [one for one in (curve.change, curve.flipped) if one is not None]
+    show_evaluations(store, evaluations, result)
 
 
-def _label_evaluations(store: Store, wrong: str | None, **captures: Any) -> list[Evaluation]:
+def _evaluate_labels(store: Store, wrong: str | None, **captures: Any) -> list[Evaluation]:
     import numpy as np
 
     import gradkeep as gk
 
     if wrong is None:
-        raise EvaluationError(
-            "which labels are wrong is not known", fix="pass --wrong FILE with the ids of such rows"
-        )
-    ids = ids_in(wrong)
-    found, measures = [], []
+        raise EvaluationError("known wrong labels are needed", fix="--wrong FILE with their ids")
+    ids = read_ids(wrong)
+    evaluations, measures = [], []
     for by in ("loss", "self", "noise"):
         try:
             suspects = gk.suspects(store, by=by, **captures)
         except GradkeepError:
-            continue  # gradients or probabilities were not kept
-        found.append(gk.evaluate.label_detection(suspects, ids))
+            continue  # gradients or probabilities were not captured
+        evaluations.append(gk.evaluate.label_detection(suspects, ids))
         order = np.argsort(suspects.ids)
         measures.append((suspects.ids[order], suspects.values[order]))
-    if not found:
-        raise EvaluationError("nothing was captured that suspects could be found by")
-    if len(found) > 1:
-        together = gk.evaluate.rank_sum([values for _, values in measures])
-        found.append(
-            gk.evaluate.label_detection(together, ids, ids=measures[0][0], subject="rank sum")
+    if not evaluations:
+        raise EvaluationError("the capture has neither losses nor gradients to rank rows by")
+    if len(evaluations) > 1:
+        rank_sum = gk.evaluate.rank_sum([values for _, values in measures])
+        row_ids = measures[0][0]
+        evaluations.append(
+            gk.evaluate.label_detection(rank_sum, ids, ids=row_ids, subject="rank sum")
         )
-    return found
+    return evaluations
 
 
-def _leak_evaluation(scores: Scores, copies: str | None, k: int) -> Evaluation:
+def _evaluate_leakage(scores: Scores, copies: str | None, k: int) -> Evaluation:
     import numpy as np
 
     import gradkeep as gk
 
     if copies is None:
         raise EvaluationError(
-            "which rows are copies of queries is not known",
-            fix="pass --copies FILE with lines of a query's id and a row's id",
+            "known copies of queries are needed", fix="--copies FILE with lines: query id, row id"
         )
-    pairs = dict(numbers_in(copies, each=2).tolist())
-    wanted = np.array([pairs.get(int(query), -1) for query in scores.query_ids])
-    return gk.evaluate.leakage(scores, wanted, k=k)
+    copy_of = dict(read_numbers(copies, columns=2).tolist())
+    expected = np.array([copy_of.get(int(query), -1) for query in scores.query_ids])
+    return gk.evaluate.leakage(scores, expected, k=k)

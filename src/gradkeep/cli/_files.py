@@ -1,4 +1,4 @@
-"""Paths that the user names: files and folders that can be read or written."""
+"""Paths and numbers on the command line, validated before the work begins."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from gradkeep.errors import GradkeepError
 
 
-LARGEST = 2**31 - 1
-"""The largest count that a command takes: of rows to show, tries to make, models to train."""
-MOST_WORKERS = 1024
-"""More processes than this on one machine are a slip of the finger."""
-LONGEST = 10 * 365 * 86400.0
-"""Seconds: what is meant to take longer needs no limit."""
-_LARGEST_TEXT = 16 << 20
+MAX_COUNT = 2**31 - 1
+MAX_WORKERS = 1024
+"""More processes than this on one machine are a typing error."""
+MAX_SECONDS = 10 * 365 * 86400.0
+_MAX_TEXT_BYTES = 16 << 20
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse NaN and infinity, which every comparison with a range lets pass.
+    """Refuse NaN and infinity, which pass typer's range checks.
 
     >>> finite(0.5)
     0.5
@@ -37,96 +35,86 @@ def finite(value: float | None) -> float | None:
 
 
 def input_file(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> Path:
-    """A path that can be read as a file: no folder, no pipe, no device, and permitted."""
-    facts = _facts(path, error=error)
-    if facts is None:
-        raise error("the file cannot be read: there is no such file", path=_named(path))
-    if stat.S_ISDIR(facts.st_mode):
-        raise error("the file cannot be read: this is a folder", path=_named(path))
-    if not stat.S_ISREG(facts.st_mode):
-        raise error("the file cannot be read: this is a pipe or a device", path=_named(path))
+    """Return the path of a readable regular file."""
+    status = _stat(path, error=error)
+    if status is None:
+        raise error("cannot read the file: there is no such file", path=_short(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise error(f"cannot read the file: this is {kind}", path=_short(path))
     if not os.access(path, os.R_OK):
-        raise error("the file cannot be read: permission denied", path=_named(path))
+        raise error("cannot read the file: permission denied", path=_short(path))
     return Path(path)
 
 
 def input_folder(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> Path:
-    """A path that is a folder which may be looked into."""
-    facts = _facts(path, error=error)
-    if facts is None:
-        raise error("there is no such folder", path=_named(path))
-    if not stat.S_ISDIR(facts.st_mode):
-        raise error("this is no folder", path=_named(path))
+    """Return the path of a readable folder."""
+    status = _stat(path, error=error)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        raise error("there is no such folder", path=_short(path))
     if not os.access(path, os.R_OK | os.X_OK):
-        raise error("the folder cannot be read: permission denied", path=_named(path))
+        raise error("cannot read the folder: permission denied", path=_short(path))
     return Path(path)
 
 
 def output_file(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> Path:
-    """A path that a file can be written to, seen before the work begins and not after it."""
-    facts = _facts(path, error=error)
-    if facts is not None and not stat.S_ISREG(facts.st_mode):
-        kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "a pipe or a device"
-        raise error(f"nothing can be written there: this is {kind}", path=_named(path))
-    if facts is None and os.path.islink(path):
-        raise error("nothing can be written there: this is a link to nowhere", path=_named(path))
-    parent = Path(path).parent
-    above = _facts(parent, error=error)
-    if above is None or not stat.S_ISDIR(above.st_mode):
-        raise error("nothing can be written there: there is no such folder", path=_named(parent))
-    if not os.access(parent if facts is None else path, os.W_OK):
-        raise error("nothing can be written there: permission denied", path=_named(path))
+    """Return a path that a file can be written to."""
+    status, parent = _stat(path, error=error), Path(path).parent
+    if (status is not None and not stat.S_ISREG(status.st_mode)) or (
+        status is None and os.path.islink(path)
+    ):
+        raise error("cannot write there: this is not a regular file", path=_short(path))
+    parent_status = _stat(parent, error=error)
+    if parent_status is None or not stat.S_ISDIR(parent_status.st_mode):
+        raise error("cannot write there: there is no such folder", path=_short(parent))
+    if not os.access(parent if status is None else path, os.W_OK):
+        raise error("cannot write there: permission denied", path=_short(path))
     return Path(path)
 
 
 def output_folder(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> Path:
-    """A path that is a folder, or where one can be made."""
-    facts = _facts(path, error=error)
-    if facts is None and os.path.islink(path):
-        raise error("nothing can be written there: this is a link to nowhere", path=_named(path))
-    above = Path(os.path.abspath(path))
-    while facts is None and above != above.parent:
-        above = above.parent
-        facts = _facts(above, error=error)
-    if facts is None or not stat.S_ISDIR(facts.st_mode):
-        raise error("nothing can be written there: this is no folder", path=_named(above))
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise error("nothing can be written there: permission denied", path=_named(above))
+    """Return the path of a folder that exists or can be created."""
+    status = _stat(path, error=error)
+    existing = Path(os.path.abspath(path))
+    while status is None and not existing.is_symlink() and existing != existing.parent:
+        existing = existing.parent
+        status = _stat(existing, error=error)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        raise error("cannot write there: this is not a folder", path=_short(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise error("cannot write there: permission denied", path=_short(existing))
     return Path(path)
 
 
 def input_text(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> str:
-    """The text in a file that is meant for people: UTF-8, and no larger than one can be."""
-    file = input_file(path, error=error)
-    with open(file, "rb") as opened:
-        content = opened.read(_LARGEST_TEXT + 1)
-    if len(content) > _LARGEST_TEXT:
-        expected = f"at most {_LARGEST_TEXT >> 20} MiB"
-        raise error("the file is too large to be this", path=_named(path), expected=expected)
+    """Read a UTF-8 text file of at most 16 MiB."""
+    with open(input_file(path, error=error), "rb") as file:
+        content = file.read(_MAX_TEXT_BYTES + 1)
+    if len(content) > _MAX_TEXT_BYTES:
+        limit = f"at most {_MAX_TEXT_BYTES >> 20} MiB"
+        raise error("the file is too large", path=_short(path), expected=limit)
     try:
         text = content.decode()
     except UnicodeDecodeError as problem:
-        raise error(
-            "the file is not text", path=_named(path), found=str(problem), expected="UTF-8"
-        ) from None
+        raise error(f"the file is not UTF-8 text: {problem}", path=_short(path)) from None
     if "\0" in text:
-        raise error("the file is not text", path=_named(path), found="a NUL", expected="UTF-8")
+        raise error("the file is not UTF-8 text: it contains NUL", path=_short(path))
     return text
 
 
-def _facts(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> os.stat_result | None:
+def _stat(path: str | os.PathLike[str], *, error: type[GradkeepError]) -> os.stat_result | None:
     text = os.fspath(path)
     if not text or "\0" in text:
-        raise error("this is no path", found=shown(text))
+        raise error("invalid path", found=shown(text))
     try:
         return os.stat(text)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as problem:  # a name too long, links in a circle, no permission
-        said = problem.strerror or type(problem).__name__
-        raise error(f"the path cannot be followed: {said}", path=_named(path)) from None
+        reason = problem.strerror or type(problem).__name__
+        raise error(f"cannot access the path: {reason}", path=_short(path)) from None
 
 
-def _named(path: str | os.PathLike[str]) -> str:
+def _short(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-100:]}"

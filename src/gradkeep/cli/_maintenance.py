@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep._display import format_size, progress
-from gradkeep.cli._files import LARGEST, input_folder
+from gradkeep.cli._files import MAX_COUNT, input_folder
 from gradkeep.cli._options import JsonOption, StoreArgument, print_json
 from gradkeep.errors import StoreError
 
@@ -158,7 +158,7 @@ def verify(
         typer.Option(
             "--sample",
             min=1,
-            max=LARGEST,
+            max=MAX_COUNT,
             help="Read only so many files of rows, drawn anew each time; all documents are checked.",
         ),
     ] = None,
@@ -225,7 +225,7 @@ def gc(
     keep_versions: Annotated[
         int,
         typer.Option(
-            "--keep-versions", min=1, max=LARGEST, help="How many versions of a block stay."
+            "--keep-versions", min=1, max=MAX_COUNT, help="How many versions of a block stay."
         ),
     ] = 1,
     dry_run: Annotated[

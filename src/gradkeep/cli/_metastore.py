@@ -12,7 +12,7 @@ import typer
 
 from gradkeep._arguments import shown
 from gradkeep.cli._errors import INCOMPLETE
-from gradkeep.cli._files import LARGEST, input_file, output_folder
+from gradkeep.cli._files import MAX_COUNT, input_file, output_folder
 from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import CaptureError
 
@@ -85,7 +85,7 @@ def _words(text: str) -> tuple[str, ...]:
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     words = _words(text)
     if not words or not all(
-        w.isdecimal() and len(w) < 11 and 1 <= int(w) <= LARGEST for w in words
+        w.isdecimal() and len(w) < 11 and 1 <= int(w) <= MAX_COUNT for w in words
     ):
         raise CaptureError(
             f"--{flag} cannot be {shown(text)}",

@@ -1,4 +1,4 @@
-"""Options that several commands share, and answers to stdout."""
+"""Options that several commands share, and JSON output."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import inspect
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from gradkeep._display import to_json_types
-from gradkeep.cli._files import LARGEST, MOST_WORKERS
+from gradkeep.cli._files import MAX_COUNT, MAX_WORKERS
 from gradkeep.errors import AttributionError, FarmError
 
 if TYPE_CHECKING:
@@ -21,131 +22,128 @@ if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
     from gradkeep.store import Store
 
+DEFAULT_RUN = "main"
 
-StoreArgument = Annotated[
-    str, typer.Argument(metavar="STORE", help="The store: its folder or URL.")
-]
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URL of the store.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-QueriesOption = Annotated[str, typer.Option(help="The split that the queries are from.")]
-TrainOption = Annotated[str, typer.Option(help="The split that is scored.")]
-CheckpointOption = Annotated[
-    list[str] | None, typer.Option("--checkpoints", help="May be repeated.")
-]
-RunOption = Annotated[list[str] | None, typer.Option("--run", help="May be repeated.")]
-CaptureOption = Annotated[str, typer.Option("--capture", help="The capture's name.")]
+QueriesOption = Annotated[str, typer.Option(help="Split of the queries.")]
+TrainOption = Annotated[str, typer.Option(help="Split of the training rows.")]
+CheckpointOption = Annotated[list[str] | None, typer.Option("--checkpoints", help="Repeatable.")]
+RunOption = Annotated[list[str] | None, typer.Option("--run", help="Repeatable.")]
+CaptureOption = Annotated[str, typer.Option("--capture", help="Name of the capture.")]
 MethodOption = Annotated[
     str | None,
-    typer.Option(
-        "--method", help="`gradkeep methods` lists them; by default the one that won for the task."
-    ),
+    typer.Option("--method", help="See `gradkeep methods`; by default the best for the task."),
 ]
 RecipeOption = Annotated[
     str | None,
     typer.Option(
-        "--recipe",
-        metavar="MODULE:NAME",
-        help="A gk.evaluate.Recipe, as module:name or file.py:name.",
+        "--recipe", metavar="MODULE:NAME", help="A gk.evaluate.Recipe: module:name or file.py:name."
     ),
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(min=0, max=MOST_WORKERS, help="Processes that train; 0 trains in this one."),
+    typer.Option(min=0, max=MAX_WORKERS, help="Training processes; 0 trains in this one."),
 ]
-SeedsOption = Annotated[int, typer.Option(min=1, max=LARGEST, help="Models for each set of rows.")]
-
-
-def print_json(fields: Any) -> None:
-    """Print one JSON document; what JSON has no number for becomes null."""
-    print(json.dumps(to_json_types(fields), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-CrewOption = Annotated[
-    int | None,
-    typer.Option("--workers", min=1, max=100_000, help="How many; without it, this process alone."),
-]
+SeedsOption = Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Models per set of rows.")]
 EngineOption = Annotated[str, typer.Option("--engine", help="local, ray or slurm.")]
-AddressOption = Annotated[
-    str | None, typer.Option("--address", help="Of the Ray cluster, or auto.")
-]
+AddressOption = Annotated[str | None, typer.Option("--address", help="Ray cluster, or auto.")]
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", help="What submitit is to use: slurm or local.")
+    str | None, typer.Option("--cluster", help="submitit's executor: slurm or local.")
 ]
 ParameterOption = Annotated[
     list[str] | None,
-    typer.Option("--parameter", help="For submitit, such as slurm_partition=gpu; repeatable."),
+    typer.Option("--parameter", help="submitit parameter, slurm_partition=gpu; repeatable."),
 ]
+
+
+def print_json(fields: Any) -> None:
+    """Print one JSON document; NaN and infinity become null."""
+    print(json.dumps(to_json_types(fields), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_progress(progress: Any) -> None:
+    """Progress callback of trainings; prints only on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r  {progress}", end="", file=sys.stderr, flush=True)
+
+
+def parse_pairs(pairs: Sequence[str], *, example: str) -> dict[str, str]:
+    """Split arguments of the form NAME=VALUE."""
+    split = [pair.partition("=") for pair in pairs]
+    invalid = [pair for pair, (_, equals, _) in zip(pairs, split, strict=True) if not equals]
+    if invalid:
+        raise typer.BadParameter(f"{invalid[0]!r} is not NAME=VALUE, such as {example}")
+    return {name.strip(): value for name, _, value in split}
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Split a comma-separated list."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Who does the work of a command."""
+    """Where the work of a command runs."""
 
-    workers: CrewOption = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, max=100_000, help="Processes; default: only this one."),
+    ] = None
     engine: EngineOption = "local"
     address: AddressOption = None
     cluster: ClusterOption = None
     parameter: ParameterOption = None
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments `workers` or `engine` of a function that shares its work out."""
+        """Return `workers=` or `engine=` for functions that distribute their work."""
         from gradkeep import farm
 
-        if self.engine != "local":
-            options = {
-                "address": self.address,
-                "workers": self.workers,
-                "cluster": self.cluster,
-                "parameters": _parameters(self.parameter or []),
-            }
-            given = {key: value for key, value in options.items() if value}
-            return {"engine": farm.engine(self.engine, **given)}
-        if self.address or self.cluster or self.parameter:
-            raise FarmError(
-                "--address, --cluster and --parameter are for other engines",
-                fix="--engine ray or slurm",
-            )
-        return {"workers": self.workers}
+        if self.engine == "local":
+            if self.address or self.cluster or self.parameter:
+                raise FarmError(
+                    "--address, --cluster and --parameter need another engine than local",
+                    fix="--engine ray or slurm",
+                )
+            return {"workers": self.workers}
+        parameters = parse_pairs(self.parameter or [], example="slurm_partition=gpu")
+        options = {
+            "address": self.address,
+            "workers": self.workers,
+            "cluster": self.cluster,
+            "parameters": {k: int(v) if v.isdigit() else v for k, v in parameters.items()},
+        }
+        chosen = {name: value for name, value in options.items() if value}
+        return {"engine": farm.engine(self.engine, **chosen)}
 
 
-def _parameters(given: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for item in given:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise FarmError("a parameter is KEY=VALUE", found=item)
-        found[key] = int(value) if value.isdigit() else value
-    return found
-
-
-_USUAL = "main"
-
-
-def chosen_runs(
-    store: Store, given: Sequence[str] | None, *, splits: Sequence[str], capture: str
+def choose_runs(
+    store: Store, runs: Sequence[str] | None, *, splits: Sequence[str], capture: str
 ) -> list[str]:
-    """The runs that were named; else `main`, or the only run that has captures of these splits."""
-    if given:
-        return list(given)
-    kept: dict[str, set[str]] = {}
+    """Return the runs of `--run`; else `main`, or the only run that has captures of these splits."""
+    if runs:
+        return list(runs)
+    captured: dict[str, set[str]] = {}
     for key in store.captures():
         if key.capture == capture:
-            kept.setdefault(key.run, set()).add(key.split)
-    fitting = sorted(run for run, found in kept.items() if found >= set(splits))
-    if _USUAL in kept or not kept:
-        return [_USUAL]
-    if len(fitting) == 1:
-        return fitting
+            captured.setdefault(key.run, set()).add(key.split)
+    if DEFAULT_RUN in captured or not captured:
+        return [DEFAULT_RUN]
+    candidates = sorted(run for run, available in captured.items() if available >= set(splits))
+    if len(candidates) == 1:
+        return candidates
+    needed = " and ".join(sorted({*splits}))
     raise AttributionError(
-        "which run?" if fitting else f"no run has captures of {' and '.join(sorted({*splits}))}",
+        "several runs have these captures" if candidates else f"no run has captures of {needed}",
         path=store.location,
-        found="; ".join(f"{run}: {', '.join(sorted(found))}" for run, found in kept.items()),
-        fix=f"--run {fitting[0]}, for example" if fitting else "name splits that there are",
+        found="; ".join(f"{run}: {', '.join(sorted(have))}" for run, have in captured.items()),
+        fix=f"choose one, such as --run {candidates[0]}" if candidates else "name existing splits",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """The captures that a question is about."""
+    """The captures that scores are computed from."""
 
     queries: QueriesOption = "test"
     train: TrainOption = "train"
@@ -154,25 +152,25 @@ class CaptureOptions:
     capture: CaptureOption = "main"
 
     def arguments(self, store: Store) -> dict[str, Any]:
-        """The captures as `gk.attribute` takes them."""
+        """Return the keyword arguments of `gk.attribute`."""
         splits = (self.queries, self.train)
         return {
             "queries": self.queries,
             "train": self.train,
             "checkpoints": self.checkpoints,
-            "run": chosen_runs(store, self.run, splits=splits, capture=self.capture),
+            "run": choose_runs(store, self.run, splits=splits, capture=self.capture),
             "name": self.capture,
         }
 
     def scores(self, store: Store, method: str | None = None, **options: Any) -> Scores:
-        """Scores of a method, or of the default one."""
+        """Compute scores by a method, or by the default one."""
         import gradkeep as gk
 
         return gk.attribute(store, method=method, **{**self.arguments(store), **options})
 
 
 def flatten_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Show typer the fields of a command's dataclass parameters as options of their own."""
+    """Present the fields of a command's dataclass parameters to typer as single options."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
         name: parameter.annotation
@@ -185,21 +183,17 @@ def flatten_options(command: Callable[..., Any]) -> Callable[..., Any]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
             continue
         hints = get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
+        for field in dataclasses.fields(groups[name]):
+            kind, hint = parameter.KEYWORD_ONLY, hints[field.name]
+            parameters.append(
+                inspect.Parameter(field.name, kind, default=field.default, annotation=hint)
             )
-            for field in dataclasses.fields(groups[name])
-        ]
 
     @functools.wraps(command)
     def call(**options: Any) -> Any:
-        for name, kind in groups.items():
-            names = [field.name for field in dataclasses.fields(kind)]
-            options[name] = kind(**{one: options.pop(one) for one in names})
+        for name, group in groups.items():
+            names = [field.name for field in dataclasses.fields(group)]
+            options[name] = group(**{field: options.pop(field) for field in names})
         return command(**options)
 
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradkeep.cli._files import LONGEST, finite, input_file, output_file
+from gradkeep.cli._files import MAX_SECONDS, finite, input_file, output_file
 from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import RematError
 
@@ -128,7 +128,7 @@ def optimal(
         typer.Option(
             "--time-limit",
             min=0.001,
-            max=LONGEST,
+            max=MAX_SECONDS,
             callback=finite,
             help="Seconds for the integer program.",
         ),

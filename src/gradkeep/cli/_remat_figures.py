@@ -11,7 +11,7 @@ import typer
 
 from gradkeep._arguments import shown
 from gradkeep._display import progress
-from gradkeep.cli._files import MOST_WORKERS, input_file, output_folder
+from gradkeep.cli._files import MAX_WORKERS, input_file, output_folder
 from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.cli._remat import LimitOption  # noqa: TC001 - typer reads it
 from gradkeep.errors import RematError
@@ -33,7 +33,7 @@ RatiosOption = Annotated[
 WorkersOption = Annotated[
     int | None,
     typer.Option(
-        "--workers", min=1, max=MOST_WORKERS, help="How many processes; by default one per core."
+        "--workers", min=1, max=MAX_WORKERS, help="How many processes; by default one per core."
     ),
 ]
 _RATIOS = "1.0,0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1"

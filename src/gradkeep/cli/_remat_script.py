@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradkeep.cli._files import output_file
-from gradkeep.cli._imports import script_ended, script_names
+from gradkeep.cli._imports import run_script, script_exit_error
 from gradkeep.cli._options import JsonOption, print_json
 from gradkeep.errors import RematError
 
@@ -141,7 +141,7 @@ def plan(
 
 def step_of(script: str | os.PathLike[str], function: str = "step") -> Callable[[], Any]:
     """The function of that name in a Python file; the file is run, but not as `__main__`."""
-    names, path = script_names(script, error=RematError), Path(script)
+    names, path = run_script(script, error=RematError), Path(script)
     found = names.get(function)
     if not callable(found):
         defined = sorted(
@@ -163,4 +163,4 @@ def run_step(step: Callable[[], Any], script: str | os.PathLike[str]) -> None:
     try:
         step()
     except SystemExit as error:
-        raise script_ended(script, error, RematError) from error
+        raise script_exit_error(script, error, RematError) from error

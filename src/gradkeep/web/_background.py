@@ -1,4 +1,4 @@
-"""Work that takes longer than an answer may: done once, in the background, and kept in bounded memory."""
+"""Background tasks of the web UI: each result is computed once and cached within a byte limit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from gradkeep.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    Report = Callable[[int, int], None]
 
 T = TypeVar("T")
 Lane = Literal["quick", "long"]
-"""Trainings must not keep a person from seeing scores: each lane has a thread of its own."""
+"""Each lane has a worker thread, so that trainings do not delay scores."""
 
-_PATIENCE = 0.12
-"""Seconds that an answer waits for its work before it says that it is under way."""
-_SMALL = 16 << 10
+_MIN_RESULT_BYTES = 16 << 10
+_RETRY_SECONDS = 5.0
+"""A failure is reported again for this long before the task is retried."""
 
 
 class StillWorking(Exception):
-    """Raised in place of an answer whose work is under way."""
+    """Raised instead of returning a result that is still being computed."""
 
     def __init__(self, what: str, done: int, total: int) -> None:
         super().__init__(what)
@@ -32,121 +33,116 @@ class StillWorking(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class _Task:
     what: str
-    make: Callable[[Callable[[int, int], None]], Any] | None
+    compute: Callable[[Report], Any] | None
     size: Callable[[Any], int]
     done: int = 0
     total: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     failure: BaseException | None = None
     failed_at: float = 0.0
-    bytes: int = _SMALL
+    nbytes: int = _MIN_RESULT_BYTES
 
     def report(self, done: int, total: int) -> None:
         self.done, self.total = done, total
 
+    def run(self) -> None:
+        assert self.compute is not None
+        try:
+            self.result = self.compute(self.report)
+            self.nbytes = max(_MIN_RESULT_BYTES, self.size(self.result))
+        except Exception as error:  # raised again by `TaskCache.get`
+            self.failure, self.failed_at = error, time.monotonic()
+        self.compute = None  # free what it refers to
+        self.finished.set()
 
-class Desk:
-    """Answers by key: worked out once, kept while there is room, the oldest going first."""
 
-    def __init__(self, *, most_bytes: int = 24 << 20) -> None:
-        self._most_bytes = most_bytes
+class TaskCache:
+    """Results of background tasks by key; the least recently used are evicted first."""
+
+    def __init__(self, *, max_bytes: int = 24 << 20) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Work] = OrderedDict()
-        self._waiting: dict[Lane, list[_Work]] = {"quick": [], "long": []}
+        self._tasks: OrderedDict[Hashable, _Task] = OrderedDict()
+        self._waiting: dict[Lane, list[_Task]] = {"quick": [], "long": []}
         self._running: set[Lane] = set()
 
-    def ask(
+    def get(
         self,
         key: Hashable,
         what: str,
-        make: Callable[[Callable[[int, int], None]], T],
+        compute: Callable[[Report], T],
         *,
-        size: Callable[[T], int] = lambda _: _SMALL,
+        size: Callable[[T], int] = lambda _: _MIN_RESULT_BYTES,
         lane: Lane = "quick",
-        patience: float = _PATIENCE,
-        begin: bool = True,
+        timeout: float = 0.12,
+        start: bool = True,
     ) -> T:
-        """The answer under `key`; raises `StillWorking` while `make(report)` is under way.
+        """Return the result under `key`, or raise `StillWorking` after `timeout` seconds.
 
-        What `make` raises is raised here, too, for some seconds; then it is tried again. Without
-        `begin`, only what was begun is told of.
+        An exception of `compute(report)` is raised here. With `start=False`, only a task that was
+        started before is waited for.
         """
         with self._lock:
-            work = self._kept.get(key)
-            stale = work is not None and work.failure is not None
-            # Seconds for which a failure is told again without another try.
-            if stale and time.monotonic() - work.failed_at > 5.0:  # type: ignore[union-attr]
-                work = None
-            if work is None:
-                if not begin:
-                    raise StoreError("this was not begun", fix="begin it on the page")
+            task = self._tasks.get(key)
+            if task is not None and task.failure is not None:
+                task = task if time.monotonic() - task.failed_at <= _RETRY_SECONDS else None
+            if task is None:
+                if not start:
+                    raise StoreError("this task was not started", fix="start it on the page")
                 if len(self._waiting[lane]) >= 64:
-                    raise StoreError("the page is busy", fix="wait for what is under way")
-                work = _Work(what, make, size)
-                self._kept[key] = work
-                self._waiting[lane].append(work)
-                self._start(lane)
-            self._kept.move_to_end(key)
-        if not work.ended.wait(patience):
-            raise StillWorking(work.what, work.done, work.total)
-        if work.failure is not None:
-            raise work.failure
-        answer: T = work.result
-        return answer
+                    raise StoreError("the server is busy", fix="wait for the running tasks")
+                task = self._tasks[key] = _Task(what, compute, size)
+                self._waiting[lane].append(task)
+                if lane not in self._running:
+                    self._running.add(lane)
+                    # A daemon, so that stopping the server does not wait for a training.
+                    threading.Thread(target=self._work, args=(lane,), daemon=True).start()
+            self._tasks.move_to_end(key)
+        if not task.finished.wait(timeout):
+            raise StillWorking(task.what, task.done, task.total)
+        if task.failure is not None:
+            raise task.failure
+        result: T = task.result
+        return result
 
     def peek(self, key: Hashable) -> Any:
-        """The answer under `key` if it is there, else None; nothing is begun."""
+        """Return the result under `key` if it is ready, else None; nothing is started."""
         with self._lock:
-            work = self._kept.get(key)
-        if work is None or not work.ended.is_set() or work.failure is not None:
-            return None
-        return work.result
+            task = self._tasks.get(key)
+        ready = task is not None and task.finished.is_set() and task.failure is None
+        return task.result if ready and task is not None else None
 
-    def is_under_way(self, key: Hashable) -> bool:
-        """Whether work under `key` was begun and has not ended."""
+    def is_running(self, key: Hashable) -> bool:
+        """Return True while the task under `key` waits or runs."""
         with self._lock:
-            work = self._kept.get(key)
-        return work is not None and not work.ended.is_set()
+            task = self._tasks.get(key)
+        return task is not None and not task.finished.is_set()
 
     def forget(self, key: Hashable) -> None:
-        """Let an answer be worked out anew."""
+        """Drop a finished result, so that it is computed anew."""
         with self._lock:
-            if key in self._kept and self._kept[key].ended.is_set():
-                del self._kept[key]
+            if key in self._tasks and self._tasks[key].finished.is_set():
+                del self._tasks[key]
 
-    def _start(self, lane: Lane) -> None:
-        if lane not in self._running:
-            self._running.add(lane)
-            # A daemon: whoever ends the server does not wait for a training.
-            threading.Thread(target=self._run, args=(lane,), daemon=True).start()
-
-    def _run(self, lane: Lane) -> None:
+    def _work(self, lane: Lane) -> None:
         while True:
             with self._lock:
                 if not self._waiting[lane]:
                     self._running.discard(lane)
                     return
-                work = self._waiting[lane].pop(0)
-            try:
-                assert work.make is not None
-                work.result = work.make(work.report)
-                work.bytes = max(_SMALL, work.size(work.result))
-            except Exception as error:  # told to whoever asks
-                work.failure = error
-            work.make = None  # it holds what it was made with
-            work.failed_at = time.monotonic()
-            work.ended.set()
-            del work
-            self._make_room()
+                task = self._waiting[lane].pop(0)
+            task.run()
+            del task
+            self._evict()
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         with self._lock:
-            ended = [key for key, work in self._kept.items() if work.ended.is_set()]
-            total = sum(self._kept[key].bytes for key in ended)
-            for key in ended[:-1]:  # the newest stays, however large
-                if total <= self._most_bytes:
+            finished = [key for key, task in self._tasks.items() if task.finished.is_set()]
+            total = sum(self._tasks[key].nbytes for key in finished)
+            for key in finished[:-1]:  # the newest stays, however large
+                if total <= self._max_bytes:
                     return
-                total -= self._kept.pop(key).bytes
+                total -= self._tasks.pop(key).nbytes

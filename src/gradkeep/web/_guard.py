@@ -1,4 +1,4 @@
-"""Who may ask, and how much: access, limits of requests and of connections."""
+"""Access control: tokens, origins, rate limits, and limits of connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gradkeep.web._responses import ProblemView, to_json
+from gradkeep.web._responses import problem, to_json
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 TOKEN_HEADER = "x-gradkeep-token"
 TOKEN_COOKIE = "gradkeep_token"
-_READS = ("GET", "HEAD")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,11 +46,11 @@ _HEADERS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How much one client may ask."""
+    """Limits of one client's requests."""
 
     body_bytes: int = 64 << 10
     target_bytes: int = 8 << 10
-    """Of path and query."""
+    """Bytes of path and query string."""
     reads_per_second: float = 200.0
     writes_per_second: float = 20.0
     burst_seconds: float = 3.0
@@ -59,70 +58,71 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may ask, and what they must carry."""
+    """Who may connect, and the token they must send."""
 
     token: str
     hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "[::1]")
-    """Names that the Host header may have; an IP address is allowed by itself where `remote`."""
+    """Names that the Host header may have; with `remote` also any IP address."""
     port: int | None = None
-    """The port that the Host header must have; any if it is None."""
+    """The port that the Host header must have; None allows any."""
     remote: bool = False
-    """Every request must carry the token, not only writes."""
+    """Require the token for every request, not only for writes."""
     limits: RequestLimits = RequestLimits()
 
 
 class Guard:
-    """An ASGI application around another: what is not allowed does not reach it."""
+    """ASGI middleware that refuses requests before they reach the application."""
 
     def __init__(self, app: App, access: Access) -> None:
         self._app, self._access = app, access
         self._lock = threading.Lock()
-        self._spent: OrderedDict[tuple[str, bool], tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[tuple[str, bool], tuple[float, float]] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # there are no web sockets here
-        asked = _Asked(scope)
-        refusal = self._refusal(asked)
+            return  # web sockets are not served
+        request = _RequestHead(scope)
+        refusal = self._refusal(request)
         if refusal is not None:
-            await _say(send, *refusal, extra=_HEADERS)
+            await _respond(send, *refusal, headers=_HEADERS)
             return
-        if self._access.remote and asked.token_in_query is not None:
-            # The token goes from the address into a cookie, so that it is not passed on by chance.
-            await _say(send, 303, "go on without the token", extra=(*_HEADERS, *self._to_cookie()))
+        if self._access.remote and request.query_token is not None:
+            # Move the token from the address into a cookie, so that the address can be shared.
+            cookie = f"{TOKEN_COOKIE}={self._access.token}; Path=/; HttpOnly; SameSite=Strict"
+            redirect = ((b"location", b"/"), (b"set-cookie", cookie.encode()))
+            await _respond(send, 303, "see /", headers=(*_HEADERS, *redirect))
             return
-        await self._app(scope, self._bounded(receive), _with_headers(send))
+        await self._app(scope, self._limit_body(receive), _with_headers(send))
 
-    def _refusal(self, asked: _Asked) -> tuple[int, str] | None:
-        access, write = self._access, asked.method not in _READS
-        if len(asked.target) > access.limits.target_bytes:
+    def _refusal(self, request: _RequestHead) -> tuple[int, str] | None:
+        access, is_write = self._access, request.method not in ("GET", "HEAD")
+        if len(request.target) > access.limits.target_bytes:
             return 414, "the address is too long"
-        if not self._known_host(asked.header("host")):
-            return 421, "this page is not served under that name"
-        if not self._in_time(asked.client, write=write):
+        if not self._is_known_host(request.header("host")):
+            return 421, "unknown host name"
+        if not self._within_rate(request.client, is_write=is_write):
             return 429, "too many requests; wait a moment"
-        if access.remote and not self._fits(asked.carried()):
+        if access.remote and not self._is_token(request.token()):
             return 401, "this page needs the token that `gradkeep serve` printed"
-        if asked.is_question and asked.header("sec-fetch-site") == "cross-site":
-            return 403, "questions come from this page only"
-        if not write:
+        if request.is_api and request.header("sec-fetch-site") == "cross-site":
+            return 403, "requests from other sites are not allowed"
+        if not is_write:
             return None
-        origin = asked.header("origin")
-        if origin is not None and origin != f"{asked.scheme}://{asked.header('host')}":
-            return 403, "writes come from this page only"
-        if asked.header("sec-fetch-site") not in (None, "same-origin", "none"):
-            return 403, "writes come from this page only"
-        if not self._fits(asked.header(TOKEN_HEADER)):
-            return 403, "writes need the page's token; load the page again"
-        length = asked.header("content-length") or "0"
+        origin = request.header("origin")
+        same_origin = origin in (None, f"{request.scheme}://{request.header('host')}")
+        if not same_origin or request.header("sec-fetch-site") not in (None, "same-origin", "none"):
+            return 403, "writes from other sites are not allowed"
+        if not self._is_token(request.header(TOKEN_HEADER)):
+            return 403, "writes need the page's token; reload the page"
+        length = request.header("content-length") or "0"
         if not length.isdecimal() or int(length) > access.limits.body_bytes:
-            return 413, f"a request holds at most {access.limits.body_bytes} bytes"
+            return 413, f"a request body has at most {access.limits.body_bytes} bytes"
         return None
 
-    def _known_host(self, host: str | None) -> bool:
+    def _is_known_host(self, host: str | None) -> bool:
         if not host:
             return False
         name, _, port = (
@@ -136,43 +136,39 @@ class Guard:
             return True
         return self._access.remote and _is_address(name)
 
-    def _fits(self, given: str | None) -> bool:
-        return given is not None and hmac.compare_digest(
-            given.encode(errors="replace"), self._access.token.encode()
+    def _is_token(self, token: str | None) -> bool:
+        return token is not None and hmac.compare_digest(
+            token.encode(errors="replace"), self._access.token.encode()
         )
 
-    def _in_time(self, client: str, *, write: bool) -> bool:
-        """A bucket for each client that fills again with time."""
+    def _within_rate(self, client: str, *, is_write: bool) -> bool:
+        """Take one token from the client's token bucket, if there is one."""
         limits = self._access.limits
-        rate = limits.writes_per_second if write else limits.reads_per_second
+        rate = limits.writes_per_second if is_write else limits.reads_per_second
         now = time.monotonic()
         with self._lock:
-            left, last = self._spent.pop((client, write), (rate * limits.burst_seconds, now))
-            left = min(rate * limits.burst_seconds, left + (now - last) * rate)
-            self._spent[client, write] = (max(0.0, left - 1), now)
-            while len(self._spent) > 1024:
-                self._spent.popitem(last=False)
-        return left >= 1
+            tokens, last = self._buckets.pop((client, is_write), (rate * limits.burst_seconds, now))
+            tokens = min(rate * limits.burst_seconds, tokens + (now - last) * rate)
+            self._buckets[client, is_write] = (max(0.0, tokens - 1), now)
+            while len(self._buckets) > 1024:
+                self._buckets.popitem(last=False)
+        return tokens >= 1
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """The body, which ends where it is longer than allowed, whatever its head says."""
-        left = self._access.limits.body_bytes
+    def _limit_body(self, receive: Receive) -> Receive:
+        """Disconnect when the body is longer than allowed, whatever its content-length says."""
+        remaining = self._access.limits.body_bytes
 
-        async def bounded() -> MutableMapping[str, Any]:
-            nonlocal left
+        async def limited() -> MutableMapping[str, Any]:
+            nonlocal remaining
             message = await receive()
-            left -= len(message.get("body", b""))
-            return {"type": "http.disconnect"} if left < 0 else message
+            remaining -= len(message.get("body", b""))
+            return {"type": "http.disconnect"} if remaining < 0 else message
 
-        return bounded
-
-    def _to_cookie(self) -> tuple[tuple[bytes, bytes], ...]:
-        cookie = f"{TOKEN_COOKIE}={self._access.token}; Path=/; HttpOnly; SameSite=Strict"
-        return ((b"location", b"/"), (b"set-cookie", cookie.encode()))
+        return limited
 
 
-class _Asked:
-    """What a request says about itself."""
+class _RequestHead:
+    """Method, target, client, headers and token of a request."""
 
     def __init__(self, scope: Scope) -> None:
         self.method = str(scope["method"])
@@ -183,26 +179,26 @@ class _Asked:
         self._query = bytes(scope.get("query_string") or b"").decode("latin-1")
 
     def header(self, name: str) -> str | None:
-        found = self._headers.get(name.encode())
-        return None if found is None else found.decode("latin-1")
+        value = self._headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
 
     @property
-    def is_question(self) -> bool:
+    def is_api(self) -> bool:
         return self.target.startswith(b"/api/")
 
     @property
-    def token_in_query(self) -> str | None:
+    def query_token(self) -> str | None:
         return parse_qs(self._query).get("token", [None])[0]
 
-    def carried(self) -> str | None:
-        """The token that the request carries, wherever it is."""
+    def token(self) -> str | None:
+        """Return the token from the header, query string or cookie."""
         bearer = self.header("authorization") or ""
         if bearer.lower().startswith("bearer "):
             return bearer[7:].strip()
         if self.header(TOKEN_HEADER) is not None:
             return self.header(TOKEN_HEADER)
-        if self.token_in_query is not None:
-            return self.token_in_query
+        if self.query_token is not None:
+            return self.query_token
         try:
             cookie = SimpleCookie(self.header("cookie") or "").get(TOKEN_COOKIE)
         except CookieError:
@@ -211,7 +207,7 @@ class _Asked:
 
 
 def _is_address(name: str) -> bool:
-    """Whether this is an IP address: no name that somebody could point here."""
+    """Return True for an IP address; a name could be pointed here by anybody."""
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:
@@ -222,20 +218,20 @@ def _is_address(name: str) -> bool:
 def _with_headers(send: Send) -> Send:
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            told = {bytes(name).lower() for name, _ in message.get("headers", [])}
-            more = [(name, value) for name, value in _HEADERS if name not in told]
+            names = {bytes(name).lower() for name, _ in message.get("headers", [])}
+            more = [(name, value) for name, value in _HEADERS if name not in names]
             message = {**message, "headers": [*message.get("headers", []), *more]}
         await send(message)
 
     return sending
 
 
-async def _say(
-    send: Send, status: int, what: str, *, extra: tuple[tuple[bytes, bytes], ...]
+async def _respond(
+    send: Send, status: int, what: str, *, headers: tuple[tuple[bytes, bytes], ...]
 ) -> None:
-    body = to_json({"problem": ProblemView("Refused", what)})
+    body = to_json({"problem": problem("Refused", what)})
     head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*head, *extra]})
+    await send({"type": "http.response.start", "status": status, "headers": [*head, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -244,15 +240,15 @@ Phase = Literal["head", "body", "answer"]
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds on what a client may hold open; times are in seconds."""
+    """Limits of open connections; times are in seconds."""
 
     head_seconds: float = 10.0
-    """From the connection, or the answer before, to the end of a request's head."""
+    """From the connection, or the previous response, to the end of a request's head."""
     body_seconds: float = 10.0
     answer_seconds: float = 120.0
-    """For making the answer and for the client to take it; work that is longer is answered with 202."""
+    """For computing and sending the response; longer work is answered with 202."""
     per_address: int = 32
-    """A browser opens six. IPv6 addresses count by their network of 64 bits."""
+    """A browser opens six. IPv6 addresses count by their /64 network."""
     total: int = 120
 
 
@@ -264,9 +260,9 @@ class ConnectionTable:
     _open: dict[BoundedProtocol, str] = field(default_factory=dict)
 
     def admit(self, connection: BoundedProtocol, address: str) -> bool:
-        """Enter a new connection, in place of the oldest that waits where there are too many.
+        """Add a connection, closing the oldest idle one if there are too many.
 
-        False if all that could make room are being answered.
+        Returns False if none of them is idle.
         """
         same = [one for one, other in self._open.items() if other == address]
         for full, candidates in (
@@ -275,15 +271,15 @@ class ConnectionTable:
         ):
             if not full:
                 continue
-            waiting = [one for one in candidates if one in self._open and one.phase != "answer"]
-            if not waiting:
+            idle = [one for one in candidates if one in self._open and one.phase != "answer"]
+            if not idle:
                 return False
-            waiting[0].end()
+            idle[0].end()
         self._open[connection] = address
         return True
 
     def remove(self, connection: BoundedProtocol) -> None:
-        """Forget a connection that has ended."""
+        """Remove a closed connection."""
         self._open.pop(connection, None)
 
 
@@ -298,41 +294,41 @@ class BoundedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection if there is room for it."""
+        """Accept a connection if the table admits it."""
         super().connection_made(transport)
         if self._table.admit(self, network_of(self.client[0] if self.client else "")):
-            self._follow()
+            self._start_phase_timer()
         else:
             self.end()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; they do not extend the time of the phase that they belong to."""
+        """Receive bytes; they do not extend the time limit of their phase."""
         super().data_received(data)
-        self._follow()
+        self._start_phase_timer()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Start the time limit of the next request."""
         super().on_response_complete()
-        self._follow()
+        self._start_phase_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
-        self._forget()
+        """Remove the connection."""
+        self._remove()
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Close the connection at once, whatever it was doing."""
-        self._forget()
+        """Close the connection at once."""
+        self._remove()
         self.connections.discard(self)
         self.transport.abort()
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         self._table.remove(self)
         if self._timer is not None:
             self._timer.cancel()
 
-    def _follow(self) -> None:
-        """Start the timer of a phase where a phase begins."""
+    def _start_phase_timer(self) -> None:
+        """Start the timer of a phase when it begins."""
         if self.transport.is_closing():
             return
         limits, cycle = self._table.limits, self.cycle
@@ -351,17 +347,17 @@ class BoundedProtocol(H11Protocol):
 
 
 def network_of(address: str) -> str:
-    """Return what counts as one client: an IPv4 address, or the 64-bit network of an IPv6 address.
+    """Return the client an address belongs to: an IPv4 address or an IPv6 /64 network.
 
     >>> network_of("10.0.0.7"), network_of("2001:db8::1"), network_of("::ffff:10.0.0.7")
     ('10.0.0.7', '2001:db8::/64', '10.0.0.7')
     """
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    if ip.ipv4_mapped is not None:
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.ip_network((ip, 64), strict=False))

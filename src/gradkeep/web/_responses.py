@@ -1,8 +1,7 @@
-"""Bytes of responses: answers as JSON, and the files of the page."""
+"""Response bodies: answers and errors as JSON, and the static files of the page."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -17,41 +16,7 @@ if TYPE_CHECKING:
 
     from gradkeep.errors import GradkeepError
 
-
-def to_json(answer: Any) -> bytes:
-    """The bytes of an answer; what JSON has no number for becomes null."""
-    text = json.dumps(
-        to_json_types(answer), ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
-    # Half a pair of surrogates, as broken file names have it, is no text.
-    return text.encode(errors="replace")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProblemView:
-    """Why there is no answer, in the parts of a message of gradkeep."""
-
-    kind: str
-    what: str
-    path: str | None = None
-    found: str | None = None
-    expected: str | None = None
-    fix: str | None = None
-
-
-def problem_of(error: GradkeepError) -> ProblemView:
-    """An error of gradkeep as it is shown in place of an answer."""
-    return ProblemView(
-        type(error).__name__,
-        error.what,
-        error.path,
-        None if error.found is None else str(error.found).strip()[:2000],
-        None if error.expected is None else str(error.expected)[:2000],
-        error.fix,
-    )
-
-
-_KINDS = {
+_MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -61,37 +26,62 @@ _KINDS = {
 }
 
 
+def to_json(answer: Any) -> bytes:
+    """Encode an answer as JSON; NaN and infinity become null."""
+    text = json.dumps(
+        to_json_types(answer), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    return text.encode(errors="replace")  # file names may hold lone surrogates
+
+
+def problem(kind: str, what: str, **details: str | None) -> dict[str, Any]:
+    """Describe why there is no answer, as the page shows it."""
+    parts = {"kind": kind, "what": what, "path": None, "found": None, "expected": None, "fix": None}
+    return parts | details
+
+
+def error_problem(error: GradkeepError) -> dict[str, Any]:
+    """Describe an error of gradkeep."""
+    return problem(
+        type(error).__name__,
+        error.what,
+        path=error.path,
+        found=None if error.found is None else str(error.found).strip()[:2000],
+        expected=None if error.expected is None else str(error.expected)[:2000],
+        fix=error.fix,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One file of the page."""
+    """One static file of the page; `name` is its path below the folder `static`."""
 
     name: str
-    """Below the folder `static`, with slashes."""
-    kind: str
+    media_type: str
     content: bytes
 
 
 @cache
 def static_files() -> dict[str, StaticFile]:
-    """All files of the page by name."""
+    """Return all static files by name."""
     root = resources.files("gradkeep.web").joinpath("static")
-    return {one.name: one for one in _below(root, "")}
+    return {file.name: file for file in _files_below(root, "")}
 
 
-def _below(folder: Traversable, prefix: str) -> list[StaticFile]:
-    found: list[StaticFile] = []
-    for item in sorted(folder.iterdir(), key=lambda one: one.name):
+def _files_below(folder: Traversable, prefix: str) -> list[StaticFile]:
+    files: list[StaticFile] = []
+    for item in sorted(folder.iterdir(), key=lambda item: item.name):
         name = f"{prefix}{item.name}"
         if item.is_dir():
-            found += _below(item, f"{name}/")
-        elif kind := _KINDS.get(f".{item.name.rpartition('.')[2]}"):
-            found.append(StaticFile(name, kind, item.read_bytes()))
-    return found
+            files += _files_below(item, f"{name}/")
+        elif media_type := _MEDIA_TYPES.get(f".{item.name.rpartition('.')[2]}"):
+            files.append(StaticFile(name, media_type, item.read_bytes()))
+    return files
 
 
 @dataclass(frozen=True, slots=True)
 class VendoredFile:
-    """A file of another project that the page needs."""
+    """A static file of another project."""
 
     file: str
     package: str
@@ -100,12 +90,12 @@ class VendoredFile:
     sha256: str
 
     def is_intact(self) -> bool:
-        """Whether the file is what was taken from the package."""
-        there = static_files().get(f"vendor/{self.file}")
-        return there is not None and hashlib.sha256(there.content).hexdigest() == self.sha256
+        """Return True if the file has the checksum of the manifest."""
+        file = static_files().get(f"vendor/{self.file}")
+        return file is not None and hashlib.sha256(file.content).hexdigest() == self.sha256
 
 
 def vendored_files() -> list[VendoredFile]:
-    """What the manifest says of files of other projects."""
+    """Read the manifest of files of other projects."""
     manifest = json.loads(static_files()["vendor/manifest.json"].content)
-    return [VendoredFile(**one) for one in manifest["files"]]
+    return [VendoredFile(**entry) for entry in manifest["files"]]

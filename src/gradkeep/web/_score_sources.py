@@ -1,4 +1,4 @@
-"""Where the scores of a query come from: saved ones, methods that are asked, datamodels."""
+"""Sources of a query's scores: saved scores, methods and datamodels."""
 
 from __future__ import annotations
 
@@ -13,182 +13,170 @@ from gradkeep.store import ScoresKey
 if TYPE_CHECKING:
     from gradkeep.attribution._scores import Scores
     from gradkeep.store.catalog._scan import BlockFacts
+    from gradkeep.web._parameters import Captures
     from gradkeep.web._served import ServedStore
 
-_WHOLE = 24 << 20
-"""Bytes: scores of all queries up to this are made at once, larger ones query by query."""
-_BUDGET = "192MiB"
-_NEEDS_A_MODEL = ("influence", "arnoldi")
-"""From a store alone these take the Fisher matrix, as `gradkeep evaluate lds` does."""
+_MAX_MATRIX_BYTES = 24 << 20
+"""Scores of all queries are computed at once up to this size, else query by query."""
+_NEEDS_MODEL = ("influence", "arnoldi")
+"""Without a model these use the Fisher matrix, as `gradkeep evaluate lds` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSource:
-    """One way to answer why: `saved:NAME`, `method:NAME`, `fit:NAME` or `study:NAME`."""
+    """A source of scores: `saved:NAME`, `method:NAME`, `fit:NAME` or `study:NAME`."""
 
     id: str
     kind: str
     name: str
     method: str
     note: str
-    """What it computes."""
     exact: bool = True
     layered: bool = False
     queries: str | None = None
-    """The split of the queries, where only that can be asked."""
+    """The split of the queries, where scores are saved."""
     outdated: bool = False
-    """Whether captures that the scores were computed from hold other rows by now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Which captures a question is about."""
-
-    run: str
-    queries: str
-    train: str
-    name: str
+    """True if the captures that the scores were computed from have changed."""
 
 
 def score_sources(served: ServedStore) -> list[ScoreSource]:
-    """All ways there are, saved scores first; cheap, nothing is computed."""
-    found: list[ScoreSource] = []
+    """List all sources, saved scores first; nothing is computed."""
+    from gradkeep.attribution._registry import methods
+
+    sources: list[ScoreSource] = []
     for block in served.info().scores:
-        told = block.fingerprints
-        name = block.address.name
+        facts, name = block.fingerprints, block.address.name
         if block.version is None or ScoresKey(name).names_rows or name.endswith(".counts"):
             continue
-        if "digest" in told:
-            found.append(
+        if "digest" in facts:
+            sources.append(
                 ScoreSource(
                     f"saved:{name}",
                     "saved",
                     name,
-                    str(told.get("method")),
-                    str(told.get("scale")),
-                    bool(told.get("exact")),
-                    _has(block, "per_layer"),
-                    str(told.get("queries")),
-                    outdated=bool(served.store.changed_captures(told)),
+                    str(facts.get("method")),
+                    str(facts.get("scale")),
+                    bool(facts.get("exact")),
+                    _has_array(block, "per_layer"),
+                    str(facts.get("queries")),
+                    outdated=bool(served.store.changed_captures(facts)),
                 )
             )
-        elif _has(block, "weights"):
-            note = f"weights of datamodels fitted to {told.get('num_models')} models"
-            found.append(ScoreSource(f"fit:{name}", "fit", name, "datamodel", note, exact=False))
+        elif _has_array(block, "weights"):
+            note = f"weights of datamodels fitted to {facts.get('num_models')} models"
+            sources.append(ScoreSource(f"fit:{name}", "fit", name, "datamodel", note, exact=False))
     for row_set in served.info().row_sets:
-        if (
-            _has(row_set.facts, "masks")
-            and row_set.done
-            and ".removals" not in (name := row_set.facts.address.name)
-        ):
+        name = row_set.facts.address.name
+        if row_set.done and _has_array(row_set.facts, "masks") and ".removals" not in name:
             note = f"datamodels of the {row_set.done} models of {name}"
-            found.append(
-                ScoreSource(f"study:{name}", "study", name, "datamodel", note, exact=False)
-            )
-    from gradkeep.attribution._registry import methods
-
-    found += [
-        ScoreSource(
-            f"method:{one.name}", "method", one.name, one.name, one.summary, one.exact, one.layered
-        )
-        for one in methods()
-        if one.about_queries
+            source = ScoreSource(f"study:{name}", "study", name, "datamodel", note, exact=False)
+            sources.append(source)
+    return sources + [
+        ScoreSource(f"method:{m.name}", "method", m.name, m.name, m.summary, m.exact, m.layered)
+        for m in methods()
+        if m.about_queries
     ]
-    return found
 
 
-def source_named(served: ServedStore, given: str) -> ScoreSource:
-    """The source with that id."""
-    known = {one.id: one for one in score_sources(served)}
-    if given not in known:
+def find_source(served: ServedStore, source_id: str) -> ScoreSource:
+    """Return the source with an id."""
+    sources = {source.id: source for source in score_sources(served)}
+    if source_id not in sources:
         raise StoreError(
-            f"no scores {given[:100]!r}",
-            found=", ".join(list(known)[:12]),
-            fix="gk.attribute(store, save=NAME) keeps scores",
+            f"no scores {source_id[:100]!r}",
+            found=", ".join(list(sources)[:12]),
+            fix="gk.attribute(store, save=NAME) saves scores",
         )
-    return known[given]
+    return sources[source_id]
 
 
-def default_source(served: ServedStore, asked: Asked) -> str:
-    """What is shown if nobody says otherwise: saved scores of these queries, else the best method."""
+def default_source(served: ServedStore, captures: Captures) -> str:
+    """Return saved scores of these queries, else the default method."""
     from gradkeep.attribution._registry import default_method
 
-    for one in score_sources(served):
-        if one.kind == "saved" and one.queries == asked.queries and not one.outdated:
-            return one.id
+    for source in score_sources(served):
+        if source.kind == "saved" and source.queries == captures.queries and not source.outdated:
+            return source.id
     try:
-        method = default_method(served.store, run=asked.run, train=asked.train, name=asked.name)
+        method = default_method(
+            served.store, run=captures.run, train=captures.train, name=captures.name
+        )
     except GradkeepError:
         method = "kernel"
     return f"method:{method}"
 
 
-def scores_for(
+def compute_scores(
     served: ServedStore,
     source: ScoreSource,
-    asked: Asked,
+    captures: Captures,
     query: int,
     *,
     per_layer: bool = False,
 ) -> Scores:
-    """Scores that hold the query: of it alone, or of all queries where these are few."""
+    """Return scores that include a query: of all queries where they are small, else of it alone."""
     from gradkeep.attribution._scores import Scores
 
     if source.kind == "saved":
         return Scores.load(served.store, source.name, ids=[query])
     if source.kind == "fit":
-        return _of_fit(served, source.name, query)
-    age = (*served.sealed(asked.run, asked.name), *_rows_done(served, source))
+        return _read_fit(served, source.name, query)
+    version = served.sealed(captures.run, captures.name)
     if source.kind == "study":
-        return served.desk.ask(
-            ("study", source.name, age),
+        rows_done = [s.done for s in served.info().row_sets if s.facts.address.name == source.name]
+        return served.tasks.get(
+            ("study", source.name, version, *rows_done),
             f"fitting datamodels to {source.name}",
-            lambda _: _of_study(served, source.name),
-            size=_bytes_of,
+            lambda _: _fit_study(served, source.name),
+            size=_num_bytes,
         )
-    train = served.table(asked.run, asked.train, asked.name)
-    queries = len(served.table(asked.run, asked.queries, asked.name).ids)
+    train = served.table(captures.run, captures.train, captures.name)
+    queries = len(served.table(captures.run, captures.queries, captures.name).ids)
     layers = len(train.block.schema.layers) if per_layer else 1
-    whole = 4 * layers * len(train.ids) * queries <= _WHOLE
-    return served.desk.ask(
-        ("scores", source.id, asked, age, None if whole else query, per_layer),
-        f"asking {source.name} about {f'all {queries} queries' if whole else f'query {query}'}",
-        lambda _: _ask_method(served, source, asked, None if whole else [query], per_layer),
-        size=_bytes_of,
+    whole = 4 * layers * len(train.ids) * queries <= _MAX_MATRIX_BYTES
+    return served.tasks.get(
+        ("scores", source.id, captures, version, None if whole else query, per_layer),
+        f"{source.name}: {f'all {queries} queries' if whole else f'query {query}'}",
+        lambda _: _attribute(served, source, captures, None if whole else [query], per_layer),
+        size=_num_bytes,
     )
 
 
-def _bytes_of(scores: Scores) -> int:
-    parts = (scores.values, scores.per_layer, scores.train_ids, scores.train_labels)
-    return sum(int(getattr(part, "nbytes", 0)) for part in parts)
+def _num_bytes(scores: Scores) -> int:
+    arrays = (scores.values, scores.per_layer, scores.train_ids, scores.train_labels)
+    return sum(int(getattr(array, "nbytes", 0)) for array in arrays)
 
 
-def _ask_method(
-    served: ServedStore, source: ScoreSource, asked: Asked, ids: list[int] | None, per_layer: bool
+def _attribute(
+    served: ServedStore,
+    source: ScoreSource,
+    captures: Captures,
+    ids: list[int] | None,
+    per_layer: bool,
 ) -> Scores:
-    """What `gk.attribute` says, at all checkpoints or, of methods about one, at the last."""
+    """Call `gk.attribute` at all checkpoints, or at the last for methods of one checkpoint."""
     from gradkeep.attribution._attribute import attribute
     from gradkeep.attribution._registry import methods
 
     (method,) = [one for one in methods() if one.name == source.name]
-    places = served.checkpoints(asked.run, asked.name, asked.queries, asked.train)
-    options: dict[str, Any] = {"curvature": "fisher"} if source.name in _NEEDS_A_MODEL else {}
+    checkpoints = served.checkpoints(captures.run, captures.name, captures.queries, captures.train)
+    options: dict[str, Any] = {"curvature": "fisher"} if source.name in _NEEDS_MODEL else {}
     return attribute(
         served.store,
         method=source.name,
-        queries=asked.queries,
-        train=asked.train,
-        run=asked.run,
-        name=asked.name,
-        checkpoints=places[-1:] if method.over == "one" else places,
+        queries=captures.queries,
+        train=captures.train,
+        run=captures.run,
+        name=captures.name,
+        checkpoints=checkpoints[-1:] if method.over == "one" else checkpoints,
         ids=ids,
         per_layer=per_layer,
-        memory_budget=_BUDGET,
+        memory_budget="192MiB",
         **options,
     )
 
 
-def _of_fit(served: ServedStore, name: str, query: int) -> Scores:
+def _read_fit(served: ServedStore, name: str, query: int) -> Scores:
     from gradkeep.attribution._scores import Scores
 
     block = served.store.read(ScoresKey(name))
@@ -204,20 +192,11 @@ def _of_fit(served: ServedStore, name: str, query: int) -> Scores:
     )
 
 
-def _of_study(served: ServedStore, name: str) -> Scores:
+def _fit_study(served: ServedStore, name: str) -> Scores:
     from gradkeep.evaluate import datamodel_scores, load_truth
 
     return datamodel_scores(load_truth(served.store, name))
 
 
-def _rows_done(served: ServedStore, source: ScoreSource) -> tuple[tuple[str, str, int], ...]:
-    found = [
-        ("", one.facts.address.name, one.done)
-        for one in served.info().row_sets
-        if source.kind == "study" and one.facts.address.name == source.name
-    ]
-    return tuple(found)
-
-
-def _has(block: BlockFacts, array: str) -> bool:
-    return any(one.name == array for one in block.arrays)
+def _has_array(block: BlockFacts, name: str) -> bool:
+    return any(array.name == name for array in block.arrays)

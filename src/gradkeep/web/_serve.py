@@ -1,4 +1,4 @@
-"""Serving the page: where it listens, who may ask, what is printed."""
+"""The local web server of the page."""
 
 from __future__ import annotations
 
@@ -43,20 +43,18 @@ def serve(
 ) -> None:
     """Serve the page about a store until it is interrupted.
 
-    It listens on this machine alone. Another `host` needs `allow_remote=True`, and every request
-    must then carry the token that is printed. Port 0 takes any that is free.
+    It listens on this machine only. Another `host` needs `allow_remote=True`, and then every request
+    must send the token that is printed. Port 0 takes any free port.
     """
     _arguments.text("host", host, error=StoreError)
     _arguments.count("port", port, error=StoreError, most=65535)
-    where = store if isinstance(store, Store) else backend_for(store)
-    Store.require_some(where.backend if isinstance(where, Store) else where)
+    opened = store if isinstance(store, Store) else backend_for(store)
+    Store.require_some(opened.backend if isinstance(opened, Store) else opened)
     local = _is_loopback(host)
     if not local and not allow_remote:
         raise StoreError(
             f"{host!r} can be reached from other machines",
-            expected="127.0.0.1, or --allow-remote",
-            fix="with --allow-remote every request must carry a token, which is printed; "
-            "an ssh tunnel to 127.0.0.1 is safer",
+            fix="use 127.0.0.1 with an ssh tunnel, or --allow-remote, which requires a token",
         )
     listening = _listen(host, port)
     port = listening.getsockname()[1]
@@ -66,27 +64,25 @@ def serve(
     app = create_app(store, data=data, recipe=recipe, logs=logs, access=access)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}/" + ("" if local else f"?token={token}")
-    say(f"gradkeep serves {where.location} at {url}")
+    say(f"gradkeep serves {opened.location} at {url}")
     if not local:
-        say(
-            "whoever has this address can read the store and decide about labels; nothing is encrypted"
-        )
-    say("press Ctrl-C to end")
+        say("anyone with this address can read the store and record decisions, unencrypted")
+    say("press Ctrl-C to stop")
     if open_browser:
         threading.Thread(target=_open, args=(url,), daemon=True).start()
     threading.Thread(target=_warm_up, daemon=True).start()
-    server_of(app).run(sockets=[listening])
+    build_server(app).run(sockets=[listening])
 
 
-def server_of(app: Any, limits: ConnectionLimits | None = None) -> uvicorn.Server:
-    """Build the server of an application, with bounds on what clients may hold open."""
+def build_server(app: Any, limits: ConnectionLimits | None = None) -> uvicorn.Server:
+    """Build the server of an application, with limits of open connections."""
     config = uvicorn.Config(
         app,
         http=cast(
             "Any",
             functools.partial(BoundedProtocol, table=ConnectionTable(limits or ConnectionLimits())),
         ),
-        log_level="error",  # of a request that cannot be understood its client is told
+        log_level="error",  # clients are told about invalid requests
         access_log=False,
         server_header=False,
         limit_concurrency=_CONNECTIONS,
@@ -108,8 +104,8 @@ def _is_loopback(host: str) -> bool:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         listening = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, port, error) from error
@@ -125,9 +121,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: Exception) -> StoreError:
     return StoreError(
-        f"nothing can listen on {host[:100]} port {port}",
+        f"cannot listen on {host[:100]} port {port}",
         found=getattr(error, "strerror", None) or str(error),
-        fix="--port 0 takes any that is free",
+        fix="--port 0 takes any free port",
     )
 
 
@@ -138,7 +134,7 @@ def _open(url: str) -> None:
 
 
 def _warm_up() -> None:
-    """Load what the first question would wait for."""
+    """Import what the first request would wait for."""
     import gradkeep.attribution
     import gradkeep.evaluate  # noqa: F401
 

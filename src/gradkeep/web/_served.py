@@ -1,4 +1,4 @@
-"""The store that is served, and its rows as the page shows them."""
+"""The store behind the page: cached captures, decisions, and rows as the page shows them."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from gradkeep._preview import row_from_texts
 from gradkeep.errors import MissingRows
 from gradkeep.store import CaptureKey, Store, standing
 from gradkeep.store import open as open_store
-from gradkeep.web._background import Desk
+from gradkeep.web._background import TaskCache
+from gradkeep.web._parameters import Name, Rows  # noqa: TC001 - FastAPI reads them
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from gradkeep._preview import Preview, ShownRow
+    from gradkeep._preview import Preview
     from gradkeep.evaluate import Recipe
     from gradkeep.store import Block, Decision
     from gradkeep.store.catalog._info import StoreInfo
 
     AnyArray = np.ndarray[Any, np.dtype[Any]]
 
-
-_FACTS = ("label", "predicted", "loss", "output")
 ANY_SPLIT = "*"
-AS_LABEL = "-as-"
-"""Between the name of a split and the label that its rows were captured with."""
+RELABELED_SPLIT = "-as-"
+"""Separates a split's name from the label its rows were captured with: `test-as-3`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """The small columns of one capture, by the position of its rows."""
+    """The scalar columns of one capture, by the position of its rows."""
 
     key: CaptureKey
     block: Block
     ids: AnyArray
     columns: Mapping[str, AnyArray]
-    """`label`, `predicted`, `loss`, `output`, as far as they were kept, each `[N]`"""
+    """Those of `label`, `predicted`, `loss` and `output` that were captured, each `[N]`."""
     probability: AnyArray | None
-    """`[N]`: what the model gave to the row's label"""
+    """The model's probability of each row's label, `[N]`."""
     texts: tuple[str, ...]
-    """The names of kept texts."""
+    """Names of the text columns."""
     order: AnyArray
-    """Positions by growing id."""
+    """Positions sorted by id."""
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        arrays = [self.ids, self.order, *self.columns.values()]
-        return sum(one.nbytes for one in arrays) + 64
+        return sum(array.nbytes for array in (self.ids, self.order, *self.columns.values())) + 64
 
-    def positions(self, ids: AnyArray) -> AnyArray:
-        """Where rows with these ids are, -1 for those that are not there."""
+    def positions(self, ids: Sequence[int] | AnyArray) -> AnyArray:
+        """Return the positions of rows by id, -1 for unknown ids."""
+        ids = np.asarray(ids, np.int64)
         if not len(self.ids):
             return np.full(len(ids), -1)
         sorted_ids = self.ids[self.order]
@@ -66,187 +65,194 @@ class RowTable:
 
 @dataclass(slots=True, eq=False)
 class ServedStore:
-    """A store that is looked at; opened when it is first asked, again if that failed."""
+    """A store with the caches of the page; it is opened by the first request."""
 
     location: str
     previews: Mapping[str, Preview] = field(default_factory=dict)
-    """By split; `*` is for every split."""
+    """By split; `*` is used for every other split."""
     recipe: Recipe | None = None
     logs: tuple[Path, ...] = ()
-    desk: Desk = field(default_factory=Desk)
-    _opened: Store | None = None
+    tasks: TaskCache = field(default_factory=TaskCache)
+    _store: Store | None = None
     _info: tuple[float, StoreInfo] | None = None
-    _decided: dict[str, list[Decision]] = field(default_factory=dict)
+    _decisions: dict[str, list[Decision]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def store(self) -> Store:
         """The store; raises what `gk.open` raises."""
-        if self._opened is None:
-            self._opened = open_store(self.location, create=False)
-        return self._opened
+        if self._store is None:
+            self._store = open_store(self.location, create=False)
+        return self._store
 
     def info(self) -> StoreInfo:
-        """What the store holds now, or did half a second ago."""
+        """Return the contents of the store, cached for half a second."""
         with self._lock:
             now = time.monotonic()
-            # Seconds for which what a store holds is not looked up again.
             if self._info is None or now - self._info[0] > 0.5:
                 self._info = (now, self.store.info())
             return self._info[1]
 
     def preview(self, split: str) -> Preview | None:
-        """How rows of a split are shown, if that was given."""
-        known = (split, split.partition(AS_LABEL)[0], ANY_SPLIT)
-        return next((self.previews[name] for name in known if name in self.previews), None)
+        """Return the preview of a split, if there is one."""
+        names = (split, split.partition(RELABELED_SPLIT)[0], ANY_SPLIT)
+        return next((self.previews[name] for name in names if name in self.previews), None)
+
+    def class_names(self, split: str) -> list[str] | None:
+        """Return the names of a split's labels, if its preview has them."""
+        preview = self.preview(split)
+        return None if preview is None or preview.classes is None else list(preview.classes)
+
+    def label_name(self, split: str, label: Any) -> str | None:
+        """Return the name of one label."""
+        preview = self.preview(split)
+        return preview.name_of(label) if preview is not None and isinstance(label, int) else None
 
     def decisions(self, split: str) -> list[Decision]:
-        """The log of decisions about a split; what was read of it is not read again."""
+        """Return the log of decisions about a split; only new entries are read."""
         with self._lock:
-            known = self._decided.setdefault(split, [])
-            known += self.store.decisions(split, start=len(known))
-            return list(known)
+            log = self._decisions.setdefault(split, [])
+            log += self.store.decisions(split, start=len(log))
+            return list(log)
 
     def standing_decisions(self, table: RowTable) -> dict[int, Decision]:
-        """The standing decisions about a capture's rows.
+        """Return the standing decisions about the rows of a capture.
 
-        A decision about another label than the row has now, as after a capture with corrected
-        labels, no longer counts.
+        A decision about a label that the row no longer has (after a capture with corrected labels)
+        does not count.
         """
-        decided = standing(self.decisions(table.key.split))
+        decisions = standing(self.decisions(table.key.split))
         labels = table.columns.get("label")
-        places = table.positions(np.fromiter(decided, np.int64, len(decided)))
+        positions = table.positions(np.fromiter(decisions, np.int64, len(decisions)))
         return {
-            row: one
-            for (row, one), at in zip(decided.items(), places.tolist(), strict=True)
-            if labels is None or one.before is None or (at >= 0 and labels[at] == one.before)
+            row: decision
+            for (row, decision), at in zip(decisions.items(), positions.tolist(), strict=True)
+            if labels is None
+            or decision.before is None
+            or (at >= 0 and labels[at] == decision.before)
         }
 
     def sealed(self, run: str, name: str) -> tuple[tuple[str, str, str], ...]:
-        """The finished captures of a run: checkpoint, split and what tells versions apart."""
+        """Return (checkpoint, split, version) of each sealed capture of a run."""
         return tuple(
             (
-                str(one.address.checkpoint),
-                str(one.address.split),
-                f"{one.version} {one.schema_hash} {one.modified}",
+                str(block.address.checkpoint),
+                str(block.address.split),
+                f"{block.version} {block.schema_hash} {block.modified}",
             )
-            for one in self.info().captures
-            if one.address.run == run and one.address.name == name and one.version is not None
+            for block in self.info().captures
+            if (block.address.run, block.address.name) == (run, name) and block.version is not None
         )
 
     def checkpoints(self, run: str, name: str, *splits: str) -> list[str]:
-        """The checkpoints at which all these splits are finished, in the order of their steps."""
-        there = {(checkpoint, split) for checkpoint, split, _ in self.sealed(run, name)}
+        """Return the checkpoints at which all these splits are sealed, ordered by step."""
+        sealed = {(checkpoint, split) for checkpoint, split, _ in self.sealed(run, name)}
         return [
-            one.name
+            checkpoint.name
             for known in self.info().runs
             if known.name == run
-            for one in known.checkpoints
-            if all((one.name, split) in there for split in splits)
+            for checkpoint in known.checkpoints
+            if all((checkpoint.name, split) in sealed for split in splits)
         ]
 
     def table(self, run: str, split: str, name: str, checkpoint: str | None = None) -> RowTable:
-        """The small columns of a capture, at the last checkpoint unless one is named."""
+        """Return the scalar columns of a capture, by default at the last checkpoint."""
         known = self.checkpoints(run, name, split)
         if not known or (checkpoint is not None and checkpoint not in known):
-            unfinished = [
-                one
-                for one in self.info().captures
-                if (one.address.run, one.address.split, one.address.name) == (run, split, name)
+            unsealed = [
+                f"{block.address.checkpoint}: {block.problem or block.state}"
+                for block in self.info().captures
+                if (block.address.run, block.address.split, block.address.name)
+                == (run, split, name)
             ]
+            runs = sorted({one.name for one in self.info().runs})
             where = "" if checkpoint is None else f" at {checkpoint}"
             raise MissingRows(
-                f"there is no finished capture of {split!r} in run {run!r}{where}",
+                f"run {run!r} has no sealed capture of {split!r}{where}",
                 path=self.location,
-                found=", ".join(
-                    f"{one.address.checkpoint}: {one.problem or one.state}" for one in unfinished
-                )
-                or ", ".join(sorted({f"{r.name}" for r in self.info().runs}))
-                or "no runs",
+                found=", ".join(unsealed or runs) or "no runs",
                 fix=f"gk.capture(store, model, loader, task=task, split={split!r})",
             )
         key = CaptureKey(checkpoint or known[-1], split, run, name)
-        versions = {(c, s): v for c, s, v in self.sealed(run, name)}
-        version = versions[key.checkpoint, split]
-        return self.desk.ask(
-            ("table", key, version),
+        versions = {(c, s): version for c, s, version in self.sealed(run, name)}
+        return self.tasks.get(
+            ("table", key, versions[key.checkpoint, split]),
             f"reading {split}",
-            lambda _: self._read_table(key),
+            lambda _: _read_table(self.store, key),
             size=lambda table: table.nbytes,
-            patience=5.0,
-        )
-
-    def _read_table(self, key: CaptureKey) -> RowTable:
-        block = self.store.read(key)
-        columns = {
-            name: np.asarray(block.column(name))
-            for name in _FACTS
-            if name in block.names and block.schema.array(name).shape == ()
-        }
-        told = str(block.schema.fingerprints.get("task", ""))
-        probability = None
-        if "loss" in columns and "label" in columns and "Classification" in told:
-            probability = np.exp(-columns["loss"].astype(np.float64))
-        texts = tuple(array.name for array in block.schema.arrays if array.is_text)
-        ids = np.asarray(block.ids)
-        return RowTable(
-            key, block, ids, columns, probability, texts, np.argsort(ids, kind="stable")
+            timeout=5.0,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowView:
-    """A row: its id, what was kept of it, what it looks like."""
+def _read_table(store: Store, key: CaptureKey) -> RowTable:
+    block = store.read(key)
+    columns: dict[str, AnyArray] = {
+        name: np.asarray(block.column(name))
+        for name in ("label", "predicted", "loss", "output")
+        if name in block.names and block.schema.array(name).shape == ()
+    }
+    probability = None
+    is_classification = "Classification" in str(block.schema.fingerprints.get("task", ""))
+    if is_classification and "loss" in columns and "label" in columns:
+        probability = np.exp(-columns["loss"].astype(np.float64))
+    texts = tuple(array.name for array in block.schema.arrays if array.is_text)
+    ids = np.asarray(block.ids)
+    order = np.argsort(ids, kind="stable")
+    return RowTable(key, block, ids, columns, probability, texts, order)
 
-    id: int
-    label: int | float | None = None
-    label_name: str | None = None
-    predicted: int | float | None = None
-    predicted_name: str | None = None
-    loss: float | None = None
-    probability: float | None = None
-    """What the model gave to the label."""
-    shown: ShownRow | None = None
-    known: bool = True
-    """False: the capture has no such row."""
+
+def show_rows(
+    served: ServedStore,
+    row: Rows,
+    run: Name = "main",
+    split: Name = "train",
+    name: Name = "main",
+) -> list[dict[str, Any]]:
+    """Return some rows of a capture as the page shows them."""
+    return row_views(served, served.table(run, split, name), row)
 
 
-def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[RowView]:
-    """Rows by their ids; one that the capture does not have is shown as unknown."""
+def row_views(served: ServedStore, table: RowTable, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Return rows by id: label, prediction, loss, probability and preview.
+
+    `known` is False for an id that the capture does not have.
+    """
     wanted = np.asarray(ids, np.int64)
-    at = table.positions(wanted)
+    positions = table.positions(wanted)
     split = table.key.split
     preview = served.preview(split)
-    kept = _kept_texts(table, wanted[at >= 0])
-    found = []
-    for row, place in zip(wanted.tolist(), at.tolist(), strict=True):
-        shown = None if preview is None else preview.show(row)
-        if place < 0:
-            found.append(RowView(row, shown=shown, known=False))
-            continue
-        facts: dict[str, Any] = {
-            name: table.columns[name][place].item()
-            for name in ("label", "predicted", "loss")
-            if name in table.columns
+    texts = _read_texts(table, wanted[positions >= 0])
+    views: list[dict[str, Any]] = []
+    for row, at in zip(wanted.tolist(), positions.tolist(), strict=True):
+        view: dict[str, Any] = {
+            "id": row,
+            **dict.fromkeys(("label", "label_name", "predicted", "predicted_name", "loss")),
+            "probability": None,
+            "shown": None if preview is None else preview.show(row),
+            "known": at >= 0,
         }
+        views.append(view)
+        if at < 0:
+            continue
+        for name in ("label", "predicted", "loss"):
+            if name in table.columns:
+                view[name] = table.columns[name][at].item()
         if table.probability is not None:
-            facts["probability"] = float(table.probability[place])
-        if preview is not None:
-            for name in ("label", "predicted"):
-                facts[f"{name}_name"] = preview.name_of(facts.get(name))
-        if shown is None or shown.empty:
-            shown = row_from_texts(kept.get(row, {}))
-        found.append(RowView(row, shown=shown, **facts))
-    return found
+            view["probability"] = float(table.probability[at])
+        for name in ("label", "predicted"):
+            view[f"{name}_name"] = served.label_name(split, view[name])
+        if view["shown"] is None or view["shown"].empty:
+            view["shown"] = row_from_texts(texts.get(row, {}))
+    return views
 
 
-def _kept_texts(table: RowTable, ids: AnyArray) -> dict[int, dict[str, str]]:
-    """The texts that were captured with some rows."""
+def _read_texts(table: RowTable, ids: AnyArray) -> dict[int, dict[str, str]]:
+    """Read the captured texts of some rows, by id and column."""
     if not table.texts or not len(ids):
         return {}
     batch = table.block.read(ids, list(table.texts))
-    told = {name: batch[name].texts() for name in table.texts}
+    columns = {name: batch[name].texts() for name in table.texts}
     return {
-        row: {name: told[name][place] for name in table.texts}
-        for place, row in enumerate(ids.tolist())
+        row: {name: column[at] for name, column in columns.items()}
+        for at, row in enumerate(ids.tolist())
     }

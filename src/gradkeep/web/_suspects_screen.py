@@ -1,20 +1,22 @@
-"""The screen of suspect labels: a queue, decisions about it, and what training without them does."""
+"""The screen Suspects: a queue of labels to review, decisions, and retraining without them."""
 
 from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from fastapi import Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from gradkeep.errors import EvaluationError, StoreError
 from gradkeep.store import Decision, standing
-from gradkeep.web._clusters_screen import EvaluationView, evaluation_view
+from gradkeep.web._evaluation_views import evaluation_view
+from gradkeep.web._parameters import MAX_ROW, NAME_PATTERN, Count, Name, Start
 from gradkeep.web._responses import to_json
-from gradkeep.web._served import RowView, row_views
+from gradkeep.web._served import row_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,207 +28,112 @@ if TYPE_CHECKING:
 Measure = Literal["loss", "self", "noise"]
 QueueFilter = Literal["all", "open", "decided"]
 _PRECISION = 0.8
+"""The share of wrong labels in the list that the page suggests to review."""
 
 
-@dataclass(frozen=True, slots=True)
-class SuggestedLabel:
-    """What models say of a row that they were not trained on."""
+class CaptureBody(BaseModel):
+    """The body of a request about one capture."""
 
-    label: int
-    name: str | None
-    probability: float
-
-
-@dataclass(frozen=True, slots=True)
-class SuspectRow:
-    """A row of the queue."""
-
-    rank: int
-    row: RowView
-    value: float
-    wrong: float | None
-    """The probability that its label is wrong, where that can be said."""
-    suggestion: SuggestedLabel | None
-    decision: Decision | None
+    model_config = ConfigDict(extra="forbid", strict=True)
+    run: str = Field("main", pattern=NAME_PATTERN)
+    split: str = Field("train", pattern=NAME_PATTERN)
+    name: str = Field("main", pattern=NAME_PATTERN)
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseView:
-    """How many labels are wrong, as far as it can be said."""
+class DecisionBody(CaptureBody):
+    """The body of a request that records a decision."""
 
-    rate: float
-    low: float
-    high: float
-    listed: int
-    """Rows of the longest list of which `precision` are expected to be wrong."""
-    precision: float
-
-
-@dataclass(frozen=True, slots=True)
-class SuspectsView:
-    """Some rows of the queue, and how far a person is."""
-
-    split: str
-    by: str
-    measure: str
-    """What the values are, in words."""
-    documents: bool
-    """Whether rows are documents of a language model, which have no labels."""
-    checkpoints: tuple[str, ...]
-    total: int
-    matching: int
-    accepted: int
-    relabelled: int
-    noise: NoiseView | None
-    labels: list[int]
-    """Classes to choose from."""
-    classes: list[str] | None
-    recipe: bool
-    """Whether models can be trained here."""
-    suggestions: Literal["none", "working", "there"]
-    rows: list[SuspectRow]
+    row: int = Field(ge=-MAX_ROW, le=MAX_ROW)
+    action: Literal["accept", "relabel", "undo"]
+    label: int | None = Field(None, ge=-MAX_ROW, le=MAX_ROW)
 
 
 def list_suspects(
     served: ServedStore,
-    *,
-    run: str,
-    split: str,
-    name: str,
-    by: Measure,
-    show: QueueFilter,
-    start: int,
-    count: int,
-) -> SuspectsView:
-    """Some rows of the queue, the worst first; what `gk.suspects` finds."""
+    run: Name = "main",
+    split: Name = "train",
+    name: Name = "main",
+    by: Measure = "loss",
+    show: QueueFilter = "all",
+    start: Start = 0,
+    count: Count = 40,
+) -> dict[str, Any]:
+    """Return some rows of `gk.suspects`, the most suspicious first, with their decisions."""
     table = served.table(run, split, name)
-    found = _ranked(served, run=run, split=split, name=name, by=by)
-    said = served.standing_decisions(table)
-    places = np.arange(len(found))
-    if show != "all" and said:
-        decided = np.isin(found.ids, np.fromiter(said, np.int64, len(said)))
-        places = places[decided if show == "decided" else ~decided]
-    elif show == "decided":
-        places = places[:0]
-    chosen = places[start : start + count]
-    views = row_views(served, table, found.ids[chosen].tolist())
-    told = _suggestions_there(served, split)
-    preview = served.preview(split)
-    labels = [] if found.labels is None else np.unique(found.labels).tolist()
-    return SuspectsView(
-        split=split,
-        by=found.by,
-        measure=found.measure,
-        documents=found.documents,
-        checkpoints=found.checkpoints,
-        total=len(found),
-        matching=len(places),
-        accepted=sum(one.action == "accept" for one in said.values()),
-        relabelled=sum(one.action == "relabel" for one in said.values()),
-        noise=_noise(found),
-        labels=[label for label in labels if isinstance(label, int)][:1000],
-        classes=None if preview is None or preview.classes is None else list(preview.classes),
-        recipe=served.recipe is not None,
-        suggestions="there"
-        if told is not None
-        else "working"
-        if served.desk.is_under_way(_suggest_key(split))
-        else "none",
-        rows=[
-            SuspectRow(
-                int(at) + 1,
-                view,
-                float(found.values[at]),
-                None if found.noise is None else float(found.noise.wrong[at]),
-                _suggested(told, table.positions(np.array([view.id]))[0], preview),
-                said.get(view.id),
-            )
-            for view, at in zip(views, chosen.tolist(), strict=True)
+    suspects = _rank(served, run=run, split=split, name=name, by=by)
+    decisions = served.standing_decisions(table)
+    positions = np.arange(len(suspects))
+    if show != "all":
+        is_decided = np.isin(suspects.ids, np.fromiter(decisions, np.int64, len(decisions)))
+        positions = positions[is_decided if show == "decided" else ~is_decided]
+    page = positions[start : start + count]
+    views = row_views(served, table, suspects.ids[page].tolist())
+    suggestions = served.tasks.peek(_suggestion_key(split))
+    is_training = served.tasks.is_running(_suggestion_key(split))
+    labels = [] if suspects.labels is None else np.unique(suspects.labels).tolist()
+    actions = [decision.action for decision in decisions.values()]
+    return {
+        "split": split,
+        "by": suspects.by,
+        "measure": suspects.measure,
+        "documents": suspects.documents,
+        "checkpoints": suspects.checkpoints,
+        "total": len(suspects),
+        "matching": len(positions),
+        "accepted": actions.count("accept"),
+        "relabelled": actions.count("relabel"),
+        "noise": _noise_view(suspects),
+        "labels": [label for label in labels if isinstance(label, int)][:1000],
+        "classes": served.class_names(split),
+        "recipe": served.recipe is not None,
+        "suggestions": "there"
+        if suggestions is not None
+        else ("working" if is_training else "none"),
+        "rows": [
+            {
+                "rank": at + 1,
+                "row": view,
+                "value": float(suspects.values[at]),
+                "wrong": None if suspects.noise is None else float(suspects.noise.wrong[at]),
+                "suggestion": _suggestion(served, table, view["id"], suggestions),
+                "decision": decisions.get(view["id"]),
+            }
+            for view, at in zip(views, page.tolist(), strict=True)
         ],
-    )
+    }
 
 
-def _ranked(served: ServedStore, *, run: str, split: str, name: str, by: Measure) -> Suspects:
-    def make(_: Any) -> Suspects:
-        from gradkeep.attribution._suspects import suspects
-
-        return suspects(
-            served.store,
-            train=split,
-            by=by,
-            run=run,
-            name=name,
-            checkpoints=served.checkpoints(run, name, split),
-        )
-
-    age = served.sealed(run, name)
-    return served.desk.ask(
-        ("suspects", run, split, name, by, age),
-        f"ranking the rows of {split} by {by}",
-        make,
-        size=lambda found: 40 * len(found),
-    )
-
-
-def _noise(found: Suspects) -> NoiseView | None:
-    if found.noise is None:
-        return None
-    threshold = found.noise.threshold(_PRECISION)
-    low, high = found.noise.rate_interval
-    listed = 0 if threshold is None else threshold.rows
-    return NoiseView(found.noise.rate, low, high, listed, _PRECISION)
-
-
-def decide(
-    served: ServedStore,
-    *,
-    run: str,
-    split: str,
-    name: str,
-    row: int,
-    action: Literal["accept", "relabel", "undo"],
-    label: int | None,
-) -> Decision:
-    """Record what a person says of a row; an undo takes back the last standing decision."""
-    table = served.table(run, split, name)
-    at = int(table.positions(np.array([row]))[0])
+def record_decision(served: ServedStore, body: DecisionBody) -> Decision:
+    """Record a decision about a row; an undo takes back the last standing one."""
+    table = served.table(body.run, body.split, body.name)
+    at = int(table.positions([body.row])[0])
     if at < 0:
-        raise StoreError(f"{split!r} has no row {row}")
+        raise StoreError(f"{body.split!r} has no row {body.row}")
     before = table.columns["label"][at].item() if "label" in table.columns else None
     before = before if isinstance(before, int) else None
-    if label is not None:
-        _check_label(served, table, label, action=action)
-    of = None
-    if action == "undo":
-        last = standing(served.decisions(split)).get(row)
+    if body.label is not None:
+        _validate_label(served, table, body.label, action=body.action)
+    undone = None
+    if body.action == "undo":
+        last = standing(served.decisions(body.split)).get(body.row)
         if last is None:
-            raise StoreError(f"nothing was decided about row {row} of {split!r}")
-        of = last.number
-    return served.store.decide(Decision(split, row, action, label, before=before, of=of))
+            raise StoreError(f"there is no decision about row {body.row} of {body.split!r}")
+        undone = last.number
+    return served.store.decide(
+        Decision(body.split, body.row, body.action, body.label, before=before, of=undone)
+    )
 
 
-def _check_label(served: ServedStore, table: RowTable, label: int, *, action: str) -> None:
-    """Refuse a label that is none of the classes: those with names, or those that occur."""
-    if action != "relabel":
-        raise StoreError("only a relabel names a label", found=f"{action} with label {label}")
-    preview = served.preview(table.key.split)
-    columns = [table.columns[name] for name in ("label", "predicted") if name in table.columns]
-    whole = [one for one in columns if one.dtype.kind in "iu" and len(one)]
-    last = max((int(one.max()) for one in whole), default=-1)
-    if preview is not None and preview.classes is not None:
-        last = max(last, len(preview.classes) - 1)
-    least = min(0, min((int(one.min()) for one in whole), default=0))
-    if not least <= label <= last:
-        raise StoreError(
-            f"there is no class {label}",
-            expected="no label: these rows have no classes" if last < 0 else f"{least} to {last}",
-            fix="name classes that no row has in gk.Preview(classes=...)",
-        )
+def list_decisions(served: ServedStore, split: Name = "train") -> list[Decision]:
+    """Return the log of decisions about a split."""
+    return served.decisions(split)
 
 
-def exported(served: ServedStore, split: str, *, form: Literal["csv", "json"]) -> bytes:
-    """The standing decisions as a file: a line for each row."""
-    said = sorted(standing(served.decisions(split)).values(), key=lambda one: one.number)
+def export_decisions(
+    served: ServedStore, split: Name = "train", form: Literal["csv", "json"] = "csv"
+) -> Response:
+    """Return the standing decisions as a file, one line for each row."""
+    decisions = sorted(standing(served.decisions(split)).values(), key=lambda one: one.number)
     lines = [
         {
             "id": one.row,
@@ -236,111 +143,173 @@ def exported(served: ServedStore, split: str, *, form: Literal["csv", "json"]) -
             "decision": one.number,
             "time": datetime.fromtimestamp(one.time, UTC).isoformat(timespec="seconds"),
         }
-        for one in said
+        for one in decisions
     ]
+    headers = {"content-disposition": f'attachment; filename="decisions-{split}.{form}"'}
     if form == "json":
-        return to_json({"split": split, "decisions": lines})
+        content = to_json({"split": split, "decisions": lines})
+        return Response(content, media_type="application/json", headers=headers)
     out = io.StringIO()
     names = ("id", "action", "label_before", "label", "decision", "time")
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
-    return out.getvalue().encode()
+    return Response(out.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
 
 
-def suggest(served: ServedStore, *, split: str, begin: bool) -> Any:
-    """Train models that leave each row out in turn, and keep what they say of it; `[N, C]`."""
-    recipe = _recipe(served)
+def show_suggestions(served: ServedStore, split: Name = "train") -> dict[str, bool]:
+    """Return whether suggested labels are ready; raises `StillWorking` while they are not."""
+    _train_out_of_fold(served, split, start=False)
+    return {"there": True}
 
-    def make(report: Callable[[int, int], None]) -> Any:
-        from gradkeep.evaluate import out_of_fold
 
-        return out_of_fold(
-            recipe, store=served.store, seeds=1, workers=0, progress=_told_to(report)
+def start_suggestions(served: ServedStore, body: CaptureBody) -> dict[str, bool]:
+    """Start training the models that suggest labels."""
+    _train_out_of_fold(served, body.split, start=True)
+    return {"there": True}
+
+
+def show_retraining(
+    served: ServedStore, run: Name = "main", split: Name = "train", name: Name = "main"
+) -> dict[str, Any]:
+    """Return what training without the relabeled rows did to the queries."""
+    return _retrain(served, run=run, split=split, name=name, start=False)
+
+
+def start_retraining(served: ServedStore, body: CaptureBody) -> dict[str, Any]:
+    """Start training without the relabeled rows, and without as many random ones."""
+    return _retrain(served, run=body.run, split=body.split, name=body.name, start=True)
+
+
+def _rank(served: ServedStore, *, run: str, split: str, name: str, by: Measure) -> Suspects:
+    def compute(_: Any) -> Suspects:
+        from gradkeep.attribution._suspects import suspects
+
+        checkpoints = served.checkpoints(run, name, split)
+        return suspects(
+            served.store, train=split, by=by, run=run, name=name, checkpoints=checkpoints
         )
 
-    return served.desk.ask(
-        _suggest_key(split),
-        "training models that leave each row out in turn",
-        make,
-        size=lambda told: int(told.nbytes),
-        lane="long",
-        begin=begin,
+    return served.tasks.get(
+        ("suspects", run, split, name, by, served.sealed(run, name)),
+        f"ranking the rows of {split} by {by}",
+        compute,
+        size=lambda suspects: 40 * len(suspects),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RetrainedView:
-    """What training without the rows that were said to be wrong did to the queries."""
+def _noise_view(suspects: Suspects) -> dict[str, Any] | None:
+    if suspects.noise is None:
+        return None
+    threshold = suspects.noise.threshold(_PRECISION)
+    low, high = suspects.noise.rate_interval
+    return {
+        "rate": suspects.noise.rate,
+        "low": low,
+        "high": high,
+        "listed": 0 if threshold is None else threshold.rows,
+        "precision": _PRECISION,
+    }
 
-    rows: int
-    gain: EvaluationView
+
+def _validate_label(served: ServedStore, table: RowTable, label: int, *, action: str) -> None:
+    """Refuse a label that is not a class: neither named by the preview nor in the data."""
+    if action != "relabel":
+        raise StoreError("only a relabel has a label", found=f"{action} with label {label}")
+    columns = [table.columns[name] for name in ("label", "predicted") if name in table.columns]
+    columns = [column for column in columns if column.dtype.kind in "iu" and len(column)]
+    classes = served.class_names(table.key.split) or []
+    lowest = min([0, *(int(column.min()) for column in columns)])
+    highest = max([len(classes) - 1, *(int(column.max()) for column in columns)])
+    if not lowest <= label <= highest:
+        raise StoreError(
+            f"there is no class {label}",
+            expected=f"{lowest} to {highest}" if highest >= 0 else "no label: there are no classes",
+            fix="name further classes in gk.Preview(classes=...)",
+        )
 
 
-def retrain(served: ServedStore, *, run: str, split: str, name: str, begin: bool) -> RetrainedView:
-    """Train without the rows whose labels were said to be wrong, and without as many at random."""
-    recipe = _recipe(served)
+def _train_out_of_fold(served: ServedStore, split: str, *, start: bool) -> Any:
+    """Return class probabilities `[N, C]` from models that were trained without each row."""
+    recipe = _require_recipe(served)
+
+    def compute(report: Callable[[int, int], None]) -> Any:
+        from gradkeep.evaluate import out_of_fold
+
+        return out_of_fold(
+            recipe,
+            store=served.store,
+            seeds=1,
+            workers=0,
+            progress=lambda progress: report(progress.done, progress.total),
+        )
+
+    return served.tasks.get(
+        _suggestion_key(split),
+        "training models that leave each row out in turn",
+        compute,
+        size=lambda probabilities: int(probabilities.nbytes),
+        lane="long",
+        start=start,
+    )
+
+
+def _retrain(
+    served: ServedStore, *, run: str, split: str, name: str, start: bool
+) -> dict[str, Any]:
+    recipe = _require_recipe(served)
     table = served.table(run, split, name)
-    said = served.standing_decisions(table)
-    wrong = sorted(row for row, one in said.items() if one.action == "relabel")
+    decisions = served.standing_decisions(table)
+    wrong = sorted(row for row, one in decisions.items() if one.action == "relabel")
     if not wrong:
         raise EvaluationError(
-            "no label was said to be wrong yet", fix="press r on rows whose labels are wrong"
+            "no label is marked as wrong", fix="press r on rows with wrong labels"
         )
-    places = table.positions(np.array(wrong))
+    positions = table.positions(wrong)
     if recipe.num_rows != len(table.ids):
         raise EvaluationError(
-            "the recipe is of other rows than the capture",
+            "the recipe has another number of rows than the capture",
             found=f"{recipe.num_rows} rows",
             expected=len(table.ids),
         )
 
-    def make(report: Callable[[int, int], None]) -> RetrainedView:
+    def compute(report: Callable[[int, int], None]) -> dict[str, Any]:
         from gradkeep.evaluate import verify_rows
 
-        found = verify_rows(
-            places[places >= 0],
+        gain = verify_rows(
+            positions[positions >= 0],
             recipe,
             store=served.store,
             seeds=3,
             workers=0,
-            progress=_told_to(report),
+            progress=lambda progress: report(progress.done, progress.total),
         )
-        return RetrainedView(len(wrong), evaluation_view("retrained", found))
+        return {"rows": len(wrong), "gain": evaluation_view("retrained", gain)}
 
-    return served.desk.ask(
-        ("retrain", split, tuple(wrong)),
-        f"training without {len(wrong)} rows",
-        make,
-        lane="long",
-        begin=begin,
-    )
+    key = ("retrain", split, tuple(wrong))
+    what = f"training without {len(wrong)} rows"
+    return served.tasks.get(key, what, compute, lane="long", start=start)
 
 
-def _recipe(served: ServedStore) -> Recipe:
+def _require_recipe(served: ServedStore) -> Recipe:
     if served.recipe is None:
         raise EvaluationError(
-            "how models are trained is not known here",
+            "training needs a recipe",
             fix=f"gradkeep serve {served.location} --recipe train.py:recipe",
         )
     return served.recipe
 
 
-def _suggest_key(split: str) -> tuple[str, str]:
+def _suggestion_key(split: str) -> tuple[str, str]:
     return ("suggest", split)
 
 
-def _suggestions_there(served: ServedStore, split: str) -> Any:
-    return served.desk.peek(_suggest_key(split))
-
-
-def _suggested(told: Any, place: int, preview: Any) -> SuggestedLabel | None:
-    if told is None or not 0 <= place < len(told):
+def _suggestion(
+    served: ServedStore, table: RowTable, row: int, probabilities: Any
+) -> dict[str, Any] | None:
+    at = int(table.positions([row])[0])
+    if probabilities is None or not 0 <= at < len(probabilities):
         return None
-    label = int(told[place].argmax())
-    name = None if preview is None else preview.name_of(label)
-    return SuggestedLabel(label, name, float(told[place, label]))
-
-
-def _told_to(report: Callable[[int, int], None]) -> Callable[[Any], None]:
-    return lambda progress: report(progress.done, progress.total)
+    label = int(probabilities[at].argmax())
+    name = served.label_name(table.key.split, label)
+    return {"label": label, "name": name, "probability": float(probabilities[at, label])}

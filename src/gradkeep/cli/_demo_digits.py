@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._surroundings import torch_threads
-from gradkeep.cli._shown_evaluations import ResultOptions, keep_evaluations
+from gradkeep.cli._evaluation_output import ResultOptions, save_evaluations
 from gradkeep.data import load_digits
 from gradkeep.datamodels import Training
 from gradkeep.errors import MissingExtra
@@ -69,7 +69,7 @@ def hold_against_retraining(
     given = {scores.method: scores}
     judged = judge_methods(store, truth, methods=asked, given=given, hybrid_of_best=False)
     found = [one.evaluation for one in judged.methods if one.evaluation is not None]
-    keep_evaluations(store, found, ResultOptions())
+    save_evaluations(store, found, ResultOptions())
     told = [
         f"{one.name} {figure.value:.2f} [{figure.interval[0]:.2f}, {figure.interval[1]:.2f}]"
         for one, figure in zip(judged.methods, found, strict=True)
@@ -155,7 +155,7 @@ def kill_and_resume(store: gk.Store, say: Callable[[str], None]) -> None:
     """Copy the last capture in another process, kill -9 it in the middle, and resume."""
     if store.has(COPY):
         store.delete(COPY)
-    command = [sys.executable, "-m", "gradkeep.cli._story", store.location]
+    command = [sys.executable, "-m", "gradkeep.cli._demo_digits", store.location]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         acknowledged = 0
@@ -221,13 +221,13 @@ def _equal(one: Any, other: Any, name: str) -> bool:
 WRONG = 0.08
 
 
-def tell(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) -> None:
+def run_digits_demo(folder: Path, *, seeds: int = 5, say: Callable[[str], None] = print) -> None:
     """Tell the whole story in `folder`; a second run goes on where the first one stopped."""
     with torch_threads(1):
-        _tell(folder, seeds, say)
+        _run(folder, seeds, say)
 
 
-def _tell(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
+def _run(folder: Path, seeds: int, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
     store = gk.open(folder)
     digits = load_digits(wrong_labels=WRONG)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gradkeep as gk
 from gradkeep._surroundings import torch_threads
-from gradkeep.cli._story import write_page
+from gradkeep.cli._demo_digits import write_page
 from gradkeep.data import GPT
 from gradkeep.data._texts import Vocabulary
 
@@ -72,13 +72,13 @@ class PlantedDocuments:
         return [self.batch(rows[start : start + 32]) for start in rows[::32]]
 
 
-def tell_text(folder: Path, *, say: Callable[[str], None] = print) -> None:
+def run_text_demo(folder: Path, *, say: Callable[[str], None] = print) -> None:
     """Tell the story in `folder`; a second run goes on where the first one stopped."""
     with torch_threads(1):
-        _tell(folder, say)
+        _run(folder, say)
 
 
-def _tell(folder: Path, say: Callable[[str], None]) -> None:
+def _run(folder: Path, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
     store = gk.open(folder)
     documents = load_documents()
@@ -230,7 +230,7 @@ def load_documents() -> PlantedDocuments:
 
 
 def _docstrings(module: str) -> list[str]:
-    """The longer docstrings of a module, from its source: nothing is imported."""
+    """The longer docstrings of a module, from its source: nothing is import_object."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         return []

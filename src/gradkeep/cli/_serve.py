@@ -1,0 +1,125 @@
+"""`gradkeep serve` and `report`: the local web UI, and the same in one HTML file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradkeep._arguments import shown
+from gradkeep._display import progress
+from gradkeep._surroundings import install_hint
+from gradkeep.cli._files import input_file, output_file
+from gradkeep.cli._imports import load_object, load_recipe
+from gradkeep.cli._options import JsonOption, RecipeOption, StoreArgument, print_json
+from gradkeep.errors import DataError, MissingExtra, RematError, StoreError
+
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data", metavar="MODULE:NAME", help="A gk.Preview of the rows, or one for each split."
+    ),
+]
+LogOption = Annotated[
+    list[Path] | None, typer.Option("--log", help="A recorded training step; repeatable.")
+]
+
+
+def serve(
+    store: StoreArgument,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8765,
+    data: DataOption = None,
+    recipe: RecipeOption = None,
+    log: LogOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Admit other machines, with a token.")
+    ] = False,
+    open_browser: Annotated[
+        bool | None, typer.Option("--open/--no-open", help="Open a browser; default: if possible.")
+    ] = None,
+) -> None:
+    """Serve the web UI of a store on this machine until Ctrl-C.
+
+    Decisions about labels are saved in the store as they are made.
+    """
+    serve_page = _web_module("_serve").serve  # a missing extra is reported before anything else
+    has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    can_open = sys.stdout.isatty() and (has_display or sys.platform == "darwin")
+    serve_page(
+        store,
+        host=host,
+        port=port,
+        allow_remote=allow_remote,
+        open_browser=can_open if open_browser is None else open_browser,
+        say=lambda line: print(line, flush=True),
+        **_page_arguments(data, recipe, log),
+    )
+
+
+def report(
+    store: StoreArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The HTML file.")] = Path(
+        "report.html"
+    ),
+    data: DataOption = None,
+    recipe: RecipeOption = None,
+    log: LogOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write the web UI of a store into one HTML file that needs no server and no network.
+
+    It explains wrong predictions, the least certain queries and the first ones.
+    """
+    import gradkeep.store as stores
+
+    write_report = _web_module("_report").write_report
+    output_file(out, error=StoreError)
+    opened = stores.open(store, create=False)
+    arguments = _page_arguments(data, recipe, log)
+    with progress("report", "answers") as update:
+        path = write_report(opened, out, progress=update, **arguments)
+    size = path.stat().st_size
+    if json:
+        print_json({"file": str(path), "bytes": size})
+        return
+    print(f"wrote {path}, {size / 1e6:.1f} MB; open it in any browser")
+
+
+def _web_module(name: str) -> Any:
+    """Import a module of the web UI, whose dependencies are an extra."""
+    try:
+        return importlib.import_module(f"gradkeep.web.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("gradkeep"):
+            raise
+        what = "the web UI needs fastapi and uvicorn"
+        raise MissingExtra(what, fix=install_hint("web")) from error
+
+
+def _page_arguments(
+    data: str | None, recipe: str | None, logs: list[Path] | None
+) -> dict[str, Any]:
+    return {
+        "data": None if data is None else _load_preview(data),
+        "recipe": None if recipe is None else load_recipe(recipe, None),
+        "logs": [input_file(path, error=RematError) for path in logs or []],
+    }
+
+
+def _load_preview(source: str) -> Any:
+    from gradkeep import Preview
+
+    preview = load_object(source, Preview, error=DataError)
+    previews = preview.values() if isinstance(preview, dict) else [preview]
+    if not all(isinstance(one, Preview) for one in previews):
+        raise DataError(
+            f"{shown(source)} is not a preview of rows",
+            found=type(preview).__name__,
+            expected="a gk.Preview, one for each split, or a function that returns either",
+        )
+    return preview
