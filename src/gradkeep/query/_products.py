@@ -198,6 +198,12 @@ def top(
     if k < 1:
         raise QueryError("k must be at least 1", found=k)
     k = min(k, len(pairs[0].train))
+    common: dict[str, Any] = {
+        "weights": [pair.weight for pair in pairs],
+        "smallest": smallest,
+        "compute": compute,
+        "memory_budget": memory_budget,
+    }
     if codes is not None:
         together = {"refine=": refine, "workers=": workers, "engine=": engine}
         named = [name for name, value in together.items() if value is not None]
@@ -228,18 +234,7 @@ def top(
             )
         _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
         wide = max(k, 10 * k if candidates is None else candidates)
-        found = top(
-            queries,
-            train,
-            wide,
-            weights=weights,
-            ids=ids,
-            smallest=smallest,
-            compute=compute,
-            memory_budget=memory_budget,
-            workers=workers,
-            engine=engine,
-        )
+        found = top(queries, train, wide, ids=ids, workers=workers, engine=engine, **common)
         return _refined(found, pairs[0], refine, k, smallest=smallest, memory_budget=memory_budget)
     planned = ProductEngine(
         pairs,
@@ -250,14 +245,8 @@ def top(
     )
     query_ids = pairs[0].queries.ids[positions]
     if workers is not None or engine is not None:
-        asked = {
-            "weights": [pair.weight for pair in pairs],
-            "smallest": smallest,
-            "compute": compute,
-            "memory_budget": memory_budget,
-        }
         values, found_ids = top_by_workers(
-            pairs, query_ids, k, asked, workers=workers, engine=engine
+            pairs, query_ids, k, common, workers=workers, engine=engine
         )
         return TopRows(values, found_ids, query_ids, planned.plan)
     sign = -1.0 if smallest else 1.0
