@@ -45,7 +45,7 @@ class WordPiece:
                 expected="one token per line, [PAD] first, with [UNK], [CLS] and [SEP]",
             )
         try:
-            from tokenizers.implementations import BertWordPieceTokenizer
+            from tokenizers import BertWordPieceTokenizer
         except ImportError as error:
             raise MissingExtra(
                 "splitting texts for Bert needs tokenizers", fix=install_hint("metastore")
