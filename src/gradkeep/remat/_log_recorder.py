@@ -71,7 +71,7 @@ class _FollowedStorage:
     root: int
     size: int
     ref: StorageRef
-    views: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    views: dict[tuple[Any, ...], int]
 
 
 @dataclass(slots=True)
@@ -309,7 +309,7 @@ class Recorder(OperatorWatcher):
         size = self._bytes_of(storage)
         ref = StorageRef(storage, self._gone)
         ref.key = key
-        self._alive[key] = _FollowedStorage(number, size, ref)
+        self._alive[key] = _FollowedStorage(number, size, ref, {})
         self._live += size
         if self._live > self.live_peak:
             self.live_peak = self._live

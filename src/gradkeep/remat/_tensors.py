@@ -278,10 +278,8 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Otherwise torch wraps every call and loads its compiler at the first: seconds, for nothing.
         return False
 
-    @property
-    def watching(self) -> bool:
-        """Whether operators are passed on."""
-        return True
+    watching: bool = True
+    """Whether operators are passed on."""
 
     def ran(self, call: OperatorCall) -> None:
         """Note an operator."""
@@ -302,8 +300,7 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = perf_counter_ns()
         out = run_operator(func, args, kwargs)
         spent = perf_counter_ns() - start
-        made: list[Tensor] = []
-        collect_tensors((out,), made)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
         if made and made[0].is_cuda:
             torch.cuda.synchronize(made[0].device)
             spent = perf_counter_ns() - start
@@ -311,7 +308,7 @@ class OperatorWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         collect_tensors(args, given)
         if kwargs:
             collect_tensors(kwargs.values(), given)
-        signature = self.signature(func)
+        signature = self._signatures.get(func) or self.signature(func)
         self.ran(OperatorCall(func, args, kwargs, signature, given, made, spent))
         return out
 

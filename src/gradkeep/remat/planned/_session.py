@@ -64,7 +64,7 @@ class RecordingMode(OperatorWatcher):
         self._on = False
 
     @property
-    def watching(self) -> bool:
+    def watching(self) -> bool:  # type: ignore[override]
         """Whether a recording wants to see operators now."""
         return self.recording is not None and not self.recording.quiet
 
