@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from gradkeep.errors import MissingExtra
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +30,25 @@ def install_hint(extra: str) -> str:
     place = checkout if (checkout / "pyproject.toml").is_file() else Path()
     where = "" if place == checkout else " in a checkout of gradkeep"
     return f"pip install -e '{place}[{extra}]'{where}"
+
+
+def import_extra(module: str, *, extra: str, what: str) -> Any:
+    """Import an optional dependency, or say how it is installed.
+
+    Args:
+        module: The module to import.
+        extra: The extra of gradkeep that installs it.
+        what: The feature that needs it.
+
+    Raises:
+        MissingExtra: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(
+            f"{what} needs {module}", found=str(error), fix=install_hint(extra)
+        ) from error
 
 
 def enclosing_store(path: str | os.PathLike[str]) -> str | None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import gradkeep as gk
 from gradkeep._ranks import rank_correlation
 from gradkeep.curvature import _fisher as _fit
-from gradkeep.curvature import _patch_moments
+from gradkeep.curvature import _moments
 from gradkeep.curvature._fisher import Damping, fisher
 from gradkeep.errors import AttributionError, BudgetError, QueryError
 
@@ -304,7 +304,7 @@ def test_a_weight_that_is_used_twice_has_the_moments_of_its_gradients(opened, me
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "conv"])
 def test_long_sides_keep_their_own_coordinates(opened, name, method, monkeypatch):
-    monkeypatch.setattr(_patch_moments, "WIDE", 4)
+    monkeypatch.setattr(_moments, "WIDE", 4)
     store, model, data = opened(name, keep="factors")
     found = gk.attribute(store, method=method, damping=0.1, per_layer=True)
     for layer, part in zip(found.layers, found.per_layer, strict=True):

@@ -112,7 +112,7 @@ def test_a_side_too_long_for_moments_has_eigenvectors_nevertheless(monkeypatch):
     store = captured(30, 5, rows=6)
     ask = {"method": "ekfac", "per_layer": True}
     exact = gk.attribute(store, **ask)
-    monkeypatch.setattr("gradkeep.curvature._patch_moments.WIDE", 16)
+    monkeypatch.setattr("gradkeep.curvature._moments.WIDE", 16)
     for one, other in zip(gk.attribute(store, **ask).per_layer, exact.per_layer, strict=True):
         close(one, other)
     without_row_space(monkeypatch)

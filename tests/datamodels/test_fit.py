@@ -318,7 +318,7 @@ def with_nan():
         ({"outputs": np.zeros((29, 2))}, r"outputs \[29, 2\], masks \[30, 6\]"),
         ({"outputs": np.zeros((30, 2, 2))}, "column per target"),
         ({"outputs": np.full((30, 1), "x")}, "must be numbers"),
-        ({"penalty": "l2"}, "l1, elastic, ridge, means"),
+        ({"penalty": "l2"}, "penalty"),
         ({"lambdas": [0.1, 0.0]}, "without a penalty no gap"),
         ({"lambdas": 0}, "one penalty or more"),
         ({"lambdas": "many"}, "lambdas cannot be 'many'"),

@@ -107,8 +107,8 @@ def test_a_matrix_is_freed_with_its_last_user():
     gc.disable()  # a cycle would keep the matrix, and a budget would not hold
     try:
         gram = DenseGram(torch.eye(100))
-        parts = gram.parts()
-        assert gram.parts()[0].square is parts[0].square
+        parts = gram.blocks()
+        assert gram.blocks()[0].square is parts[0].square
         gone = weakref.ref(gram.matrix)
         del gram, parts
         assert gone() is None

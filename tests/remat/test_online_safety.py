@@ -248,3 +248,21 @@ def test_an_online_step_over_budget_warns():
             for _ in range(2):
                 net(x).square().mean().backward()
     assert any(issubclass(one.category, BudgetWarning) for one in seen)
+
+
+def test_results_that_died_after_eviction_ended_are_not_computed_again():
+    weight = torch.randn(16, 16)
+    runtime = OnlineRuntime(budget=1e9)
+    with runtime:
+        hidden = torch.randn(8, 16) @ weight
+        lowest, highest = hidden.aminmax(dim=0)
+        doubled = lowest * 2
+        kept = doubled.sin()
+        expected = kept.clone()
+        del doubled  # its recipe stays: `kept` would be computed from it
+        runtime.stop_evicting("the test ends it")
+        del lowest, highest
+        hidden.mul_(3)  # what was computed from it and may be evicted is computed before
+        weight.add_(1)
+        assert torch.equal(kept, expected)
+    assert torch.equal(kept, expected)

@@ -83,13 +83,13 @@ def test_the_newest_version_is_the_one_with_the_highest_number(store):
 
 def test_a_version_that_is_not_there_is_named_with_those_that_are(store):
     of = begin(store)
-    with pytest.raises(MissingRows, match="versions none"):
+    with pytest.raises(MissingRows, match="no version 0"):
         load_manifest(store.backend, FOLDER, 0)
     put_segment(store, of, 0, [0, 1])
     seal(store)
     with pytest.raises(MissingRows, match="no version 7") as caught:
         store.read(KEY, version=7)
-    assert caught.value.found == "versions 0"
+    assert "only 0" in caught.value.what
 
 
 def test_a_manifest_under_another_number_is_damage(store):
@@ -98,9 +98,9 @@ def test_a_manifest_under_another_number_is_damage(store):
     seal(store)
     data = store.backend.read(f"{FOLDER}/manifest/000000.json")
     store.backend.put_if_absent(f"{FOLDER}/manifest/000001.json", [data], durability="process")
-    with pytest.raises(Damaged, match="another's name") as caught:
+    with pytest.raises(Damaged, match="under the name") as caught:
         store.read(KEY)
-    assert (caught.value.found, caught.value.expected) == ("version 0", "version 1")
+    assert "version 0" in caught.value.what
     assert len(store.read(KEY, version=0)) == 2
 
 
@@ -194,7 +194,7 @@ def test_a_block_with_more_or_fewer_rows_than_promised_is_not_sealed(store, rows
         put_segment(store, of, number // 2, list(range(number, min(rows, number + 2))))
     with pytest.raises(MissingRows, match="not complete") as caught:
         seal(store)
-    assert (caught.value.found, caught.value.expected) == (f"{rows} rows", "3 rows")
+    assert f"{rows} of 3 rows" in caught.value.what
     assert manifest_versions(store.backend, FOLDER) == []
 
 
@@ -228,10 +228,10 @@ def test_a_short_segment_in_the_middle_is_refused(store, sealed):
         seal(store)
     put_segment(store, of, sealed, [500])
     put_segment(store, of, sealed + 1, [600, 601])
-    with pytest.raises(MissingRows, match="in the middle is short") as caught:
+    with pytest.raises(MissingRows, match="in the middle") as caught:
         seal(store)
     assert caught.value.path.endswith(f"seg/{sealed:06d}.safetensors")
-    assert (caught.value.found, caught.value.expected) == ("1 rows", "2 rows")
+    assert "1 of 2 rows" in caught.value.what
 
 
 def test_a_short_segment_that_was_the_last_of_a_version_is_none_in_the_middle(store):
@@ -313,7 +313,7 @@ def test_only_the_newest_version_can_lose_rows(store):
     store.drop_rows(KEY, [0])
     with pytest.raises(Conflict, match="newest") as caught:
         _manifest.drop_rows(old, [1], durability="process")
-    assert (caught.value.found, caught.value.expected) == ("version 0", "version 1")
+    assert "version 0" in caught.value.what
     found = store.drop_rows(KEY, [2, 3])
     assert [entry.rows for entry in found.segments] == [1]
     assert store.read(KEY).ids.tolist() == [1]

@@ -13,8 +13,7 @@ import xxhash
 from gradkeep._ranks import rank_correlation
 from gradkeep.capturing.rules._rules import DENSE_RULES
 from gradkeep.curvature._basis import leading
-from gradkeep.curvature._moments import MatrixMoments
-from gradkeep.curvature._patch_moments import WIDE
+from gradkeep.curvature._moments import WIDE, MatrixMoments
 from gradkeep.errors import CaptureError
 from gradkeep.factors._arithmetic import pairwise
 from gradkeep.factors._bits import PACKED, BitRows, Bits, bit_scales, packed_bits

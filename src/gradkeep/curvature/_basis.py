@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkeep.curvature._patch_moments import even
-
 if TYPE_CHECKING:
     from gradkeep.factors._weights import WeightMatrix, WeightVector
 
@@ -130,6 +128,11 @@ def _by_subspace(moment: Tensor, count: int) -> tuple[Tensor, Tensor]:
     inside = space.mT @ (moment @ space)
     values, turned = torch.linalg.eigh((inside + inside.mT).double() / 2)
     return values.clamp(min=0), space @ turned.float()
+
+
+def even(columns: int) -> int:
+    """The next multiple of 16."""
+    return -(-columns // 16) * 16
 
 
 def _times(values: Tensor, right: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from gradkeep._budgets import parse_bytes
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import RESTORED, tiles
 from gradkeep.query import along
-from gradkeep.query._engine import GradientPair, ProductEngine, memory_shares
+from gradkeep.query._engine import GradientPair, ProductEngine, stream_shares
 from gradkeep.query._sums import Directions
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ class WeightedKernel:
     @property
     def passing(self) -> int:
         """Bytes for rows that pass and their temporaries: a quarter, but what one segment needs."""
-        segments = self.train.block.manifest.segments
-        mapped = max((entry.bytes for entry in segments), default=0)
-        return max(self.room // 4, 2 * mapped + _LEAST)
+        return max(self.room // 4, 2 * self.train.largest_segment + _LEAST)
 
 
 def lower_rows(
@@ -77,21 +75,6 @@ def lower_rows(
             tile.train_start,
             tile.values[0, :, : stop - tile.train_start],
         )
-
-
-def rows_at_once(train: Gradients, memory_budget: int) -> int:
-    """Rows whose factors are in memory at the same time."""
-    probe = train.rows([0])
-    split = memory_shares(
-        memory_budget,
-        answer=0,
-        mapped=max((entry.bytes for entry in train.block.manifest.segments), default=0),
-        query_row=0,
-        train_row=sum(rows.nbytes for rows in probe.factors.values()),
-        queries=1,
-        rows=len(train),
-    )
-    return split.train_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +246,7 @@ def parameter_solver(kernel: WeightedKernel) -> ParameterSolver:
     scale, slopes = kernel.weight.sqrt(), train.slopes()
     scale = scale if slopes is None else scale * slopes
     room = max(1, min(RESTORED, kernel.room // 16))
-    for some in train.stream(rows_at_once(train, kernel.passing)):
+    for some in train.stream(stream_shares(train, kernel.passing, answer=0).train_rows):
         for start, stop in tiles(some.stop - some.start, size, 4, room):
             parts = [
                 form.restore(some.factors[name].take(start, stop).widened())

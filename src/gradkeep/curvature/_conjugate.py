@@ -16,13 +16,12 @@ from gradkeep.curvature._cholesky import (
     kernel_factor,
     lower_rows,
     parameter_solver,
-    rows_at_once,
 )
 from gradkeep.curvature._row_parts import weighted_part
 from gradkeep.errors import AttributionError, BudgetError
 from gradkeep.factors._cost import FLOPS, ProductSize
 from gradkeep.query import along, dot
-from gradkeep.query._engine import GradientPair, ProductEngine
+from gradkeep.query._engine import GradientPair, ProductEngine, stream_shares
 from gradkeep.query._planner import choose_compute
 from gradkeep.query._sums import Directions
 
@@ -232,7 +231,7 @@ class KernelProducts:
             name: torch.zeros(len(weights), form.restored_size)
             for name, form in train.forms.items()
         }
-        for some in train.stream(rows_at_once(train, memory_budget)):
+        for some in train.stream(stream_shares(train, memory_budget, answer=0).train_rows):
             part = weights[:, some.start : some.stop]
             for name, form in train.forms.items():
                 rows = some.factors[name].widened()

@@ -28,35 +28,16 @@ if TYPE_CHECKING:
 
 
 def coordinates(
-    basis: Basis,
-    form: AnyForm,
-    rows: GradientRows,
-    slopes: Tensor | None,
-    into: Tensor | None = None,
+    basis: Basis, form: AnyForm, rows: GradientRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
     """`(start, stop, [stop - start, *values])` of all rows, a tile that stays in the cache a time.
 
-    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned. They are
-    written to `into` `[B, size]`, if that is given.
+    Of factors T (R^2 + C^2 + R C) products a row; what has none is restored and turned.
     """
     if isinstance(basis, MatrixBasis) and form.factored and form.kind in _COORDINATES:
-        yield from _COORDINATES[form.kind](basis, form, rows, slopes, into)
-        return
-    for start, stop, found in _of_restored(basis, form, rows, slopes):
-        yield start, stop, _written(found, into, start, stop)
-
-
-def _written(found: Tensor, into: Tensor | None, start: int, stop: int) -> Tensor:
-    if into is not None:
-        into[start:stop] = found.flatten(1)
-    return found
-
-
-def _place(into: Tensor | None, start: int, stop: int, like: Tensor) -> Tensor | None:
-    """Where products can be written to at once; not there if it has gaps or another precision."""
-    if into is None or into.dtype != like.dtype or not into.is_contiguous():
-        return None
-    return into[start:stop]
+        yield from _COORDINATES[form.kind](basis, form, rows, slopes)
+    else:
+        yield from _of_restored(basis, form, rows, slopes)
 
 
 def turned_factors(
@@ -83,7 +64,7 @@ def _times(values: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _of_outer(
-    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None, into: Tensor | None
+    basis: MatrixBasis, form: Outer, rows: OuterRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
     _, high, cols = basis.values.shape
     plain = Outer((Parameter("", (high, cols)),), "", "", d_in=cols, d_out=high)
@@ -94,25 +75,16 @@ def _of_outer(
         some = None if slopes is None else slopes[first:last]
         turned = turned_factors(basis, form, rows.take(first, last), some)
         for start, stop in tiles(last - first, high * cols, size, 2 * CACHED):
-            low, end = first + start, first + stop
-            where = _place(into, low, end, turned.g)
-            found = plain.restore(turned.take(start, stop), where)
-            if where is None:
-                _written(found, into, low, end)
-            yield low, end, found.view(-1, 1, high, cols)
+            found = plain.restore(turned.take(start, stop))
+            yield first + start, first + stop, found.view(-1, 1, high, cols)
 
 
 def _of_conv(
-    basis: MatrixBasis,
-    form: Convolution,
-    rows: ConvolutionRows,
-    slopes: Tensor | None,
-    into: Tensor | None,
+    basis: MatrixBasis, form: Convolution, rows: ConvolutionRows, slopes: Tensor | None
 ) -> Iterator[Tile]:
     """To turn patches is to convolve with the eigenvectors: they are never laid out."""
     if basis.right is None:
-        for start, stop, found in _of_restored(basis, form, rows, slopes):
-            yield start, stop, _written(found, into, start, stop)
+        yield from _of_restored(basis, form, rows, slopes)
         return
     groups, high, cols = basis.values.shape
     dtype, flat = rows.wide.dtype, [0] * len(form.kernel)
@@ -132,10 +104,7 @@ def _of_conv(
             g = g * slopes[start:stop].view(-1, 1, 1, 1).to(g.dtype)
         if basis.left is not None:
             g = basis.left.mT.to(g.dtype) @ g
-        where = _place(into, start, stop, g)
-        out = None if where is None else where.view(count, groups, high, cols)
-        found = torch.matmul(g, x.view(count, groups, cols, form.positions).mT, out=out)
-        yield start, stop, found if where is not None else _written(found, into, start, stop)
+        yield start, stop, g @ x.view(count, groups, cols, form.positions).mT
 
 
 def _of_restored(
@@ -169,8 +138,9 @@ def coordinate_squares(
         if direct is not None:
             return direct
     out = torch.zeros_like(basis.values)
-    into = keep if isinstance(keep, torch.Tensor) else None
-    for _, _, found in coordinates(basis, form, rows, slopes, into):
+    for start, stop, found in coordinates(basis, form, rows, slopes):
+        if isinstance(keep, torch.Tensor):
+            keep[start:stop] = found.flatten(1)
         out += found.square().sum(0)
     return out
 

@@ -13,7 +13,7 @@ from gradkeep.curvature._basis import MatrixBasis
 from gradkeep.curvature._coordinates import coordinates, turned_factors
 from gradkeep.curvature._row_parts import only_layer, row_parts
 from gradkeep.factors._arithmetic import pairwise
-from gradkeep.factors._outer import OuterRows
+from gradkeep.factors._outer import Outer, OuterRows
 from gradkeep.query._engine import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class SinglePositionInfluence:
         self, gradients: Gradients, rows: Any, slopes: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """L^T g `[B, R]` and R^T x `[B, C]`, by falling eigenvalue."""
-        form: Any = gradients.forms[self.layer]  # a linear layer, as `one_position` says
+        form: Any = gradients.forms[self.layer]  # a linear layer, as `has_single_position` says
         return self._falling(turned_factors(self.basis, form, rows.widened(), slopes))
 
     def _falling(self, turned: OuterRows) -> tuple[Tensor, Tensor]:
@@ -174,9 +174,10 @@ def single_position_influence(
 
 def has_single_position(gradients: Gradients, layer: str) -> bool:
     """Whether a linear layer's prefixes and suffixes are kept, one of each a row."""
-    arrays = gradients.block.schema.arrays
-    ragged = {array.name for array in arrays if array.ragged}
-    return gradients.forms[layer].one_position(ragged)
+    form = gradients.forms[layer]
+    if not isinstance(form, Outer) or form.ones:
+        return False
+    return not gradients.block.schema.array(form.suffix).ragged
 
 
 def _blocks(there: Tensor) -> tuple[EigenBlock, ...]:

@@ -229,8 +229,7 @@ class FisherFit:
             _sums(piece, form, budget, row_space=self.row_space) for piece in pieces[len(known) :]
         ]
         held += sum(3 * one.nbytes + one.row_bytes for one in sums)
-        mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
-        room = self.room - held - mapped
+        room = self.room - held - gradients.largest_segment
         rows = None
         if self.corrected:
             rows = held_rows(gradients, name, budget, held=held, room=room // 2)

@@ -7,22 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradkeep.curvature._basis import RowSpace, eigen_side
-from gradkeep.curvature._patch_moments import (
-    PatchMoments,
-    ShiftMoments,
-    moment,
-    whole,
-    zeros,
-)
-from gradkeep.factors._arithmetic import CACHED, row_of, spans, tiles
+from gradkeep.curvature._basis import RowSpace, eigen_side, even
+from gradkeep.factors._arithmetic import CACHED, row_of, spans, squared, tiles
 from gradkeep.factors._dense import WHOLE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from gradkeep.curvature._basis import EigenSide
-    from gradkeep.factors._convolution import ConvolutionRows
+    from gradkeep.factors._convolution import Convolution, ConvolutionRows
     from gradkeep.factors._form import AnyForm, GradientRows
     from gradkeep.factors._lookup import LookupRows
     from gradkeep.factors._outer import OuterRows
@@ -31,6 +26,27 @@ if TYPE_CHECKING:
 
 _POSITIONS = 4096
 """Positions that are summed in their own precision before the sum is added to all others."""
+
+
+WIDE = 4096
+"""A side longer than this keeps its own coordinates: only the diagonal of its moments is made, unless a
+linear layer has fewer positions than that (`RowSpace`)."""
+
+
+def whole(size: int) -> bool:
+    """Whether all moments of a side of this length are made."""
+    return size <= WIDE
+
+
+def zeros(groups: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """An empty sum for each group, `[groups, d, d]` or a diagonal `[groups, d]`."""
+    shape = (groups, size, size) if whole(size) else (groups, size)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def moment(values: Tensor, like: Tensor) -> Tensor:
+    """Sum of v v^T over `[S, d]`, or its diagonal."""
+    return values.square().sum(0) if like.dim() == 1 else squared(values)
 
 
 class MatrixMoments(abc.ABC):
@@ -179,22 +195,10 @@ class EmbeddingMoments(MatrixMoments):
 
 
 class ConvolutionMoments(MatrixMoments):
-    """Of a convolution's patches and of its other array, by positions."""
-
-    patches: ShiftMoments | PatchMoments
+    """Of a convolution's patches, laid out some rows at a time, and of its other array, by positions."""
 
     def _empty_right(self) -> Tensor:
-        form = self.form
-        ways: list[type[ShiftMoments | PatchMoments]] = [PatchMoments]
-        if whole(self.piece.cols) and ShiftMoments.possible(form):
-            ways.append(ShiftMoments)
-        self.patches = min(ways, key=lambda way: way.operations(form))(form)
-        return torch.zeros(0, dtype=torch.float64)  # those of patches stand in for it
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both sides."""
-        return super().nbytes + self.patches.nbytes
+        return zeros(self.piece.groups, _width(self.form))
 
     def add(self, rows: ConvolutionRows, slopes: Tensor | None) -> None:
         """Add some rows, whose gradients are to be multiplied with slopes `[B]`."""
@@ -205,7 +209,9 @@ class ConvolutionMoments(MatrixMoments):
                 wide = wide * each
             else:
                 narrow = narrow * each
-        self.patches.add(wide)
+        for groups in _patches_by_group(self.form, wide):
+            for into, patches in zip(self.right, groups, strict=True):
+                into += moment(patches, into)
         # By filters, not by positions: runs of positions are copied faster.
         filters = narrow.transpose(0, 1).reshape(self.form.groups, self.piece.rows, -1)
         for into, one in zip(self.left, filters, strict=True):
@@ -216,10 +222,55 @@ class ConvolutionMoments(MatrixMoments):
     def sides(self) -> tuple[Tensor, Tensor]:
         """Left and right moments; of a transposed convolution the patches are of the suffix."""
         rows, positions = max(1, self.rows), max(1, self.positions)
-        right = self.patches.moments()
+        order = _column_order(self.form)
+        right = self.right[:, order] if self.right.dim() == 2 else self.right[:, order][:, :, order]
         if self.form.transposed:
             return self.left / positions, right / rows
         return self.left / rows, right / positions
+
+
+def _patches_by_group(form: Convolution, wide: Tensor) -> Iterator[list[Tensor]]:
+    """Some rows of `[B, C, *size]` at a time, of each group the patches `[b T, width]`.
+
+    Their columns are taps x channels, ones for the bias, and zeros up to a multiple of 16, without
+    which matrix products take up to twice as long.
+    """
+    for start, stop in tiles(len(wide), 2 * form.patch_values, wide.element_size(), 4 * CACHED):
+        pixels = form.padded(wide[start:stop]).movedim(1, -1).contiguous()
+        yield [_patches(form, pixels, group) for group in range(form.groups)]
+
+
+def _width(form: Convolution) -> int:
+    """The number of columns of such patches."""
+    return even(form.channels // form.groups * form.taps + (form.bias == "narrow"))
+
+
+def _column_order(form: Convolution) -> Tensor:
+    """Where each column of the weight's matrix is among those of such patches."""
+    inner = form.channels // form.groups
+    columns = torch.arange(inner * form.taps).view(form.taps, inner).t().flatten()
+    if form.bias != "narrow":
+        return columns
+    return torch.cat([columns, torch.tensor([inner * form.taps])])
+
+
+def _patches(form: Convolution, wide: Tensor, group: int) -> Tensor:
+    """Those of one group, from padded pixels `[B, *size, C]`."""
+    count, inner, axes = len(wide), form.channels // form.groups, range(1, wide.dim() - 1)
+    steps = [wide.stride(axis) * form.stride[axis - 1] for axis in axes]
+    taps = [wide.stride(axis) * form.dilation[axis - 1] for axis in axes]
+    read = wide[..., group * inner :].as_strided(
+        (count, *form.out, *form.kernel, inner),
+        (wide.stride(0), *steps, *taps, 1),
+        storage_offset=wide.storage_offset() + group * inner,
+    )
+    columns = inner * form.taps
+    made = wide.new_empty(count, *form.out, _width(form))
+    made[..., :columns].view(read.shape).copy_(read)
+    made[..., columns:] = 0
+    if form.bias == "narrow":
+        made[..., columns] = 1
+    return made.view(-1, made.shape[-1])
 
 
 class GradientMoments(MatrixMoments):

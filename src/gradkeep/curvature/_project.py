@@ -21,7 +21,7 @@ from gradkeep.curvature._sketches import (
 from gradkeep.errors import AttributionError
 from gradkeep.factors._arithmetic import CACHED, Spans, row_of, tiles
 from gradkeep.factors._form import widened
-from gradkeep.query._engine import memory_shares
+from gradkeep.query._engine import stream_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -130,19 +130,8 @@ def tiling(
         f"{held} x {dim}, all projections at once,",
         fix="choose a smaller dimension",
     )
-    probe = gradients.rows([0]) if len(gradients) else None
-    row = sum(rows.nbytes for rows in probe.factors.values()) if probe else 0
-    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
     # Arrays of k numbers that a row has while it is projected: room to wrap, spectra, the result.
-    split = memory_shares(
-        memory_budget,
-        answer=answer,
-        mapped=mapped,
-        query_row=0,
-        train_row=row + 6 * dim * 4,
-        queries=1,
-        rows=held or len(gradients),
-    )
+    split = stream_shares(gradients, memory_budget, answer=answer, beside=6 * dim * 4)
     return split.train_rows, min(split.scratch, CACHED)
 
 
@@ -286,7 +275,7 @@ def _add_products(
         return False
     weight = form.parameters[0]
     sides = sketch.sides(weight.name, weight.shape)
-    chosen = way or sides.way(form.count_outer_products(rows), patches=form.unfolds)
+    chosen = way or sides.way(form.count_outer_products(rows), patches=form.kind == "conv")
     for part in products:
         if part.ids is not None:
             _add_tokens(sides, into, part, scratch)

@@ -11,7 +11,7 @@ import torch
 from gradkeep.factors._arithmetic import RESTORED
 from gradkeep.factors._convolution import ConvolutionRows
 from gradkeep.factors._outer import OuterRows
-from gradkeep.query._engine import memory_shares as divided
+from gradkeep.query._engine import stream_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -44,22 +44,9 @@ def row_parts(
     """All rows of a layer in order, while `held` bytes are taken by something else."""
     one = only_layer(gradients, layer)
     slopes = one.slopes()
-    for some in one.stream(_rows_at_once(one, layer, memory_budget, held)):
+    for some in one.stream(stream_shares(one, memory_budget, answer=held).train_rows):
         part = None if slopes is None else slopes[some.start : some.stop]
         yield RowPart(some.start, some.stop, some.factors[layer].widened(), part)
-
-
-def _rows_at_once(one: Gradients, layer: str, memory_budget: float | str | None, held: int) -> int:
-    """How many rows fit; an error that says how much is needed if none does."""
-    return divided(
-        memory_budget,
-        answer=held,
-        mapped=max((entry.bytes for entry in one.block.manifest.segments), default=0),
-        query_row=0,
-        train_row=one.rows([0]).factors[layer].nbytes,
-        queries=1,
-        rows=len(one),
-    ).train_rows
 
 
 def held_rows(
@@ -70,7 +57,8 @@ def held_rows(
     To open and check the parts of a capture costs as much as a look at what one layer has there.
     """
     one = only_layer(gradients, layer)
-    count = _rows_at_once(one, layer, memory_budget, held)  # an error also where all would fit
+    # An error also where all would fit.
+    count = stream_shares(one, memory_budget, answer=held).train_rows
     if one.rows([0]).factors[layer].widened().nbytes * len(one) > room:
         return None
     found, slopes = [], one.slopes()
@@ -139,7 +127,8 @@ def weighted(
 def weighted_part(form: AnyForm, rows: GradientRows, shares: Tensor) -> Tensor:
     """Sums `[K, P]` of the gradients of some rows, of which each counts `shares` `[K, B]`."""
     # Of many positions a sum costs as much as restoring all rows: they are restored once.
-    if len(shares) == 1 or not form.shares_restoring(rows):
+    shared = form.factored and not form.sparse and rows.positions > len(rows)
+    if len(shares) == 1 or not shared:
         return form.weighted_sum(rows, shares)
     out = shares.new_zeros(len(shares), form.restored_size)
     for start, stop, dense in form.restored_tiles(rows, RESTORED):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Hashable
@@ -50,13 +49,7 @@ class Projection:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in KINDS:
-            near = difflib.get_close_matches(str(self.kind), KINDS, n=2, cutoff=0.3)
-            raise AttributionError(
-                f"no projection {_arguments.shown(self.kind)}",
-                expected=", ".join(KINDS),
-                fix=f"did you mean {' or '.join(near)}?" if near else None,
-            )
+        _arguments.one_of("the kind of a projection", self.kind, KINDS, error=AttributionError)
         object.__setattr__(self, "dim", whole("dim", self.dim))
         object.__setattr__(self, "seed", whole("seed", self.seed))
         least = PARTS if self.kind == "sjlt" else 1

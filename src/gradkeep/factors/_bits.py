@@ -19,7 +19,7 @@ from gradkeep.factors._cost import (
     elementwise,
     matrix_product,
 )
-from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage, nbytes, widened
+from gradkeep.factors._form import ArrayRole, Compute, Form, GradientRows, Parameter, Storage
 from gradkeep.factors._weights import WeightBlock, WeightVector
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BitRows:
+class BitRows(GradientRows):
     """Coordinates of B rows: packed codes with a scale a row, or the numbers themselves."""
 
     codes: Tensor
@@ -52,29 +52,10 @@ class BitRows:
     def __len__(self) -> int:
         return len(self.codes)
 
-    @property
-    def example(self) -> Tensor:
-        """An array that has the dtype and device of the decoded rows."""
-        return self.codes if self.scales is None else self.scales
-
-    @property
-    def positions(self) -> float:
-        """One a row."""
-        return float(len(self))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return nbytes(self.codes, self.scales)
-
     def take(self, start: int, stop: int) -> BitRows:
         """A view of some rows."""
         scales = None if self.scales is None else self.scales[start:stop]
         return BitRows(self.codes[start:stop], scales)
-
-    def widened(self) -> BitRows:
-        """The same rows with 32 bits a number at least; packed ones stay packed."""
-        return self if self.scales is not None else BitRows(widened(self.codes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +70,8 @@ class Bits(Form[BitRows]):
     kind: ClassVar[str] = "bits"
     computes: ClassVar[tuple[Compute, ...]] = ("dense",)
     rows_type: ClassVar[type[Any]] = BitRows
+    storage: ClassVar[Storage] = "coordinates"
+    exact: ClassVar[bool] = False
     parameters: tuple[Parameter, ...]
     codes: str
     scale: str
@@ -127,11 +110,6 @@ class Bits(Form[BitRows]):
         return (Parameter(self.codes, (self.size,)),)
 
     @property
-    def exact(self) -> bool:
-        """Never: some coordinates are left out."""
-        return False
-
-    @property
     def approximate(self) -> str:
         """What is kept instead of the gradient."""
         white = "whitened " if self.whitened else ""
@@ -141,11 +119,6 @@ class Bits(Form[BitRows]):
     def repeated_error(self) -> float:
         """Coordinates near a bound between levels may fall to its other side: one in a hundred."""
         return {1: 0.2, 4: 0.1, 8: 0.03}.get(self.bits, 0.01) if not self.group else 0.2
-
-    @property
-    def storage(self) -> Storage:
-        """Coordinates."""
-        return "coordinates"
 
     def read(self, source: ArraySource) -> BitRows:
         """The rows that arrays hold."""
@@ -157,11 +130,6 @@ class Bits(Form[BitRows]):
         if rows.scales is None:
             return {self.codes: rows.codes}
         return {self.codes: rows.codes, self.scale: rows.scales}
-
-    def offsets(self, rows: BitRows, array: str) -> Tensor | None:
-        """None: as many coordinates in every row."""
-        del rows, array
-        return None
 
     def role(self, array: str) -> ArrayRole:
         """What the arrays hold."""
@@ -262,11 +230,6 @@ class Bits(Form[BitRows]):
         """Values of the temporaries of a row while it is decoded."""
         del rows
         return self.size // 4
-
-    def _half_is_less(self, rows: BitRows, directions: int) -> bool:
-        """Always: rows are decoded either way."""
-        del rows, directions
-        return True
 
     def same_layout(self, other: Form[Any]) -> bool:
         """Whether both are coordinates in the same basis, as these are kept or unrounded."""

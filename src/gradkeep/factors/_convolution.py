@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradkeep.factors._arithmetic import CACHED, RESTORED, squared_lengths, tiles
+from gradkeep.factors._arithmetic import CACHED, squared_lengths, tiles
 from gradkeep.factors._cost import (
     FLOPS,
     FOLD,
@@ -27,7 +27,7 @@ from gradkeep.factors._cost import (
     matrix_product,
     temporaries,
 )
-from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, nbytes, widened
+from gradkeep.factors._form import Compute, Form, GradientRows, OuterProducts, Parameter
 from gradkeep.factors._kernel_gradients import kernel_gradient, row_gradients, rows_can_be_groups
 from gradkeep.factors._outer import Outer, OuterRows, linear_cost
 from gradkeep.factors._pixel_gram import (
@@ -46,15 +46,10 @@ if TYPE_CHECKING:
     from gradkeep.factors._form import ArraySource
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TOUCHED, _LAID_OUT, _RESTORED = 40, 300, 120
-"""Operations of a product that take as long as passing over a value, laying out one of a patch by
-position, and writing and reading one of a gradient."""
-_ROOMY = 4 * CACHED
-"""Bytes of gradients beside which those in the cache are few."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ConvolutionRows:
+class ConvolutionRows(GradientRows):
     """Raw pixels of B rows."""
 
     wide: Tensor
@@ -66,27 +61,13 @@ class ConvolutionRows:
         return len(self.wide)
 
     @property
-    def example(self) -> Tensor:
-        """An array that has the dtype and device of all."""
-        return self.wide
-
-    @property
     def positions(self) -> float:
         """The number of positions of all rows together."""
         return float(self.narrow[:, 0].numel())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return nbytes(self.wide, self.narrow)
-
     def take(self, start: int, stop: int) -> ConvolutionRows:
         """A view of some rows."""
         return ConvolutionRows(self.wide[start:stop], self.narrow[start:stop])
-
-    def widened(self) -> ConvolutionRows:
-        """The same rows with 32 bits a number at least."""
-        return ConvolutionRows(widened(self.wide), widened(self.narrow))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +82,7 @@ class Convolution(Form[ConvolutionRows]):
 
     kind: ClassVar[str] = "conv"
     computes: ClassVar[tuple[Compute, ...]] = ("factored", "gram", "half", "restored")
+    factored: ClassVar[bool] = True
     rows_type: ClassVar[type[Any]] = ConvolutionRows
     parameters: tuple[Parameter, ...]
     wide: str
@@ -147,11 +129,6 @@ class Convolution(Form[ConvolutionRows]):
         return self.weight_size + bias
 
     @property
-    def factored(self) -> bool:
-        """Inputs and the gradients of outputs are kept as the layer had them."""
-        return True
-
-    @property
     def transposed(self) -> bool:
         """Whether it is a transposed convolution, whose patches are of the suffix."""
         return self.wide.endswith("suffix")
@@ -160,11 +137,6 @@ class Convolution(Form[ConvolutionRows]):
     def fixed_positions(self) -> float:
         """T, that of every row."""
         return float(self.positions)
-
-    def shares_restoring(self, rows: ConvolutionRows) -> bool:
-        """A sum costs as much as restoring all rows."""
-        del rows
-        return True
 
     def as_outer(
         self, rows: ConvolutionRows, *, prefix: str, suffix: str
@@ -182,11 +154,6 @@ class Convolution(Form[ConvolutionRows]):
     def tensors(self, rows: ConvolutionRows) -> dict[str, Tensor]:
         """Both arrays by their names."""
         return {self.wide: rows.wide, self.narrow: rows.narrow}
-
-    def offsets(self, rows: ConvolutionRows, array: str) -> Tensor | None:
-        """None: one image a row."""
-        del rows, array
-        return None
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """A matrix for each group, and the bias as their last column or by itself."""
@@ -291,39 +258,21 @@ class Convolution(Form[ConvolutionRows]):
         return out
 
     def squared_norms(self, rows: ConvolutionRows) -> Tensor:
-        """Squared lengths `[B]`, in the way that takes least work: see `norms_by`."""
-        way = self.norms_by
-        if way == "gradients":
+        """Squared lengths `[B]`, from products of pixels or of restored rows: whichever is less work.
+
+        By the shape alone, so that a capture that is resumed makes the same bytes.
+        """
+        products, touched = norm_passes(self)
+        # Operations that take as long as passing over a value, and as writing and reading one of a gradient.
+        if products + 40 * touched >= self.weight_size * (2 * self.positions + 120):
             return self._restored_norms(rows)
-        certain = None
-        if way == "pixels":
-            out, certain = pixel_norms(self, rows)
-        else:
-            out = rows.wide.new_zeros(len(rows))
-            for start, stop in self._tiles(rows, CACHED):
-                linear, parts = self.unfolded(rows.take(start, stop))
-                for part in parts:
-                    out[start:stop] += linear.squared_norms(part)
+        out, certain = pixel_norms(self, rows)
         if self.bias == "wide":
             out += squared_lengths(self._sums(rows))
-        if certain is not None and not certain.all():
+        if not certain.all():
             again = (~certain).nonzero()[:, 0]
             out[again] = self._restored_norms(ConvolutionRows(rows.wide[again], rows.narrow[again]))
         return out
-
-    @property
-    def norms_by(self) -> Literal["pixels", "patches", "gradients"]:
-        """What lengths are made of: by the shape alone, so that a capture that is gone on with makes
-        the same bytes."""
-        groups, length = self.groups, self.positions
-        sides = self.channels // groups * self.taps + self.filters // groups
-        products, touched = norm_passes(self)
-        work: dict[Literal["pixels", "patches", "gradients"], int] = {
-            "pixels": products + _TOUCHED * touched,
-            "patches": groups * length * sides * (2 * length + _LAID_OUT),
-            "gradients": self.weight_size * (2 * length + _RESTORED),
-        }
-        return min(work, key=work.__getitem__)
 
     def _restored_norms(self, rows: ConvolutionRows) -> Tensor:
         out = rows.wide.new_empty(len(rows))
@@ -389,18 +338,6 @@ class Convolution(Form[ConvolutionRows]):
         """Values of the temporaries of a row while it is restored: its patches, and it padded."""
         del rows
         return self.patch_values + self.padded_values
-
-    def restored_tiles(
-        self, rows: ConvolutionRows, scratch: int
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """The same with larger tiles where there is room: patches are laid out in the cache."""
-        item = rows.wide.element_size()
-        room = min(scratch, RESTORED) - 2 * CACHED
-        if 2 * self.temporaries(rows) * item > CACHED or room < _ROOMY:
-            yield from Form.restored_tiles(self, rows, scratch)
-            return
-        for start, stop in tiles(len(rows), self.restored_size, item, room):
-            yield start, stop, self.restore(rows.take(start, stop))
 
     def _sums(self, rows: ConvolutionRows) -> Tensor:
         """The gradients of the bias."""
@@ -483,11 +420,6 @@ class Convolution(Form[ConvolutionRows]):
         """Every group has its own patches."""
         del rows
         return float(self.positions * self.groups)
-
-    @property
-    def unfolds(self) -> bool:
-        """Patches have to be laid out."""
-        return True
 
     def bias_gradients(self, rows: ConvolutionRows) -> Tensor | None:
         """`[B, D]` or, of a transposed convolution, `[B, C]`; None without a bias."""

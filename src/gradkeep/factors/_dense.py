@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gradkeep.factors._arithmetic import pairwise, squared_lengths
 from gradkeep.factors._cost import Cost, ProductSize, matrix_product
-from gradkeep.factors._form import ArrayRole, Compute, Form, Parameter, Storage, nbytes, widened
+from gradkeep.factors._form import ArrayRole, Compute, Form, GradientRows, Parameter, Storage
 from gradkeep.factors._weights import WeightBlock, WeightMatrix, WeightVector
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ WHOLE = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseRows:
+class DenseRows(GradientRows):
     """Gradients, or sketches of them, of B rows."""
 
     values: Tensor
@@ -29,28 +29,9 @@ class DenseRows:
     def __len__(self) -> int:
         return len(self.values)
 
-    @property
-    def example(self) -> Tensor:
-        """An array that has the dtype and device of all."""
-        return self.values
-
-    @property
-    def positions(self) -> float:
-        """One a row."""
-        return float(len(self))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return nbytes(self.values)
-
     def take(self, start: int, stop: int) -> DenseRows:
         """A view of some rows."""
         return DenseRows(self.values[start:stop])
-
-    def widened(self) -> DenseRows:
-        """The same rows with 32 bits a number at least."""
-        return DenseRows(widened(self.values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +41,7 @@ class Dense(Form[DenseRows]):
     kind: ClassVar[str] = "dense"
     computes: ClassVar[tuple[Compute, ...]] = ("dense",)
     rows_type: ClassVar[type[Any]] = DenseRows
+    storage: ClassVar[Storage] = "dense"
     parameters: tuple[Parameter, ...]
     gradient: str
     size: int
@@ -93,11 +75,6 @@ class Dense(Form[DenseRows]):
         """What is kept of a sketch."""
         return f"random projections of {self.size} numbers" if self.sketch else None
 
-    @property
-    def storage(self) -> Storage:
-        """The gradient itself."""
-        return "dense"
-
     def read(self, source: ArraySource) -> DenseRows:
         """The rows that an array holds."""
         return DenseRows(source.tensor(self.gradient))
@@ -105,11 +82,6 @@ class Dense(Form[DenseRows]):
     def tensors(self, rows: DenseRows) -> dict[str, Tensor]:
         """The gradients by the name of their array."""
         return {self.gradient: rows.values}
-
-    def offsets(self, rows: DenseRows, array: str) -> Tensor | None:
-        """None: one gradient a row."""
-        del rows, array
-        return None
 
     def role(self, array: str) -> ArrayRole:
         """What the array holds."""
@@ -159,16 +131,6 @@ class Dense(Form[DenseRows]):
         """Products with dense directions, `[K, P] @ [P, B]`."""
         del scratch
         return pairwise(directions, rows.values)
-
-    def temporaries(self, rows: DenseRows) -> int:
-        """None: there is nothing to restore."""
-        del rows
-        return 0
-
-    def _half_is_less(self, rows: DenseRows, directions: int) -> bool:
-        """Always: nothing needs to be restored."""
-        del rows, directions
-        return True
 
     def same_layout(self, other: Form[Any]) -> bool:
         """Whether both are kept whole."""

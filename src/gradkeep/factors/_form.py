@@ -24,7 +24,7 @@ from gradkeep.errors import GradkeepError, QueryError
 from gradkeep.factors._arithmetic import RESTORED, pairwise, tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -59,28 +59,51 @@ class Parameter:
         return math.prod(self.shape)
 
 
-class GradientRows(Protocol):
-    """The numbers of B samples of one layer, in the form they are kept in."""
+class GradientRows:
+    """The numbers of B samples of one layer, in the form they are kept in: a dataclass of tensors."""
 
-    def __len__(self) -> int: ...
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def take(self, start: int, stop: int) -> Self:
         """A view of rows `start` to `stop`."""
+        raise NotImplementedError
 
     def widened(self) -> Self:
         """The same rows with 32 bits a number at least."""
+        wide = {
+            name: value.widened() if isinstance(value, GradientRows) else widened(value)
+            for name, value in self._arrays()
+        }
+        return dataclasses.replace(self, **wide)  # type: ignore[type-var]
 
     @property
     def example(self) -> Tensor:
         """One of the arrays, which has the dtype and device of all."""
+        value = self._arrays()[-1][1]
+        return value.example if isinstance(value, GradientRows) else value
 
     @property
     def positions(self) -> float:
         """The number of positions of all rows together; what has none counts one a row."""
+        return float(len(self))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return sum(value.nbytes for value in values if value is not None)
+
+    def _arrays(self) -> list[tuple[str, Any]]:
+        """Names and values of the arrays of numbers, without ids and offsets."""
+        named = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return [
+            (name, value)
+            for name, value in named
+            if isinstance(value, GradientRows) or (value is not None and value.is_floating_point())
+        ]
 
 
 class ArraySource(Protocol):
@@ -191,16 +214,6 @@ class Form(Protocol[R]):
         """Whether a restored row is nearly all zeros."""
         return False
 
-    def one_position(self, ragged: Collection[str]) -> bool:
-        """Whether prefixes and suffixes are kept, one of each a row; `ragged` arrays have several."""
-        del ragged
-        return False
-
-    def shares_restoring(self, rows: R) -> bool:
-        """Whether several weighted sums of these rows cost less once all are restored."""
-        del rows
-        return False
-
     @property
     def storage(self) -> Storage:
         """In which way it keeps a layer."""
@@ -238,6 +251,8 @@ class Form(Protocol[R]):
 
     def offsets(self, rows: R, array: str) -> Tensor | None:
         """Where each row begins and ends in an array; None: one entry a row."""
+        del rows, array
+        return None
 
     def role(self, array: str) -> ArrayRole:
         """What an array holds."""
@@ -265,6 +280,8 @@ class Form(Protocol[R]):
 
     def temporaries(self, rows: R) -> int:
         """Values of the temporaries of a row while it is restored."""
+        del rows
+        return 0
 
     def between(self, rows: R, block: WeightBlock, left: Tensor, right: Tensor) -> Tensor:
         """`left^T W right` `[B, G, r, c]` of a block's gradients W `[G, R, C]`.
@@ -303,11 +320,6 @@ class Form(Protocol[R]):
         if len(parts) != 1:
             raise QueryError("rows of this form are not chained", found=self.kind)
         return parts[0]
-
-    @property
-    def unfolds(self) -> bool:
-        """Whether outer products are of patches, which have to be laid out first."""
-        return False
 
     def bias_gradients(self, rows: R) -> Tensor | None:
         """The gradients of the bias `[B, d]`, where `outer_products` leave it out."""
@@ -417,6 +429,8 @@ class Form(Protocol[R]):
 
     def _half_is_less(self, rows: R, directions: int) -> bool:
         """Whether K T products with a weight cost less than T to restore it, K after, and its bytes."""
+        if self.sparse or "restored" not in self.computes:
+            return True
         positions = rows.positions / max(1, len(rows))
         # Operations that take as long as to write and read one value of a restored gradient.
         return directions * positions <= directions + positions + 50
@@ -520,11 +534,6 @@ def _flat_product(rows: Tensor, matrix: Tensor) -> Tensor:
 def widened(values: Tensor) -> Tensor:
     """Numbers of 32 bits at least: 16 are for keeping, not for computing."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
-def nbytes(*arrays: torch.Tensor | None) -> int:
-    """Bytes of some arrays."""
-    return sum(array.numel() * array.element_size() for array in arrays if array is not None)
 
 
 AnyForm = Form[Any]

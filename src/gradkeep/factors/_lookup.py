@@ -34,11 +34,10 @@ from gradkeep.factors._cost import (
 from gradkeep.factors._form import (
     Compute,
     Form,
+    GradientRows,
     OuterProducts,
     Parameter,
     PositionProducts,
-    nbytes,
-    widened,
 )
 from gradkeep.factors._outer import summed_products
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
@@ -53,7 +52,7 @@ _BLOCK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LookupRows:
+class LookupRows(GradientRows):
     """Tokens of B rows one after the other, S = sum of T_i in all."""
 
     ids: Tensor
@@ -72,29 +71,15 @@ class LookupRows:
         return spans(self.offsets, len(self.ids))
 
     @property
-    def example(self) -> Tensor:
-        """An array that has the dtype and device of all."""
-        return self.g
-
-    @property
     def positions(self) -> float:
         """The number of tokens of all rows together."""
         return float(len(self.g))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return nbytes(self.ids, self.g, self.offsets)
 
     def take(self, start: int, stop: int) -> LookupRows:
         """A view of some rows."""
         offsets = self.offsets[start : stop + 1]
         low, high = int(offsets[0]), int(offsets[-1])
         return LookupRows(self.ids[low:high], self.g[low:high], offsets - low)
-
-    def widened(self) -> LookupRows:
-        """The same rows with 32 bits a number at least."""
-        return LookupRows(self.ids, widened(self.g), self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +89,8 @@ class Lookup(Form[LookupRows]):
     kind: ClassVar[str] = "lookup"
     computes: ClassVar[tuple[Compute, ...]] = ("factored", "half", "restored")
     rows_type: ClassVar[type[Any]] = LookupRows
+    factored: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
     parameters: tuple[Parameter, ...]
     prefix: str
     suffix: str
@@ -119,16 +106,6 @@ class Lookup(Form[LookupRows]):
     def restored_size(self) -> int:
         """P, nearly all of it zeros."""
         return self.rows * self.width
-
-    @property
-    def factored(self) -> bool:
-        """Ids and the gradients of outputs are kept as the layer had them."""
-        return True
-
-    @property
-    def sparse(self) -> bool:
-        """A row has gradients for its own tokens only."""
-        return True
 
     def read(self, source: ArraySource) -> LookupRows:
         """The rows that some arrays hold."""
@@ -246,11 +223,6 @@ class Lookup(Form[LookupRows]):
         """The row of the table that each token reads, times its suffix."""
         del scratch
         yield OuterProducts(0, rows.g, rows.spans, ids=rows.ids)
-
-    def _half_is_less(self, rows: LookupRows, directions: int) -> bool:
-        """Always: a restored row is nearly all zeros."""
-        del rows, directions
-        return True
 
     def products_cost(self, load: ProductSize, compute: Compute) -> Cost:
         """Pairs of equal tokens, if words are as frequent as in natural text (Zipf)."""

@@ -40,17 +40,16 @@ from gradkeep.factors._cost import (
 from gradkeep.factors._form import (
     Compute,
     Form,
+    GradientRows,
     OuterProducts,
     Parameter,
     PositionProducts,
     Storage,
-    nbytes,
-    widened,
 )
 from gradkeep.factors._weights import WeightBlock, WeightMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from gradkeep.factors._form import ArraySource
 
@@ -59,7 +58,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OuterRows:
+class OuterRows(GradientRows):
     """Positions of B rows one after the other, S = sum of T_i in all."""
 
     x: Tensor
@@ -78,19 +77,9 @@ class OuterRows:
         return spans(self.offsets, len(self.x))
 
     @property
-    def example(self) -> Tensor:
-        """An array that has the dtype and device of all."""
-        return self.g
-
-    @property
     def positions(self) -> float:
         """The number of positions of all rows together."""
         return float(len(self.g))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return nbytes(self.x, self.g, self.offsets)
 
     def take(self, start: int, stop: int) -> OuterRows:
         """A view of some rows."""
@@ -99,10 +88,6 @@ class OuterRows:
         offsets = self.offsets[start : stop + 1]
         low, high = int(offsets[0]), int(offsets[-1])
         return OuterRows(self.x[low:high], self.g[low:high], offsets - low)
-
-    def widened(self) -> OuterRows:
-        """The same rows with 32 bits a number at least."""
-        return OuterRows(widened(self.x), widened(self.g), self.offsets)
 
     @classmethod
     def stacked(cls, parts: Sequence[OuterRows]) -> OuterRows:
@@ -177,14 +162,6 @@ class Outer(Form[OuterRows]):
         """Whether prefixes and suffixes are kept as the layer had them."""
         return not self.ones
 
-    def one_position(self, ragged: Collection[str]) -> bool:
-        """Whether its arrays have one entry a row."""
-        return not self.ones and self.suffix not in ragged
-
-    def shares_restoring(self, rows: OuterRows) -> bool:
-        """Of several positions a sum costs as much as restoring all rows."""
-        return rows.offsets is not None
-
     @property
     def storage(self) -> Storage:
         """Factors, with all their positions or fewer."""
@@ -248,10 +225,10 @@ class Outer(Form[OuterRows]):
 
         return sum_pairs(queries.spans, train.spans, product, like=train.x, scratch=scratch)
 
-    def restore(self, rows: OuterRows, out: Tensor | None = None) -> Tensor:
+    def restore(self, rows: OuterRows) -> Tensor:
         """Gradients `[B, P]`: `g^T x` of each row, then the bias; 2 T d_in d_out operations a row."""
         parts = rows.spans
-        out = rows.x.new_empty(len(rows), self.restored_size) if out is None else out
+        out = rows.x.new_empty(len(rows), self.restored_size)
         weight, bias = self.split(out)
         left, right = (rows.g, rows.x[:, : self.d_in])
         if self.transposed:
@@ -408,10 +385,6 @@ class Outer(Form[OuterRows]):
         x = rows.x[:, : self.d_in]
         left, right = (x, rows.g) if self.transposed else (rows.g, x)
         yield OuterProducts(0, right, rows.spans, left=left)
-
-    def count_outer_products(self, rows: OuterRows) -> float:
-        """One for each position."""
-        return 1.0 if rows.spans.uniform == 1 else len(rows.g) / len(rows)
 
     def bias_gradients(self, rows: OuterRows) -> Tensor | None:
         """Sums of suffixes over positions `[B, d_out]`; None without a bias."""

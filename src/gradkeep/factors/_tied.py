@@ -15,7 +15,14 @@ from gradkeep.factors._cost import (
     elementwise,
     matrix_product,
 )
-from gradkeep.factors._form import Compute, Form, OuterProducts, Parameter, PositionProducts
+from gradkeep.factors._form import (
+    Compute,
+    Form,
+    GradientRows,
+    OuterProducts,
+    Parameter,
+    PositionProducts,
+)
 from gradkeep.factors._outer import Outer, OuterRows, pair_sums_cost
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TiedRows:
+class TiedRows(GradientRows):
     """Both uses of a weight by the same B rows."""
 
     lookup: LookupRows
@@ -39,27 +46,13 @@ class TiedRows:
         return len(self.lookup)
 
     @property
-    def example(self) -> Tensor:
-        """An array that has the dtype and device of all."""
-        return self.outer.g
-
-    @property
     def positions(self) -> float:
         """The positions of the linear layer, of all rows together."""
         return self.outer.positions
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays of both uses."""
-        return self.lookup.nbytes + self.outer.nbytes
-
     def take(self, start: int, stop: int) -> TiedRows:
         """A view of some rows."""
         return TiedRows(self.lookup.take(start, stop), self.outer.take(start, stop))
-
-    def widened(self) -> TiedRows:
-        """The same rows with 32 bits a number at least."""
-        return TiedRows(self.lookup.widened(), self.outer.widened())
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +180,6 @@ class Tied(Form[TiedRows]):
         """Those of both uses."""
         yield from self.outer.outer_products(rows.outer, scratch=scratch)
         yield from self.lookup.outer_products(rows.lookup, scratch=scratch)
-
-    def count_outer_products(self, rows: TiedRows) -> float:
-        """Those of the linear layer; tokens only add a row of the weight."""
-        return self.outer.count_outer_products(rows.outer)
 
     def bias_gradients(self, rows: TiedRows) -> Tensor | None:
         """Those of the linear layer."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradkeep import _arguments
-from gradkeep._surroundings import install_hint
-from gradkeep.errors import FarmError, MissingExtra
+from gradkeep._surroundings import import_extra
+from gradkeep.errors import FarmError
 from gradkeep.farm._job import check_workers
 from gradkeep.farm._local import LocalProcesses
 from gradkeep.farm._worker import broken_worker, stop_on_signals, work
@@ -49,7 +49,7 @@ class RayCluster:
     @property
     def num_workers(self) -> int:
         """How many workers there will be."""
-        ray = _ray()
+        ray = import_extra("ray", extra="ray", what="the engine ray")
         self._connect(ray)
         if self.workers is not None:
             return self.workers
@@ -62,7 +62,7 @@ class RayCluster:
 
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
         """Run actors until no row is left; Ray starts them again on other nodes when one dies."""
-        ray = _ray()
+        ray = import_extra("ray", extra="ray", what="the engine ray")
         self._connect(ray)
         actor = ray.remote(
             num_cpus=self.cpus,
@@ -142,14 +142,6 @@ def _actor_class(ray: Any) -> type:
     return FarmWorker
 
 
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("the engine ray needs Ray", fix=install_hint("ray")) from error
-    return ray
-
-
 @dataclass(frozen=True, slots=True)
 class Slurm:
     """One array of `workers` jobs, each of which pulls rows until none is left.
@@ -185,7 +177,7 @@ class Slurm:
 
     def run(self, spec: JobSpec, report: Callable[[], None]) -> None:
         """Submit the pullers and wait for them; leaving early cancels them."""
-        submitit = _submitit()
+        submitit = import_extra("submitit", extra="slurm", what="the engine slurm")
         if self.cluster == "slurm" and shutil.which("srun") is None:
             raise FarmError(
                 "this machine does not belong to a SLURM cluster",
@@ -224,12 +216,5 @@ class _SlurmPuller:
 
     def checkpoint(self) -> Any:
         """Preempted or out of time: the same again, as the rows know what is left."""
-        return _submitit().helpers.DelayedSubmission(self)
-
-
-def _submitit() -> Any:
-    try:
-        import submitit
-    except ImportError as error:
-        raise MissingExtra("the engine slurm needs submitit", fix=install_hint("slurm")) from error
-    return submitit
+        submitit = import_extra("submitit", extra="slurm", what="the engine slurm")
+        return submitit.helpers.DelayedSubmission(self)

@@ -16,7 +16,7 @@ from gradkeep._arguments import checked
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import NotSealed, QueryError, StoreError
 from gradkeep.query._engine import GradientPair, ProductEngine
-from gradkeep.query._small_codes import BESIDE, SmallCodes, sketched, squared_lengths
+from gradkeep.query._small_codes import BESIDE, SmallCodes, coordinates_of
 from gradkeep.store import Array, BasisKey, Schema, Store
 
 if TYPE_CHECKING:
@@ -207,10 +207,7 @@ class _CodeMaking:
     def _encoded(
         self, some: FactorBatch, directions: _Directions, slopes: torch.Tensor | None
     ) -> dict[str, Numbers]:
-        along = sketched(self._train, some.factors, directions.by_layer).t()
-        squared = squared_lengths(self._train, some.factors)
-        if slopes is not None:
-            along, squared = along * slopes.unsqueeze(1), squared * slopes.square()
+        along, squared = coordinates_of(self._train, some.factors, directions.by_layer, slopes)
         inside = along.square().sum(1)
         parts = torch.where(squared > 0, inside / squared, 0.0).clamp_(0, 1)
         inverse = torch.where(inside > 0, 1 / inside.sqrt(), 0.0)
@@ -301,18 +298,12 @@ class _KnownCodes:
 
 def _kernel(train: Gradients, rows: list[int]) -> torch.Tensor:
     """Products `[S, S]` of some rows with each other."""
-    kernel = torch.empty(len(rows), len(rows))
+    pair, parts = GradientPair(train, train), []
     for begin in range(0, len(rows), _SAMPLED_AT_ONCE):
         some = rows[begin : begin + _SAMPLED_AT_ONCE]
         answer = 4 * len(some) * len(rows)
-        engine = ProductEngine(
-            [GradientPair(train, train)], answer=answer, positions=some, rows=rows
-        )
-        for tile in engine.tiles():
-            part, start = tile.values[0], begin + tile.query_start
-            here = slice(tile.train_start, tile.train_start + part.shape[1])
-            kernel[start : start + len(part), here] = part
-    return kernel
+        parts.append(ProductEngine([pair], answer=answer, positions=some, rows=rows).matrix())
+    return torch.cat(parts)
 
 
 def _spread_beside(kernel: torch.Tensor, along: torch.Tensor) -> float:

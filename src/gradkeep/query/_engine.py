@@ -91,7 +91,7 @@ class ProductEngine:
         self.shares: MemoryShares = memory_shares(
             memory_budget,
             answer=answer,
-            mapped=max(_mapped(pair.train) for pair in pairs),
+            mapped=max(pair.train.largest_segment for pair in pairs),
             query_row=max(probe.query_row for probe in probes),
             train_row=max(probe.train_row for probe in probes),
             queries=len(self.positions),
@@ -127,6 +127,15 @@ class ProductEngine:
                     total = values if total is None else total.add_(values)
                 assert total is not None
                 yield ProductTile(begin, parts[0].start, total)
+
+    def matrix(self) -> torch.Tensor:
+        """All products `[Q, N]` of a question that is not asked layer by layer."""
+        values = torch.empty(len(self.positions), self.num_train)
+        for tile in self.tiles():
+            part = tile.values[0]
+            here = slice(tile.query_start, tile.query_start + len(part))
+            values[here, tile.train_start : tile.train_start + part.shape[1]] = part
+        return values
 
     def _train(self) -> Iterator[list[FactorBatch]]:
         """Tiles of training rows: streamed, or picked, or for several checkpoints read side by side."""
@@ -300,11 +309,6 @@ def _sizes(side: Gradients) -> tuple[float, dict[str, float]]:
     return size, {name: rows.positions / count for name, rows in some.factors.items()}
 
 
-def _mapped(side: Gradients) -> int:
-    """Bytes of the largest segment: while it is read, its pages are in memory."""
-    return max((entry.bytes for entry in side.block.manifest.segments), default=0)
-
-
 def check_pairs(pairs: Sequence[GradientPair]) -> None:
     """Raise unless queries and training rows can be compared."""
     if len(pairs) == 0:
@@ -426,3 +430,21 @@ def memory_shares(
     train_rows = max(1, min(rows, int(train / (2 * max(1.0, train_row)))))
     scratch = max(_LEAST_SCRATCH, min(_MOST_SCRATCH, int(0.2 * rest)))
     return MemoryShares(query_rows, train_rows, scratch, restored=int(0.2 * rest), total=limit)
+
+
+def stream_shares(
+    gradients: Gradients, budget: float | str | None, *, answer: int, beside: int = 0
+) -> MemoryShares:
+    """The parts of a budget for a pass over all rows, each with so many bytes `beside` its factors."""
+    row = 0
+    if len(gradients):
+        row = sum(rows.nbytes for rows in gradients.rows([0]).factors.values())
+    return memory_shares(
+        budget,
+        answer=answer,
+        mapped=gradients.largest_segment,
+        query_row=0,
+        train_row=row + beside,
+        queries=1,
+        rows=len(gradients),
+    )

@@ -75,6 +75,11 @@ class Gradients:
         """P, the number of parameters of the chosen layers."""
         return sum(form.gradient_size for form in self.forms.values())
 
+    @property
+    def largest_segment(self) -> int:
+        """Bytes of the largest segment: while it is read, its pages are in memory."""
+        return max((entry.bytes for entry in self.block.manifest.segments), default=0)
+
     @checked(QueryError)
     def named(self, capture: str) -> Gradients:
         """The gradients of the same split at the same checkpoint in the capture of another name."""
@@ -177,16 +182,21 @@ class Gradients:
             dense = form.restore(some.factors[name])
             if slopes is not None:
                 dense = dense * slopes[at].unsqueeze(1).to(dense.dtype)
-            begin = 0
-            for parameter in form.parameters:
-                part = dense[:, begin : begin + parameter.size]
-                found[parameter.name] = part.reshape(len(part), *parameter.shape)
-                begin += parameter.size
+            found |= split_parameters(form, dense)
         return found
 
     def _arrays(self) -> list[str]:
         named = dict.fromkeys(array for form in self.forms.values() for array in form.arrays)
         return list(named)
+
+
+def split_parameters(form: AnyForm, dense: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Dense gradients `[B, P]` of a layer as one tensor `[B, *shape]` for each parameter."""
+    parts = torch.split(dense, [parameter.size for parameter in form.parameters], 1)
+    return {
+        parameter.name: part.reshape(-1, *parameter.shape)
+        for parameter, part in zip(form.parameters, parts, strict=True)
+    }
 
 
 def check_restorable(forms: Mapping[str, AnyForm]) -> None:
@@ -276,8 +286,6 @@ def gradients_of(block: Block, key: CaptureKey, layers: LayerChoice, of: Gradien
             "this block holds no gradients", path=block.path, fix="capture it with gk.capture"
         )
     kept = block.schema.fingerprints.get("of")
-    if of not in ("loss", "output"):
-        raise QueryError(f"gradients of {of!r}", expected="'loss' or 'output'")
     if of == "output" and kept != "output":
         raise QueryError(
             "this capture keeps the gradients of losses only",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gradkeep import _arguments
 from gradkeep._budgets import format_bytes
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import RESTORED
@@ -105,14 +105,7 @@ def choose_compute(form: AnyForm, load: ProductSize, *, force: str | None = None
 
 def forced(form: AnyForm, name: str) -> Compute:
     """The way of this form that a name stands for."""
-    if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, n=1)
-        raise QueryError(
-            "there is no such way to compute products of gradients",
-            found=name,
-            expected=f"one of {', '.join(_NAMES)}",
-            fix=f"did you mean {near[0]!r}?" if near else "leave it out to let the planner choose",
-        )
+    _arguments.one_of("compute", name, _NAMES, error=QueryError)
     return next(compute for compute in _NAMES[name] if compute in form.computes)
 
 

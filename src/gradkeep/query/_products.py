@@ -50,39 +50,17 @@ class LargestRows:
         queries = torch.arange(query_start, query_start + len(values))
         if row_start >= self._k:  # before, some places are not taken
             above = values > self.values[queries, -1:]
-            counts = above.sum(1)
-            found = counts > 0
-            queries, values = queries[found], values[found]
+            better = above.any(1)
+            queries, values = queries[better], values[better]
             if not len(queries):
                 return
-            most = int(counts.max())
-            if most <= self._k:
-                self._merge(queries, *_marked(values, above[found], counts[found], most), row_start)
-                return
         places = _largest_places(values, self._k)
-        self._merge(queries, values.gather(1, places), places, row_start)
-
-    def _merge(
-        self, queries: torch.Tensor, values: torch.Tensor, places: torch.Tensor, row_start: int
-    ) -> None:
-        both = torch.cat([self.values[queries], values], 1)
+        both = torch.cat([self.values[queries], values.gather(1, places)], 1)
         both_rows = torch.cat([self.rows[queries], places + row_start], 1)
         # Earlier rows stand first, and a stable sort leaves equals in place.
         order = both.sort(dim=1, descending=True, stable=True).indices[:, : self._k]
         self.values[queries] = both.gather(1, order)
         self.rows[queries] = both_rows.gather(1, order)
-
-
-def _marked(
-    values: torch.Tensor, marks: torch.Tensor, counts: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The marked values of `[q, n]` and their places `[q, most]`; -inf where a row has fewer."""
-    rows, columns = marks.nonzero(as_tuple=True)
-    at = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    found = values.new_full((len(values), most), -torch.inf)
-    places = torch.zeros(found.shape, dtype=torch.int64)
-    found[rows, at], places[rows, at] = values[rows, columns], columns
-    return found, places
 
 
 def _largest_places(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -220,6 +198,12 @@ def top(
     if k < 1:
         raise QueryError("k must be at least 1", found=k)
     k = min(k, len(pairs[0].train))
+    common: dict[str, Any] = {
+        "weights": [pair.weight for pair in pairs],
+        "smallest": smallest,
+        "compute": compute,
+        "memory_budget": memory_budget,
+    }
     if codes is not None:
         together = {"refine=": refine, "workers=": workers, "engine=": engine}
         named = [name for name, value in together.items() if value is not None]
@@ -250,18 +234,7 @@ def top(
             )
         _arguments.optional(_arguments.count, "candidates", candidates, error=QueryError, least=1)
         wide = max(k, 10 * k if candidates is None else candidates)
-        found = top(
-            queries,
-            train,
-            wide,
-            weights=weights,
-            ids=ids,
-            smallest=smallest,
-            compute=compute,
-            memory_budget=memory_budget,
-            workers=workers,
-            engine=engine,
-        )
+        found = top(queries, train, wide, ids=ids, workers=workers, engine=engine, **common)
         return _refined(found, pairs[0], refine, k, smallest=smallest, memory_budget=memory_budget)
     planned = ProductEngine(
         pairs,
@@ -272,14 +245,8 @@ def top(
     )
     query_ids = pairs[0].queries.ids[positions]
     if workers is not None or engine is not None:
-        asked = {
-            "weights": [pair.weight for pair in pairs],
-            "smallest": smallest,
-            "compute": compute,
-            "memory_budget": memory_budget,
-        }
         values, found_ids = top_by_workers(
-            pairs, query_ids, k, asked, workers=workers, engine=engine
+            pairs, query_ids, k, common, workers=workers, engine=engine
         )
         return TopRows(values, found_ids, query_ids, planned.plan)
     sign = -1.0 if smallest else 1.0
@@ -317,11 +284,7 @@ def _refined(
         positions=asked,
         rows=_there(finer.train, ids, "found"),
     )
-    values = torch.empty(len(asked), len(rows))
-    for tile in engine.tiles():
-        part = tile.values[0]
-        here = slice(tile.query_start, tile.query_start + len(part))
-        values[here, tile.train_start : tile.train_start + part.shape[1]] = part
+    values = engine.matrix()
     # Only a query's own candidates count, in the order of training rows.
     places = torch.searchsorted(torch.from_numpy(rows), _positions_of(pair.train, found.ids))
     places = places.sort(1).values

@@ -131,12 +131,8 @@ class AskedCoordinates:
         cls, queries: Gradients, codes: SmallCodes, positions: list[int], *, smallest: bool
     ) -> Self:
         """Those of the queries at some positions, turned round if the smallest products are asked for."""
-        rows = queries.rows(positions).factors
-        along = sketched(queries, rows, codes.directions).t()
-        squared = squared_lengths(queries, rows)
-        slopes = queries.slopes_at(positions)
-        if slopes is not None:
-            along, squared = along * slopes.unsqueeze(1), squared * slopes.square()
+        rows, slopes = queries.rows(positions).factors, queries.slopes_at(positions)
+        along, squared = coordinates_of(queries, rows, codes.directions, slopes)
         beyond = (squared - along.square().sum(1)).clamp(min=0).sqrt()
         return cls(-along if smallest else along, beyond)
 
@@ -217,12 +213,7 @@ class _Ranking:
             positions=positions,
             rows=rows.tolist(),
         )
-        values = torch.empty(len(positions), len(rows))
-        for tile in self.engine.tiles():
-            part = tile.values[0]
-            here = slice(tile.query_start, tile.query_start + len(part))
-            values[here, tile.train_start : tile.train_start + part.shape[1]] = part
-        own = values.gather(1, torch.searchsorted(rows, near))
+        own = self.engine.matrix().gather(1, torch.searchsorted(rows, near))
         before = self.rows[queries]
         both, both_rows = torch.cat([self.values[queries], own], 1), torch.cat([before, near], 1)
         by_row = both_rows.argsort(1)  # of equal products earlier rows come first
@@ -279,24 +270,20 @@ def _check_codes(codes: SmallCodes, train: Gradients) -> None:
         )
 
 
-def sketched(
-    gradients: Gradients, factors: Mapping[str, Any], directions: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Products `[D, B]` of some rows with all directions, good to a hundredth."""
-    total: torch.Tensor | None = None
+def coordinates_of(
+    gradients: Gradients,
+    factors: Mapping[str, Any],
+    directions: Mapping[str, torch.Tensor],
+    slopes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products `[B, D]` of rows with all directions, good to a hundredth, and squared lengths `[B]`."""
+    along, squared = [], []
     for name, form in gradients.forms.items():
         rows = factors[name].widened()
         moved = directions[name].to(rows.example.dtype)
-        found = form.sketched(rows, moved, scratch=1 << 26).float()
-        total = found if total is None else total.add_(found)
-    assert total is not None
-    return total
-
-
-def squared_lengths(gradients: Gradients, factors: Mapping[str, Any]) -> torch.Tensor:
-    """Squared lengths `[B]` of some rows, over all layers."""
-    parts = [
-        form.squared_norms(factors[name].widened()).float()
-        for name, form in gradients.forms.items()
-    ]
-    return torch.stack(parts).sum(0).clamp_(min=0)
+        along.append(form.sketched(rows, moved, scratch=1 << 26).float())
+        squared.append(form.squared_norms(rows).float())
+    products, lengths = sum(along[1:], along[0]).t(), torch.stack(squared).sum(0).clamp_(min=0)
+    if slopes is None:
+        return products, lengths
+    return products * slopes.unsqueeze(1), lengths * slopes.square()

@@ -13,13 +13,13 @@ from gradkeep import _arguments
 from gradkeep._arguments import checked
 from gradkeep.errors import QueryError
 from gradkeep.factors._arithmetic import tiles
-from gradkeep.query._engine import memory_shares
-from gradkeep.query._gradients import check_restorable
+from gradkeep.query._engine import stream_shares
+from gradkeep.query._gradients import check_restorable, split_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradkeep.factors._form import AnyForm, Parameter
+    from gradkeep.factors._form import AnyForm
     from gradkeep.query._gradients import Gradients
 
 
@@ -40,10 +40,7 @@ class Directions:
         check_restorable(self.forms)
         found: dict[str, torch.Tensor] = {}
         for name, values in self.layers.items():
-            at = 0
-            for parameter in self.forms[name].parameters:
-                found[parameter.name] = _part(values, at, parameter)
-                at += parameter.size
+            found |= split_parameters(self.forms[name], values)
         return found
 
 
@@ -244,20 +241,6 @@ def _tiling(
     gradients: Gradients, groups: int, memory_budget: float | str | None, *, answer: int
 ) -> tuple[int, int]:
     """Rows at a time and bytes of temporaries; the directions themselves count as the answer."""
-    probe = gradients.rows([0])
-    row = sum(rows.nbytes for rows in probe.factors.values())
-    mapped = max((entry.bytes for entry in gradients.block.manifest.segments), default=0)
-    split = memory_shares(
-        memory_budget,
-        answer=answer + groups * gradients.size * 4,
-        mapped=mapped,
-        query_row=0,
-        train_row=row,
-        queries=1,
-        rows=len(gradients),
-    )
+    held = answer + groups * gradients.size * 4
+    split = stream_shares(gradients, memory_budget, answer=held)
     return split.train_rows, split.scratch
-
-
-def _part(values: torch.Tensor, at: int, parameter: Parameter) -> torch.Tensor:
-    return values[:, at : at + parameter.size].reshape(-1, *parameter.shape)

@@ -72,9 +72,7 @@ def check_size(data: bytes, what: str) -> None:
     """Raise `StoreError` for a document that could not be read back."""
     if len(data) > LARGE_DOCUMENT or data.count(b"[") + data.count(b"{") > _MOST_CONTAINERS:
         raise StoreError(
-            f"{what} is too large to be recorded",
-            found=f"{len(data)} bytes",
-            expected=f"at most {LARGE_DOCUMENT} bytes",
+            f"{what} is too large to be recorded: {len(data)} bytes of {LARGE_DOCUMENT}",
             fix="keep large values in files of your own, and their digest here",
         )
 
@@ -131,8 +129,6 @@ def _check_seal(data: bytes, *, path: str) -> None:
         raise Damaged(
             "this document is not as it was written",
             path=path,
-            found=f"{len(data)} bytes whose checksum does not fit",
-            expected="the bytes that gradkeep wrote",
             fix="`gradkeep verify STORE --repair` moves it aside; run the work again to recreate it",
         )
 

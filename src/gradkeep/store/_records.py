@@ -25,6 +25,7 @@ from gradkeep.store._document import (
     LARGE_DOCUMENT,
     Count,
     Record,
+    T,
     not_ours,
     read_document,
     to_bytes,
@@ -52,36 +53,33 @@ def checked_run(run: Run) -> Run:
     try:
         config = json.loads(json.dumps(dict(run.config), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise StoreError(
-            f"the config of run {run.name!r} cannot be recorded",
-            found=str(error)[:200],
-            expected="texts, finite numbers, lists and dictionaries of them",
-        ) from None
+        problem = f"the config of run {run.name!r} cannot be recorded: {error}"[:300]
+        raise StoreError(problem, expected="texts, finite numbers, lists and objects") from None
     return dataclasses.replace(run, config=config)
 
 
 def read_run(backend: Backend, name: str) -> Run | None:
     """The record of a run; None if there is none."""
-    key = f"{run_folder(name)}/run.json"
-    try:
-        run = read_document(backend, key, Run, most=LARGE_DOCUMENT)
-    except FileNotFoundError:
-        return None
-    if run.name != name:
-        raise not_ours(backend.describe(key), "the record of another run")
+    run = _read_record(backend, f"{run_folder(name)}/run.json", Run)
+    if run is not None and run.name != name:
+        raise not_ours(backend.describe(run_folder(name)), "the record of another run")
     return run
 
 
 def read_checkpoint(backend: Backend, run: str, name: str) -> Checkpoint | None:
     """The record of a checkpoint; None if there is none."""
-    key = f"{checkpoint_folder(run, name)}/ckpt.json"
+    folder = checkpoint_folder(run, name)
+    checkpoint = _read_record(backend, f"{folder}/ckpt.json", Checkpoint)
+    if checkpoint is not None and (checkpoint.run, checkpoint.name) != (run, name):
+        raise not_ours(backend.describe(folder), "the record of another checkpoint")
+    return checkpoint
+
+
+def _read_record(backend: Backend, key: str, kind: type[T]) -> T | None:
     try:
-        checkpoint = read_document(backend, key, Checkpoint)
+        return read_document(backend, key, kind, most=LARGE_DOCUMENT)
     except FileNotFoundError:
         return None
-    if (checkpoint.run, checkpoint.name) != (run, name):
-        raise not_ours(backend.describe(key), "the record of another checkpoint")
-    return checkpoint
 
 
 class Head(Record, frozen=True):

@@ -44,7 +44,6 @@ from gradkeep.store._keys import (
 from gradkeep.store._records import (
     checked_run,
     checkpoint_folder,
-    head_keys,
     read_checkpoint,
     read_run,
     record_head,
@@ -54,7 +53,6 @@ from gradkeep.store.backends._schemes import backend_for
 from gradkeep.store.blocks._block import Block
 from gradkeep.store.blocks._manifest import (
     MANIFESTS,
-    SEGMENTS,
     drop_rows,
     manifest_key,
     schema_key,
@@ -175,10 +173,8 @@ class Store:
                 raise SchemaMismatch(
                     "this checkpoint was captured with another function of the same weights",
                     path=self.backend.describe(folder),
-                    found="other activations, settings or forward code of the model",
-                    expected="the model that the checkpoint was first captured with",
-                    fix="capture with that model, or capture every split with this one under "
-                    "another checkpoints= name",
+                    fix="capture with the model that it was first captured with, or capture every "
+                    "split with this one under another checkpoints= name",
                 )
             recorded = dataclasses.replace(recorded, function=known.function)
         self._put_record(folder, "ckpt.json", recorded)
@@ -338,7 +334,7 @@ class Store:
         # A capture is whole without what it owns; scores cannot be read without theirs, which goes after
         # them, and by their key also where a killed delete left nothing else.
         for block in (key, *owned) if isinstance(key, ScoresKey) else (*owned, key):
-            self._delete_block(block.folder)
+            self._delete_folder(block.folder)
 
     @_arguments.checked(StoreError)
     def owned(self, key: BlockKey) -> list[BlockKey]:
@@ -347,26 +343,22 @@ class Store:
             return [basis for basis in self.bases() if key.owns(basis)]
         return [one for one in self.scores() if key.owns(one)] if isinstance(key, ScoresKey) else []
 
-    def _delete_block(self, folder: str) -> None:
-        # Records first, manifests next, the schema last: at any moment what is left is an unsealed
-        # block.
-        # Each part has a name that is deleted even if an earlier, killed delete removed them all:
-        # that must be durable before the rest goes, or a power cut brings some of them back.
-        last = schema_key(folder)
-        self.backend.delete(
-            [*head_keys(self.backend, folder), f"{HEADS}/{folder}/any"], durability=self.durability
-        )
-        parts = {
-            MANIFESTS: [manifest_key(folder, 0)],
-            "": [],
-            SEGMENTS: [f"{folder}/{segment_file(0)}"],
-        }
-        for part, keys in parts.items():
-            listed = self.backend.list(f"{folder}/{part}".rstrip("/"))
-            names = [entry.name for entry in listed if not entry.is_folder]
-            keys += [f"{folder}/{part}/{name}".replace("//", "/") for name in names]
-            self.backend.delete([item for item in keys if item != last], durability=self.durability)
-        self.backend.delete([schema_key(folder)], durability=self.durability)
+    def _delete_folder(self, folder: str) -> None:
+        # Records first, manifests next, the schema last: at any moment what is left is an unsealed block.
+        # Each part has a name that is deleted even if an earlier, killed delete removed them all: that
+        # must be durable before the rest goes, or a power cut brings some of them back.
+        backend, last = self.backend, schema_key(folder)
+        heads = [*keys_below(backend, f"{HEADS}/{folder}"), f"{HEADS}/{folder}/any"]
+        backend.delete(heads, durability=self.durability)
+        keys = [key for key in keys_below(backend, folder) if key != last]
+        manifests = [key for key in keys if key.startswith(f"{folder}/{MANIFESTS}/")]
+        rest = [key for key in keys if key not in set(manifests)]
+        for part in (
+            [manifest_key(folder, 0), *manifests],
+            [f"{folder}/{segment_file(0)}", *rest],
+            [last],
+        ):
+            backend.delete(part, durability=self.durability)
 
     @_arguments.checked(StoreError)
     def rows(self, name: str, schema: Schema | None = None, *, num_rows: int | None = None) -> Rows:
@@ -388,15 +380,9 @@ class Store:
     def delete_rows(self, name: str) -> None:
         """Delete a whole set of rows, with its leases, failures and versions."""
         folder = f"{ROWS}/{checked_name('rows', name)}"
-        keys, last = list(keys_below(self.backend, folder)), schema_key(folder)
-        if not keys:
+        if next(keys_below(self.backend, folder), None) is None:
             raise StoreError("there is no such set of rows", path=self.backend.describe(folder))
-        # Records first and the schema last: at any moment what is left is a set of rows.
-        heads = [*keys_below(self.backend, f"{HEADS}/{folder}"), f"{HEADS}/{folder}/any"]
-        self.backend.delete(heads, durability=self.durability)
-        keys = list(keys_below(self.backend, folder))
-        self.backend.delete([key for key in keys if key != last], durability=self.durability)
-        self.backend.delete([last], durability=self.durability)
+        self._delete_folder(folder)
 
     def blocks(self) -> list[BlockKey]:
         """The keys of all captures, scores, bases and evaluations, sealed or not."""
@@ -520,15 +506,12 @@ def _check_free(backend: Backend, *, create: bool) -> None:
             "this is not a store",
             path=backend.location,
             found=found,
-            expected=f"a folder with {STORE_FILE}, or a new name",
             fix="give the path of a store, or a path that does not exist yet to make one",
         )
     if not create:
         raise NotAStore(
             "there is no store here",
             path=backend.location,
-            found="nothing",
-            expected=f"a folder with {STORE_FILE}",
             fix="check the path; `gradkeep demo` makes a store to look at",
         )
 
@@ -556,10 +539,8 @@ def read_identity(backend: Backend) -> str:
     version = fields.get("version")
     if type(version) is int and version > VERSION:  # it may have fields that are not known here
         raise FormatTooNew(
-            "this store was written by a later gradkeep",
+            f"this store was written by a later gradkeep: format {version}, known is {VERSION}",
             path=path,
-            found=f"format {version}",
-            expected=f"format {VERSION} or older",
             fix="upgrade gradkeep",
         )
     identity = parse_record(_Identity, fields, path=path).uuid

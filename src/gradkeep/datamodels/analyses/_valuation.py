@@ -55,10 +55,6 @@ def values(
     if kind == "banzhaf":
         value, there = _difference(packed, u, np.arange(len(packed)), np.arange(len(packed)))
         return DataValues(np.where(there[:, None], value, np.nan), there.astype(np.float64), kind)
-    if kind != "shapley":
-        raise DatamodelsError(
-            "there is no such value", found=repr(kind), expected="banzhaf or shapley"
-        )
     sizes = packed.sizes()
     rows = {int(size): np.flatnonzero(sizes == size) for size in np.unique(sizes)}
     total, seen = np.zeros((n, u.shape[1])), np.zeros(n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def fit(
     variances: Any = None,
     tolerance: float = 1e-4,
     max_steps: int = 5000,
-    dtype: str = "float32",
+    dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
     memory_budget: str | int | None = None,
     scratch: Any = None,
@@ -104,16 +104,11 @@ def fit(
     models, examples = packed.shape
     scores = checked_prior(prior, examples, y.shape[1])
     options = FitOptions(
-        penalty=cast(
-            "Any",
-            default_penalty(models, examples, prior=scores is not None)
-            if penalty is None
-            else penalty,
-        ),
+        penalty=cast("Any", penalty) or default_penalty(models, examples, prior=scores is not None),
         share=float(share),
         tolerance=float(tolerance),
         max_steps=max_steps,
-        dtype=cast("Any", dtype),
+        dtype=dtype,
         device=device,
         memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
         scratch=None

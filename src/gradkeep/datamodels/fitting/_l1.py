@@ -12,8 +12,9 @@ own is small enough.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,28 +22,63 @@ if TYPE_CHECKING:
     import torch
 
 
-class Gram(Protocol):
-    """The symmetric matrix `[n, n]` of a regression, wherever it is kept."""
+class Gram(abc.ABC):
+    """The symmetric matrix `[n, n]` of a regression, wherever it is kept, read some rows at a time."""
 
-    @property
-    def size(self) -> int:
-        """The number of examples n."""
+    size: int
+    """The number of examples n."""
+    panel: int
+    """How many rows may be in memory at a time."""
 
-    @property
-    def most_rows(self) -> int:
-        """How many rows may be in memory at a time."""
+    def __init__(self) -> None:
+        self._squares: list[BlockSquare] = []
+
+    @abc.abstractmethod
+    def rows(
+        self, where: slice | torch.Tensor, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Some of its rows, `[w, n]`, or of those some columns."""
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """The products with rows `x [t, n]`, `[t, n]`."""
+        import torch
 
-    def part(self, ids: torch.Tensor) -> torch.Tensor:
-        """Its rows and columns of some examples, `[w, w]`."""
-
-    def rows_of(self, where: slice) -> torch.Tensor:
-        """Some of its rows, `[w, n]`."""
+        out = torch.empty_like(x)
+        for start in range(0, self.size, self.panel):
+            rows = slice(start, start + self.panel)
+            out[:, rows] = x @ self.rows(rows).T
+        return out
 
     def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The products with rows `x [t, w]` that are 0 but for some examples, `[t, n]`."""
+        out = x.new_zeros(len(x), self.size)
+        for start in range(0, len(ids), self.panel):
+            some = slice(start, start + self.panel)
+            out += x[:, some] @ self.rows(ids[some])
+        return out
+
+    def part(self, ids: torch.Tensor) -> torch.Tensor:
+        """Its rows and columns of some examples, `[w, w]`."""
+        import torch
+
+        parts = [self.rows(some, ids) for some in torch.split(ids, self.panel)]
+        return torch.cat(parts)
+
+    def blocks(self) -> list[CoordinateBlock]:
+        """The matrix in about ten blocks, fewer or more so that none is too small or too large.
+
+        The curvature is the largest eigenvalue: no step can then raise the objective. The squares are
+        remembered; they do not refer to the matrix, so that it is freed with its last user.
+        """
+        import torch
+
+        size = min(_MOST, max(_LEAST, -(-self.size // 10)), self.panel)
+        for start in range(0, 0 if self._squares else self.size, size):
+            where = slice(start, min(self.size, start + size))
+            square = self.rows(where)[:, where].contiguous()
+            largest = float(torch.linalg.eigvalsh(square)[-1])
+            self._squares.append(BlockSquare(where, square, max(1.0001 * largest, 1e-6)))
+        return [CoordinateBlock(x.where, x.square, x.curvature, self) for x in self._squares]
 
 
 MARGIN = 0.7
@@ -141,25 +177,7 @@ class CoordinateBlock(BlockSquare):
     @property
     def rows(self) -> torch.Tensor:
         """The rows of the matrix `[b, p]`."""
-        return self.gram.rows_of(self.where)
-
-
-def coordinate_blocks(gram: Gram, known: list[BlockSquare]) -> list[CoordinateBlock]:
-    """The matrix in about ten blocks, fewer or more so that none is too small or too large.
-
-    The curvature is the largest eigenvalue: no step can then raise the objective. `known` remembers the
-    squares; it does not refer to the matrix, so that the matrix is freed with its last user.
-    """
-    import torch
-
-    p = gram.size
-    size = min(_MOST, max(_LEAST, -(-p // 10)), gram.most_rows)
-    for start in range(0, 0 if known else p, size):
-        where = slice(start, min(p, start + size))
-        square = gram.rows_of(where)[:, where].contiguous()
-        largest = float(torch.linalg.eigvalsh(square)[-1])
-        known.append(BlockSquare(where, square, max(1.0001 * largest, 1e-6)))
-    return [CoordinateBlock(one.where, one.square, one.curvature, gram) for one in known]
+        return self.gram.rows(self.where)
 
 
 def descend_by_blocks(

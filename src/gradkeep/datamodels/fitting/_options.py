@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from gradkeep import _arguments
+from gradkeep._arguments import check_fields
 from gradkeep._budgets import format_bytes
 from gradkeep.datamodels.fitting._counts import pair_dtype
 from gradkeep.datamodels.fitting._masks import as_array
@@ -138,12 +139,7 @@ class FitOptions:
     variances: AnyArray | None
 
     def __post_init__(self) -> None:
-        if self.penalty not in get_args(Penalty):
-            raise DatamodelsError(
-                "there is no such penalty",
-                found=repr(self.penalty),
-                expected=", ".join(get_args(Penalty)),
-            )
+        check_fields(self, DatamodelsError)
         if not 0 < self.share <= 1:
             raise DatamodelsError(
                 "the share of L1 in an elastic net must be above 0 and at most 1", found=self.share
@@ -153,8 +149,6 @@ class FitOptions:
                 "tolerance and max_steps must be positive",
                 found=f"{self.tolerance}, {self.max_steps}",
             )
-        if self.dtype not in ("float32", "float64"):
-            raise DatamodelsError("dtype must be 'float32' or 'float64'", found=repr(self.dtype))
         if self.dtype == "float32" and self.tolerance < 1e-6:
             raise DatamodelsError(
                 "float32 cannot prove so small a gap",

@@ -113,7 +113,7 @@ class PathSolver:
             matrix = DenseGram(standard.gram.part(ids))
             part = SolverState(state.x[:, ids], state.gx[:, ids])
             narrow = PenalizedProblem(problem.c[:, ids], problem.power, problem.lam, problem.ridge)
-            descend_by_blocks(matrix.parts(), narrow, part, **self._until)
+            descend_by_blocks(matrix.blocks(), narrow, part, **self._until)
             state.x[:, ids] = part.x
             state.gx = standard.gram.times_some(part.x, ids)
             gap = problem.gap(state.x, _slope(problem, state))
@@ -126,7 +126,7 @@ class PathSolver:
             if bool((wider == inside).all()):
                 break
             inside = wider
-        return descend_by_blocks(standard.gram.parts(), problem, state, **self._until)
+        return descend_by_blocks(standard.gram.blocks(), problem, state, **self._until)
 
 
 def _slope(problem: PenalizedProblem, state: SolverState) -> torch.Tensor:

@@ -2,154 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradkeep.datamodels.fitting._l1 import coordinate_blocks
+from gradkeep.datamodels.fitting._l1 import Gram
 
 if TYPE_CHECKING:
     import torch
 
     from gradkeep.datamodels.fitting._counts import Counts
-    from gradkeep.datamodels.fitting._l1 import BlockSquare, CoordinateBlock
     from gradkeep.datamodels.fitting._masks import AnyArray
 
 
 _ROWS = 1024
-_ALL = slice(None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseGram:
+class DenseGram(Gram):
     """The matrix in memory: 4 n^2 bytes in float32."""
 
-    matrix: torch.Tensor
-    _squares: list[BlockSquare] = field(default_factory=list, repr=False)
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.matrix, self.size, self.panel = matrix, len(matrix), _ROWS
 
-    def parts(self) -> list[CoordinateBlock]:
-        """The matrix in blocks, made at the first call: their eigenvalues cost n block^2."""
-        return coordinate_blocks(self, self._squares)
-
-    @property
-    def size(self) -> int:
-        """The number of examples."""
-        return len(self.matrix)
-
-    @property
-    def most_rows(self) -> int:
-        """All rows are in memory."""
-        return max(1, len(self.matrix))
-
-    def rows_of(self, where: slice) -> torch.Tensor:
-        """Some rows, without a copy."""
-        return self.matrix[where]
+    def rows(
+        self, where: slice | torch.Tensor, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Some rows; those of a slice without a copy."""
+        found = (
+            self.matrix[where] if isinstance(where, slice) else self.matrix.index_select(0, where)
+        )
+        return found if columns is None else found.index_select(1, columns)
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         """x G, one product for all targets."""
         return x @ self.matrix
 
-    def part(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows and columns of some examples."""
-        return self.matrix.index_select(0, ids).index_select(1, ids)
 
-    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """x G for x that is 0 but for some examples, in blocks so that little is copied."""
-        import torch
-
-        out = torch.zeros(len(x), len(self.matrix), dtype=x.dtype, device=x.device)
-        for start in range(0, len(ids), _ROWS):
-            rows = slice(start, start + _ROWS)
-            out += x[:, rows] @ self.matrix.index_select(0, ids[rows])
-        return out
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CountedGram:
-    """The matrix computed, a panel of rows at a time, from counts that may lie on a disk.
+class CountedGram(Gram):
+    """G = (C / m - mu mu') scale scale', computed from counts C that may lie on a disk.
 
     A product reads all n^2 counts: what it saves is memory.
     """
 
-    counts: Counts
-    mean: AnyArray
-    scale: AnyArray
-    dtype: torch.dtype
-    device: str
-    rows: int
-    _squares: list[BlockSquare] = field(default_factory=list, repr=False)
+    def __init__(
+        self,
+        counts: Counts,
+        mean: AnyArray,
+        scale: AnyArray,
+        dtype: torch.dtype,
+        device: str,
+        panel: int,
+    ) -> None:
+        super().__init__()
+        self.counts, self.mean, self.scale = counts, mean, scale
+        self.dtype, self.device = dtype, device
+        self.size, self.panel = len(mean), max(1, panel)
 
     def dense(self) -> DenseGram:
         """The whole matrix, made a panel at a time so that nothing else of its size exists."""
         import torch
 
-        n = len(self.mean)
-        out = torch.empty(n, n, dtype=self.dtype, device=self.device)
-        for start in range(0, n, self.rows):
-            out[start : start + self.rows] = self._rows(slice(start, start + self.rows))
+        out = torch.empty(self.size, self.size, dtype=self.dtype, device=self.device)
+        for start in range(0, self.size, self.panel):
+            rows = slice(start, start + self.panel)
+            out[rows] = self.rows(rows)
         return DenseGram(out)
 
-    @property
-    def size(self) -> int:
-        """The number of examples."""
-        return len(self.mean)
-
-    @property
-    def most_rows(self) -> int:
-        """Those of a panel."""
-        return max(1, self.rows)
-
-    def parts(self) -> list[CoordinateBlock]:
-        """The matrix in blocks whose rows are computed when they are needed."""
-        return coordinate_blocks(self, self._squares)
-
-    def rows_of(self, where: slice) -> torch.Tensor:
-        """Some rows, computed."""
-        return self._rows(where)
-
-    def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x G, reading the counts once."""
+    def rows(
+        self, where: slice | torch.Tensor, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Some rows, reading only their counts."""
         import torch
 
-        out = torch.empty_like(x)
-        for start in range(0, x.shape[1], self.rows):
-            panel = slice(start, start + self.rows)
-            out[:, panel] = x @ self._rows(panel).T
-        return out
-
-    def times_some(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """x G for x that is 0 but for some examples, reading only their rows."""
-        import torch
-
-        out = torch.zeros(len(x), len(self.mean), dtype=x.dtype, device=x.device)
-        where = ids.cpu().numpy()
-        for start in range(0, len(where), self.rows):
-            rows = slice(start, start + self.rows)
-            out += x[:, rows] @ self._rows(where[rows])
-        return out
-
-    def part(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows and columns of some examples, reading only those rows."""
-        import torch
-
-        where = ids.cpu().numpy()
-        out = torch.empty(len(where), len(where), dtype=self.dtype, device=self.device)
-        for start in range(0, len(where), self.rows):
-            out[start : start + self.rows] = self._rows(where[start : start + self.rows], where)
-        return out
-
-    def _rows(self, rows: slice | AnyArray, columns: slice | AnyArray = _ALL) -> torch.Tensor:
-        """Rows of G = (C / m - mu mu') scale scale'."""
-        import torch
-
+        rows = where if isinstance(where, slice) else where.cpu().numpy()
+        across = slice(None) if columns is None else columns.cpu().numpy()
         # In float64, because C and m mu mu' agree in their leading digits.
-        part = torch.from_numpy(self.counts.pairs[rows][:, columns].astype(np.float64))
+        part = torch.from_numpy(self.counts.pairs[rows][:, across].astype(np.float64))
         mean, models = torch.from_numpy(self.mean), self.counts.models
-        part.addr_(mean[rows], mean[columns], alpha=-models)
+        part.addr_(mean[rows], mean[across], alpha=-models)
         found = part.to(self.device, self.dtype)
         scale = torch.from_numpy(self.scale / np.sqrt(models)).to(self.device, self.dtype)
-        return found.mul_(scale[rows].unsqueeze(1)).mul_(scale[columns])
+        return found.mul_(scale[rows].unsqueeze(1)).mul_(scale[across])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +95,7 @@ class StandardizedRegression:
     or in none), times the square root of the variance that a prior allows the example.
     """
 
-    gram: DenseGram | CountedGram
+    gram: Gram
     c: torch.Tensor
     """`[t, n]`, the covariance of columns and targets."""
     power: torch.Tensor

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 
 from gradkeep import _arguments
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 COMPLETED = "_completed"
 """The name of the flags that say which models are done; no array may have it."""
 
-_MOST_MODELS = 2**31 - 1
 _ALIASES = {"float": "float64", "int": "int64", "bool": "bool", "bool_": "bool"}
 _EXAMPLE = '{"num_models": 100, "schema": {"masks": {"shape": [50000], "dtype": "bool_"}}}'
 
@@ -46,16 +46,13 @@ class Field:
     def to_array(self) -> Array:
         """As the store keeps it: booleans as bits."""
         bits = self.dtype.kind == "b" and bool(self.shape)
-        try:
-            return Array(
-                self.name,
-                self.dtype.name,
-                self.shape,
-                kind="data" if self.shape else "scalar",
-                encoding="bits" if bits else "plain",
-            )
-        except StoreError as error:
-            raise DatamodelsError(f"the spec's schema.{self.name}: {error.what}") from error
+        return Array(
+            self.name,
+            self.dtype.name,
+            self.shape,
+            kind="data" if self.shape else "scalar",
+            encoding="bits" if bits else "plain",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +77,10 @@ class Spec:
             raise DatamodelsError(
                 "the spec cannot be read", path=path, found=error.strerror
             ) from error
-        except RecursionError:
+        except (ValueError, RecursionError) as error:
+            found = f"{type(error).__name__}: {error}"[:200]
             raise DatamodelsError(
-                "the spec is not JSON", path=path, found="endless nesting"
-            ) from None
-        except ValueError as error:
-            raise DatamodelsError(
-                "the spec is not JSON", path=path, found=error, expected=_EXAMPLE
+                "the spec is not JSON", path=path, found=found, expected=_EXAMPLE
             ) from error
         return cls.from_fields(fields, path=path)
 
@@ -95,31 +89,14 @@ class Spec:
         cls, fields: Mapping[str, Any], *, path: str | os.PathLike[str] | None = None
     ) -> Spec:
         """The spec from JSON fields; every problem names its field."""
-
-        def refuse(what: str, found: object, expected: str) -> DatamodelsError:
-            return DatamodelsError(f"the spec's {what}", path=path, found=found, expected=expected)
-
-        if not isinstance(fields, dict):
-            raise refuse("content is not an object", _arguments.shown(fields), _EXAMPLE)
-        missing = [name for name in ("num_models", "schema") if name not in fields]
-        unknown = sorted(set(fields) - {"num_models", "schema"})
-        if missing or unknown:
-            found = f"missing {missing}, unknown {unknown}"
-            raise refuse("fields are not these two", found, "num_models and schema")
-        count, schema = fields["num_models"], fields["schema"]
-        if type(count) is not int or not 1 <= count <= _MOST_MODELS:
-            expected = f"a whole number from 1 to {_MOST_MODELS}"
-            raise refuse("num_models is wrong", _arguments.shown(count), expected)
-        if not isinstance(schema, dict) or not schema:
-            found = _arguments.shown(schema)
-            raise refuse("schema is wrong", found, "name: {shape, dtype}, one or more")
-        found_fields = []
-        for name, item in schema.items():
-            if name == COMPLETED:
-                raise refuse(f"schema.{name} has a reserved name", name, "any other name")
-            found_fields.append(_field(name, item, refuse))
-            found_fields[-1].to_array()
-        return cls(count, tuple(found_fields))
+        try:
+            record = msgspec.convert(fields, _SpecRecord)
+            made = tuple(_field(name, item) for name, item in record.schema.items())
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise DatamodelsError(
+                f"the spec is wrong: {error}"[:300], path=path, expected=_EXAMPLE
+            ) from None
+        return cls(record.num_models, made)
 
     def to_fields(self) -> dict[str, Any]:
         """The spec as JSON fields."""
@@ -140,30 +117,41 @@ class Spec:
         return cls(num_models, tuple(fields))
 
 
-def _field(name: str, item: Any, refuse: Any) -> Field:
-    where = f"schema.{name}"
-    if not isinstance(item, dict) or not {"shape", "dtype"} <= set(item):
-        raise refuse(f"{where} is wrong", repr(item), "an object with shape and dtype")
-    unknown = sorted(set(item) - {"shape", "dtype"})
-    if unknown:
-        raise refuse(f"{where} has unknown fields", ", ".join(unknown), "shape and dtype")
-    shape, dtype = item["shape"], item["dtype"]
-    right = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-    if not right or math.prod(shape) >= 2**40:
-        found = _arguments.shown(shape)
-        raise refuse(f"{where}.shape is wrong", found, "a list of whole numbers, [] for one")
-    kind = getattr(np, dtype, None) if isinstance(dtype, str) else None
-    if isinstance(dtype, str) and dtype in _ALIASES:
-        kind = np.dtype(_ALIASES[dtype])
+class _FieldRecord(msgspec.Struct, forbid_unknown_fields=True):
+    shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**40)]]
+    dtype: str
+
+
+class _SpecRecord(msgspec.Struct, forbid_unknown_fields=True):
+    num_models: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    schema: Annotated[dict[str, Any], msgspec.Meta(min_length=1)]
+
+
+def _field(name: str, fields: Any) -> Field:
+    """What is kept under a name; every error says under which."""
+    if name == COMPLETED:
+        raise msgspec.ValidationError(f"schema.{name} is a reserved name")
     try:
-        dtype_found = None if kind is None else np.dtype(kind)
+        item = msgspec.convert(fields, _FieldRecord)
+    except msgspec.ValidationError as error:
+        problem = str(error).replace("`$", f"`schema.{name}")
+        raise msgspec.ValidationError(f"schema.{name}: {problem}") from None
+    if math.prod(item.shape) >= 2**40:
+        raise msgspec.ValidationError(f"schema.{name}.shape is too large: {item.shape}")
+    kind = getattr(np, _ALIASES.get(item.dtype, item.dtype), None)
+    try:
+        dtype = None if kind is None else np.dtype(kind)
     except TypeError:
-        dtype_found = None
-    if dtype_found is None or dtype_found.kind not in "biuf":
-        raise refuse(
-            f"{where}.dtype is wrong", repr(dtype), "a numpy type such as float16 or bool_"
-        )
-    return Field(name, tuple(shape), dtype_found)
+        dtype = None
+    if dtype is None or dtype.kind not in "biuf":
+        what = f"schema.{name}.dtype must be a numpy type such as float16 or bool_"
+        raise msgspec.ValidationError(f"{what}, not {item.dtype!r}")
+    field = Field(name, tuple(item.shape), dtype)
+    try:
+        field.to_array()  # refuses names that no array can have
+    except StoreError as error:
+        raise msgspec.ValidationError(f"schema.{name}: {error.what}") from None
+    return field
 
 
 def check_returned(spec: Spec, returned: Any, *, index: int) -> dict[str, AnyArray]:

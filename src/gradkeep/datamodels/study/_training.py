@@ -58,10 +58,7 @@ class Training:
         _arguments.number("lr", self.lr, error=DatamodelsError, least=0)
         self._optimizer()
         for name in ("epochs", "batch_size"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise DatamodelsError(
-                    f"{name} is wrong", found=repr(getattr(self, name)), expected="1 or more"
-                )
+            _arguments.count(name, getattr(self, name), error=DatamodelsError, least=1)
 
     def __call__(self, subset: Any, seed: int) -> torch.nn.Module:
         """Train one model on the examples of `subset`."""

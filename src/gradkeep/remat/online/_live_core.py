@@ -142,8 +142,10 @@ class LiveCore(EvictionCore):
         self.search_time = self.copy_time = 0
 
     def limit_to(self, budget: float) -> None:
-        """Another budget from the next operator on."""
-        self.budget = self._allowed = budget
+        """Use another budget from the next operator on, unless eviction has ended."""
+        self._allowed = budget
+        if not self.settled:
+            self.budget = budget
 
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The value that a tensor shows; one never seen before is a constant."""
@@ -207,7 +209,12 @@ class LiveCore(EvictionCore):
         self._evict(storage)
 
     def _needed(self, storage: Storage) -> bool:
-        """Whether something that may have to be made again was computed from it."""
+        """Return True if an evictable storage was computed from it.
+
+        Once everything is back, nothing is evicted or recomputed any more.
+        """
+        if self.settled:
+            return False
         # Whoever makes one result of an operator again makes them all.
         beside = [sibling.storage for node in storage.tensors for sibling in node.siblings]
         return any(o in self.bytes and not o.pinned for o in (*storage.below, *beside))
@@ -445,8 +452,8 @@ class LiveCore(EvictionCore):
                 self.compare(node.storage)
             except RematError as error:
                 failed = failed or error
-        for storage in [one for one in self.pool if self.bytes[one].dead]:
-            self._evict(storage)
+        for storage in [one for one, place in self.bytes.items() if place.dead]:
+            self._forget(storage)
         if failed is not None:
             raise RematError(
                 "a tensor could not be made again; it now holds not-a-number",

@@ -125,6 +125,15 @@ class Backend(ABC):
         """How messages name a key of this place."""
         return f"{self.location}/{key}" if key else self.location
 
+    def conflict(self, key: str) -> Conflict:
+        """The error for a name that is taken by other bytes."""
+        return Conflict(
+            "the name is taken by other bytes; nothing was overwritten",
+            path=self.describe(key),
+            fix="check that both writers use the same model, data and options; "
+            "`gradkeep verify` tells if the value is damaged",
+        )
+
     def free_aside(self, key: str) -> str:
         """A name in the quarantine for a value that is to be moved there."""
         first = f"{QUARANTINE}/{key.replace('/', '__')}"
@@ -182,11 +191,7 @@ class Memory(Backend):
                 return True
             present = self._values[key]
         if present != value:
-            raise Conflict(
-                "the name is taken by other bytes; nothing was overwritten",
-                path=self.describe(key),
-                expected="the same bytes, or a free name",
-            )
+            raise self.conflict(key)
         return False
 
     def open(self, key: str) -> Readable:

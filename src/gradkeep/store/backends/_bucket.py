@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import xxhash
 
 from gradkeep._budgets import parse_bytes
-from gradkeep._surroundings import cache_folder, install_hint
-from gradkeep.errors import Conflict, MissingExtra, ReadOnly, StoreError, WriteFailed
+from gradkeep._surroundings import cache_folder, import_extra
+from gradkeep.errors import ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import Backend, Durability, Entry, Readable, flat
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ class Bucket(Backend):
 
     def __init__(self, url: str, **options: Any) -> None:
         self.location = url.rstrip("/")
-        self._obs = _obstore()
+        self._obs = import_extra("obstore", extra="s3", what="a bucket")
+        import_extra("obstore.store", extra="s3", what="a bucket")
         self._store = _connect(self._obs, url, options)
         # In memory an e_tag is a counter, of a file it is made of times: neither is proof that a
         # value is still the same.
@@ -183,7 +184,13 @@ class Bucket(Backend):
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
         views = [flat(part) for part in parts]
-        self._check_size(key, sum(map(len, views)))
+        size = sum(map(len, views))
+        if size > _LARGEST:
+            raise WriteFailed(
+                f"one conditional PUT takes at most {_LARGEST} bytes, not {size}",
+                path=self.describe(key),
+                fix="choose fewer rows_per_segment, or put the store in a folder",
+            )
         errors = self._obs.exceptions
         for _ in range(_ATTEMPTS):
             try:
@@ -194,7 +201,7 @@ class Bucket(Backend):
                 if same is None:
                     continue  # deleted since: the name is free again
                 if not same:
-                    raise self._conflict(key) from None
+                    raise self.conflict(key) from None
                 return False
             except (errors.BaseError, OSError) as error:
                 return self._after_failed_put(key, parts, error)
@@ -230,19 +237,8 @@ class Bucket(Backend):
             "this service has no conditional writes: of two writers, one would undo the other's work",
             path=self.describe(key),
             found=found,
-            expected="that a PUT with If-None-Match: * is refused where the name is taken",
             fix="use a service that has them (S3, Google Cloud, Azure, newer MinIO, Ceph, R2), or a folder",
         )
-
-    def _check_size(self, key: str, size: int) -> None:
-        if size > _LARGEST:
-            raise WriteFailed(
-                "one conditional PUT cannot take so large a value",
-                path=self.describe(key),
-                found=f"{size} bytes",
-                expected=f"at most {_LARGEST} bytes",
-                fix="choose fewer rows_per_segment, or put the store in a folder",
-            )
 
     def _after_failed_put(
         self, key: str, parts: Sequence[bytes | memoryview], error: Exception
@@ -257,7 +253,7 @@ class Bucket(Backend):
             return not refused
         if refused or same is None:
             raise self._failure(error, key) from error
-        raise self._conflict(key) from error
+        raise self.conflict(key) from error
 
     def _compare(self, key: str, parts: Sequence[bytes | memoryview]) -> bool | None:
         """Whether the value under `key` is the joined `parts`; None if there is none."""
@@ -346,40 +342,19 @@ class Bucket(Backend):
         return isinstance(error, denied) or told
 
     def _failure(self, error: Exception, key: str) -> WriteFailed:
-        path, found = self.describe(key), _first_line(error)
-        if self._is_refusal(error):
-            return ReadOnly(
-                "this place does not take writes",
-                path=path,
-                found=found,
-                fix="check the credentials and what they permit, or copy the store elsewhere",
-            )
         if isinstance(error, self._obs.exceptions.NotSupportedError) or "NotImplemented" in str(
             error
         ):
-            return self._not_exclusive(key, found)
-        if isinstance(error, FileNotFoundError):
-            return WriteFailed(
-                "there is no such bucket, or the value is gone",
-                path=path,
-                found=found,
-                fix="make the bucket first, or check its name and region",
-            )
-        return WriteFailed(
-            "the write failed, and what was written is not there",
-            path=path,
-            found=found,
-            fix=f"{_access(self.location)}; then run again: the work resumes",
-        )
-
-    def _conflict(self, key: str) -> Conflict:
-        return Conflict(
-            "the name is taken by other bytes; nothing was overwritten",
-            path=self.describe(key),
-            expected="the same bytes, or a free name",
-            fix="check that both writers use the same model, data and options; "
-            "`gradkeep verify` tells if the value is damaged",
-        )
+            return self._not_exclusive(key, _first_line(error))
+        kind, what = WriteFailed, "the write failed, and what was written is not there"
+        fix = f"{_access(self.location)}; then run again: the work resumes"
+        if self._is_refusal(error):
+            kind, what = ReadOnly, "this place does not take writes"
+            fix = "check the credentials and what they permit, or copy the store elsewhere"
+        elif isinstance(error, FileNotFoundError):
+            what = "there is no such bucket, or the value is gone"
+            fix = "make the bucket first, or check its name and region"
+        return kind(what, path=self.describe(key), found=_first_line(error), fix=fix)
 
 
 class _Object(Readable):
@@ -494,15 +469,6 @@ def _client_options(scheme: str) -> dict[str, str]:
     named = {name: os.environ.get(f"{service}_{name.upper()}") for name in _CLIENT_OPTIONS}
     # The usual 30 seconds are not enough for a segment over a slow line.
     return {"timeout": _TIMEOUT} | {name: value for name, value in named.items() if value}
-
-
-def _obstore() -> Any:
-    try:
-        import obstore
-        import obstore.store
-    except ImportError as error:
-        raise MissingExtra("buckets need the package obstore", fix=install_hint("s3")) from error
-    return obstore
 
 
 def _name(path: str) -> str:

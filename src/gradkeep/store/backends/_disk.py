@@ -19,7 +19,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from gradkeep.errors import Conflict, Damaged, ReadOnly, StoreError, WriteFailed
+from gradkeep.errors import Damaged, ReadOnly, StoreError, WriteFailed
 from gradkeep.store.backends._backend import QUARANTINE, Backend, Durability, Entry, Readable, flat
 from gradkeep.store.backends._plain_file import (
     PlainFile,
@@ -122,7 +122,6 @@ class LocalDisk(Backend):
                 "this filesystem offers neither hard links nor rename without replacing",
                 path=target,
                 found=os.strerror(error.errno or 0),
-                expected="a filesystem on which a name can be taken exactly once",
                 fix="put the store on another filesystem and copy it here afterwards",
             ) from error
         return True
@@ -131,7 +130,8 @@ class LocalDisk(Backend):
         self, key: str, parts: Sequence[bytes | memoryview], *, durability: Durability
     ) -> bool:
         try:
-            self._require_same(key, parts)
+            if not self.same_bytes(key, parts):
+                raise self.conflict(key)
             if durability == "full":
                 # The other writer may not have come to its own fsync yet: what we acknowledge
                 # must be durable by our own doing.
@@ -140,16 +140,6 @@ class LocalDisk(Backend):
             # Deleted since we saw it, as leases and packed rows are: the name is free again.
             return self.put_if_absent(key, parts, durability=durability)
         return False
-
-    def _require_same(self, key: str, parts: Sequence[bytes | memoryview]) -> None:
-        if not self.same_bytes(key, parts):
-            raise Conflict(
-                "the name is taken by other bytes; nothing was overwritten",
-                path=self._path(key),
-                expected="the same bytes, or a free name",
-                fix="check that both writers use the same model, data and options; "
-                "`gradkeep verify` tells if the file is damaged",
-            )
 
     def ensure_durable(self, keys: Iterable[str]) -> None:
         try:
@@ -292,7 +282,6 @@ class LocalDisk(Backend):
                 "a name that leads out of the store",
                 path=self.location,
                 found=ascii(key)[:200],
-                expected="names below the store's folder",
                 fix="this store was not made by gradkeep alone; ask whoever made it",
             )
         return f"{self.root}/{key}"
@@ -314,29 +303,19 @@ class LocalDisk(Backend):
         return path
 
     def _refusal(self, error: OSError, key: str) -> WriteFailed:
-        path = self.describe(key)
         reason = os.strerror(error.errno) if error.errno else str(error)
+        kind, what = WriteFailed, "the write failed; nothing of it was kept"
+        fix = "check the disk, then run again: the work resumes"
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return ReadOnly(
-                "this place does not take writes",
-                path=path,
-                found=reason,
-                fix="check the permissions, or copy the store to a place you may write to",
+            kind, what = ReadOnly, "this place does not take writes"
+            fix = "check the permissions, or copy the store to a place you may write to"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "the disk is full; nothing of this write was kept"
+            fix = (
+                "free some space (`gradkeep gc` removes what no version needs) and run again: "
+                "the work resumes after the last row range that was acknowledged"
             )
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return WriteFailed(
-                "the disk is full; nothing of this write was kept",
-                path=path,
-                found=reason,
-                fix="free some space (`gradkeep gc` removes what no version needs) and run again: "
-                "the work resumes after the last row range that was acknowledged",
-            )
-        return WriteFailed(
-            "the write failed; nothing of it was kept",
-            path=path,
-            found=reason,
-            fix="check the disk, then run again: the work resumes",
-        )
+        return kind(what, path=self.describe(key), found=reason, fix=fix)
 
 
 def _entries(found: Iterator[os.DirEntry[str]]) -> Iterator[Entry]:

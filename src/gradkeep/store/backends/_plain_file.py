@@ -132,8 +132,7 @@ def link_in_place(path: str) -> Damaged:
     return Damaged(
         f"a link {where}",
         path=path,
-        found=f"a link to {ascii(target)[:200]}",
-        expected="the file or folder itself: nothing in a store is read through a link",
+        found=f"a link to {ascii(target)[:200]}; nothing in a store is read through a link",
         fix="put the content in its place (git-annex: `git annex unlock`; DVC: `dvc config "
         "cache.type copy`, then `dvc checkout --relink`), or copy the store with `cp -rL`",
     )
@@ -142,12 +141,8 @@ def link_in_place(path: str) -> Damaged:
 def unreadable(path: str, error: Exception) -> StoreError:
     """The error for what the system does not let us read."""
     reason = getattr(error, "strerror", None) or str(error)
-    return StoreError(
-        "this cannot be read",
-        path=path,
-        found=reason,
-        fix="check the permissions and the disk, then run again",
-    )
+    fix = "check the permissions and the disk, then run again"
+    return StoreError("this cannot be read", path=path, found=reason, fix=fix)
 
 
 _AT_FDCWD = -100

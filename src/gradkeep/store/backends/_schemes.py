@@ -30,12 +30,8 @@ def folder_of_url(url: str) -> LocalDisk:
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.strip("/") or "\0" in path:
-        raise StoreError(
-            "this URL names no folder for a store",
-            path=url,
-            expected="file:///path/to/folder, with three slashes",
-            fix="give the folder itself, without file://",
-        )
+        fix = "write file:///path/to/folder, with three slashes, or the folder itself"
+        raise StoreError("this URL names no folder for a store", path=url, fix=fix)
     return LocalDisk(path)
 
 
@@ -65,16 +61,14 @@ def register_backend(scheme: str, factory: Callable[[str], Backend]) -> None:
         )
     if not callable(factory):
         raise StoreError(
-            f"the factory for {scheme}:// cannot be called",
+            f"the factory for {scheme}:// must be a function that returns a Backend",
             found=repr(factory),
-            expected="a function or class that takes the URL and returns a Backend",
         )
     known = _factories.get(scheme)
     if known is not None and known != factory:
         raise StoreError(
             f"the scheme {scheme}:// is taken",
-            found=f"{_name(known)}",
-            expected="a scheme that no backend is registered for",
+            found=_name(known),
             fix="register yours under another scheme, or hand the backend itself to gk.open",
         )
     _factories[scheme] = factory
@@ -91,10 +85,9 @@ def backend_for(path: str | os.PathLike[str] | Backend) -> Backend:
     found = _factory(scheme, text)(text)
     if not isinstance(found, Backend):
         raise StoreError(
-            f"the factory for {scheme}:// returned no backend",
+            f"the factory for {scheme}:// returned no gradkeep.store.Backend",
             path=text,
             found=type(found).__name__,
-            expected="a gradkeep.store.Backend",
         )
     return found
 

@@ -75,13 +75,6 @@ class Block:
 
     def _choose(self, version: int | None) -> Manifest:
         if version is not None:
-            if isinstance(version, bool) or not isinstance(version, int | np.integer):
-                raise InvalidRows(
-                    "a version is a whole number",
-                    path=self.path,
-                    found=repr(version)[:60],
-                    expected="one of versions()",
-                )
             manifest = load_manifest(self.backend, self.folder, version)
         else:
             newest = latest_manifest(self.backend, self.folder)
@@ -89,17 +82,12 @@ class Block:
                 raise NotSealed(
                     "this block is not complete: no version of it was sealed",
                     path=self.path,
-                    fix="finish the work that writes it (it resumes), "
-                    "or pass live=True to see the rows that are there",
+                    fix="finish the work that writes it, or pass live=True for the rows so far",
                 )
             manifest = newest
         if manifest.schema_hash != self.schema.hash:
-            raise Damaged(
-                "the manifest belongs to another schema",
-                path=self.backend.describe(manifest_key(self.folder, manifest.version)),
-                found=manifest.schema_hash,
-                expected=self.schema.hash,
-            )
+            path = self.backend.describe(manifest_key(self.folder, manifest.version))
+            raise Damaged("the manifest belongs to another schema", path=path)
         return manifest
 
     def __len__(self) -> int:
@@ -216,10 +204,7 @@ class Block:
         outside = positions[(positions < 0) | (positions >= len(self))]
         if len(outside):
             raise MissingRows(
-                "there is no such row",
-                path=self.path,
-                found=f"row {int(outside[0])}",
-                expected=f"0 to {len(self) - 1}",
+                f"there is no row {int(outside[0])}, only 0 to {len(self) - 1}", path=self.path
             )
         if self._index is not None:
             return Batch(self.ids[positions], self._gather(self._arrays(names), positions))

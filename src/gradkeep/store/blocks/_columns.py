@@ -208,17 +208,12 @@ def as_ids(ids: Any, *, num_examples: int | None, path: str) -> AnyArray:
         raise InvalidRows(
             f"the store has {num_examples} examples, but the ids reach {top}",
             path=path,
-            expected=f"ids below {num_examples}",
             fix="pass the data set's real size as num_examples",
         )
     unique, counts = np.unique(values, return_counts=True)
     if len(unique) != len(values):
-        raise InvalidRows(
-            "an id occurs twice in one batch",
-            path=path,
-            found=_few(unique[counts > 1]),
-            expected="each id once",
-        )
+        twice = _few(unique[counts > 1])
+        raise InvalidRows("an id occurs twice in one batch", path=path, found=twice)
     return values
 
 
@@ -241,9 +236,7 @@ def _wholes(given: Any, *, path: str) -> AnyArray:
     if values.size == 0:
         return values.astype(np.int64)
     if values.dtype == np.uint64 and int(values.max()) > np.iinfo(np.int64).max:
-        raise InvalidRows(
-            "an id is too large", path=path, found=int(values.max()), expected="below 2**63"
-        )
+        raise InvalidRows("ids must be below 2**63", path=path, found=int(values.max()))
     # numpy takes True among numbers for 1.
     listed = isinstance(given, list | tuple) and any(isinstance(item, bool) for item in given)
     if values.dtype.kind not in "iu" or listed:
@@ -254,11 +247,7 @@ def _wholes(given: Any, *, path: str) -> AnyArray:
 def _not_ids(values: AnyArray, *, path: str, bools: bool = False) -> InvalidRows:
     kind = "bool" if bools else values.dtype
     return InvalidRows(
-        "ids must be a list of whole numbers",
-        path=path,
-        found=f"{kind} of shape {values.shape}",
-        expected="integers of shape [B]",
-        fix="convert them yourself, after a look at where they come from",
+        "ids must be a list of whole numbers", path=path, found=f"{kind} of shape {values.shape}"
     )
 
 
@@ -312,7 +301,6 @@ class IdIndex:
                 f"{len(missing)} of {len(wanted)} rows are not in this block",
                 path=path,
                 found=f"no row with id {_few(missing)}",
-                expected=f"ids among the {len(self.ids)} that were written",
                 fix="ask for other ids, capture the missing ones, or pass fill=nan to get NaN there",
             )
         return rows

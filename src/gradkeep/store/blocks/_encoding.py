@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._surroundings import install_hint
-from gradkeep.errors import MissingExtra
+from gradkeep._surroundings import import_extra
 
 if TYPE_CHECKING:
     from gradkeep.store.blocks._schema import Array
@@ -136,7 +135,8 @@ def _underflow(values: AnyArray, stored: AnyArray) -> tuple[int, int]:
 
 def compress(values: AnyArray, rows: int) -> list[bytes]:
     """One frame for every `rows` rows; level 1, since speed is what limits us."""
-    compressor = _zstandard().ZstdCompressor(level=1)
+    zstandard = import_extra("zstandard", extra="zstd", what="zstd compression")
+    compressor = zstandard.ZstdCompressor(level=1)
     contiguous = np.ascontiguousarray(values)
     starts = range(0, len(contiguous), rows)
     return [compressor.compress(contiguous[at : at + rows].tobytes()) for at in starts]
@@ -144,19 +144,9 @@ def compress(values: AnyArray, rows: int) -> list[bytes]:
 
 def decompress(frame: bytes, out: AnyArray) -> None:
     """Unpack a frame into `out`, which has its dtype and shape; ValueError if it does not fit."""
-    zstandard = _zstandard()
+    zstandard = import_extra("zstandard", extra="zstd", what="zstd compression")
     try:
         raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=out.nbytes)
     except (zstandard.ZstdError, MemoryError) as error:
         raise ValueError(str(error)) from error
     out[...] = np.frombuffer(raw, out.dtype).reshape(out.shape)
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingExtra(
-            "zstd compression needs the package zstandard", fix=install_hint("zstd")
-        ) from error
-    return zstandard

@@ -132,7 +132,6 @@ def _check_finite(
             f"array {array.name!r} holds NaN or infinity",
             path=path,
             found=f"{int(bad.sum())} rows of this batch, the first with id {int(ids[row])}",
-            expected="finite values",
             fix="look at that example and its loss, or declare the array with nan='keep'",
         )
 

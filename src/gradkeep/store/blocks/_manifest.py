@@ -162,26 +162,19 @@ def load_manifest(
             raise _lost(backend, folder, version) from None
         have = ", ".join(map(str, manifest_versions(backend, folder))) or "none"
         raise MissingRows(
-            f"there is no version {version} of this block",
+            f"there is no version {version} of this block, only {have}",
             path=backend.describe(folder),
-            found=f"versions {have}",
             fix="older versions are removed by `gradkeep gc`; open the block without `version=`",
         ) from None
     _check_manifest(manifest, backend.describe(name))
     if manifest.version != version:
-        raise Damaged(
-            "a manifest under another's name",
-            path=backend.describe(name),
-            found=f"version {manifest.version}",
-            expected=f"version {version}",
-        )
+        what = f"the manifest of version {manifest.version} under the name of version {version}"
+        raise Damaged(what, path=backend.describe(name))
     known = (heads_of(backend, folder) if recorded is None else recorded).get(version)
     if known is not None and manifest.digest not in known:
         raise Damaged(
             "it is not the manifest that was published under this number",
             path=backend.describe(name),
-            found=manifest.digest,
-            expected=" or ".join(sorted(known)),
             fix="restore it from a copy of this store, or `gradkeep verify STORE --repair`",
         )
     return manifest
@@ -202,7 +195,6 @@ def _lost(backend: Backend, folder: str, version: int) -> Damaged:
     return Damaged(
         f"version {version} of this block was published and is gone",
         path=backend.describe(manifest_key(folder, version)),
-        expected="the manifest that is recorded under `heads/`",
         fix="restore it from a copy of this store; or let `gradkeep verify STORE --repair` forget "
         "it, after which the version before it is the newest again",
     )
@@ -265,20 +257,14 @@ def open_segment(
         ) from None
     problem = None
     if segment.schema_hash != schema.hash:
-        problem = ("it belongs to another schema", segment.schema_hash, schema.hash)
+        problem = "it belongs to another schema"
     elif (segment.digest, segment.rows) != (entry.xxh3, entry.rows):
-        found, expected = (
-            f"{segment.digest}, {segment.rows} rows",
-            f"{entry.xxh3}, {entry.rows} rows",
-        )
-        problem = ("it is not the segment that the manifest names", found, expected)
+        problem = "it is not the segment that the manifest names"
     if problem is not None:
         segment.close()
         raise Damaged(
-            problem[0],
+            problem,
             path=backend.describe(key),
-            found=problem[1],
-            expected=problem[2],
             fix="`gradkeep verify STORE --repair` moves the file aside; "
             "run the work again to recreate it",
         )
@@ -339,12 +325,7 @@ def entry_of(backend: Backend, folder: str, number: int, *, schema: Schema | Non
     file = segment_file(number)
     with contextlib.closing(Segment(backend, f"{folder}/{file}")) as segment:
         if schema is not None and segment.schema_hash != schema.hash:
-            raise Damaged(
-                "this segment belongs to another schema",
-                path=backend.describe(f"{folder}/{file}"),
-                found=segment.schema_hash,
-                expected=schema.hash,
-            )
+            raise Damaged("this segment belongs to another schema", path=segment.path)
         return SegmentEntry(file, segment.rows, segment.size, segment.digest)
 
 
@@ -415,10 +396,8 @@ def _check_rows(
     path = backend.describe(folder)
     if schema.num_rows is not None and candidate.next_row != schema.num_rows:
         raise MissingRows(
-            "the block is not complete",
+            f"the block is not complete: {candidate.next_row} of {schema.num_rows} rows",
             path=path,
-            found=f"{candidate.next_row} rows",
-            expected=f"{schema.num_rows} rows",
             fix="run the work again: it resumes after the rows that are there",
         )
     seen = IdSet()
@@ -434,16 +413,11 @@ def _check_rows(
                 "ids occur in two segments",
                 path=backend.describe(f"{folder}/{entry.file}"),
                 found=f"id {int(repeated[0])}" + (" and more" if len(repeated) > 1 else ""),
-                expected="each id once in a block",
                 fix="delete the block and write it again with ids that differ",
             )
         if short and not last and index >= fresh_from:
-            raise MissingRows(
-                "a segment in the middle is short",
-                path=backend.describe(f"{folder}/{entry.file}"),
-                found=f"{entry.rows} rows",
-                expected=f"{schema.rows_per_segment} rows",
-            )
+            what = f"a segment in the middle has {entry.rows} of {schema.rows_per_segment} rows"
+            raise MissingRows(what, path=backend.describe(f"{folder}/{entry.file}"))
 
 
 def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
@@ -457,10 +431,8 @@ def drop_rows(block: Block, ids: Any, *, durability: Durability) -> Manifest:
     newest = latest_manifest(backend, folder)
     if newest is None or newest.version != block.version:
         raise Conflict(
-            "this is not the newest version",
+            f"version {block.version} is not the newest",
             path=block.path,
-            found=f"version {block.version}",
-            expected=f"version {None if newest is None else newest.version}",
             fix="open the block again and repeat",
         )
     kept: list[SegmentEntry] = []

@@ -223,12 +223,7 @@ class Writer:
         self._check_room(len(ids))
         repeated = self._seen.among(ids)
         if len(repeated):
-            raise InvalidRows(
-                "an id was given before",
-                path=self.path,
-                found=f"id {int(repeated[0])}",
-                expected="each id once in a block",
-            )
+            raise InvalidRows(f"id {int(repeated[0])} was given before", path=self.path)
         self._seen.add(ids)
         try:
             self._place(ids, arrays)
@@ -248,9 +243,8 @@ class Writer:
             elif self._mine(number):
                 if arrays is None:
                     raise MissingRows(
-                        "rows were skipped that are not in the store yet",
+                        f"row {self._position} was skipped but is not in the store yet",
                         path=self.path,
-                        found=f"row {self._position}",
                         fix="skip only while needs() is False",
                     )
                 if self._filling is None and count == self._rows_of(number):
@@ -308,8 +302,6 @@ class Writer:
             raise InvalidRows(
                 "these are not the rows that the sealed version lacks; nothing was written",
                 path=self._backend.describe(key),
-                found=f"a segment with digest {packed.digest}",
-                expected=f"the one with digest {sealed}",
                 fix="run the work with the same model, data and order as before, "
                 "or write to another capture name",
             )
@@ -339,10 +331,8 @@ class Writer:
         limit = self.schema.num_rows if self.schema.num_rows is not None else self._sealed_rows
         if limit is not None and end > limit:
             raise InvalidRows(
-                "more rows than the block has",
+                f"more rows than the block has: {end} of {limit}",
                 path=self.path,
-                found=f"rows up to {end}",
-                expected=f"{limit} rows",
                 fix="give the data set's real size as num_rows"
                 if self.schema.num_rows is not None
                 else "this block is sealed; pass extend=True to add rows to it",
@@ -354,8 +344,6 @@ class Writer:
             raise MissingRows(
                 f"{wanted - self._position} rows are missing; the block was not sealed",
                 path=self.path,
-                found=f"{self._position} rows",
-                expected=f"{wanted} rows",
                 fix="run again with all rows: full segments are kept and not written twice",
             )
 
@@ -391,7 +379,6 @@ class Writer:
                 f"rows of segment {missing[0]} are missing; it was not written",
                 path=self.path,
                 found=f"rows up to {self._position}",
-                expected=f"rows up to {self._start_of(missing[0]) + self._rows_of(missing[0])}",
                 fix="give every worker the same data as the one that began the capture",
             )
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradkeep._surroundings import install_hint
-from gradkeep.errors import MissingExtra, NotSealed, StoreError
+from gradkeep._surroundings import import_extra
+from gradkeep.errors import NotSealed, StoreError
 from gradkeep.store.blocks._manifest import open_segment
 
 if TYPE_CHECKING:
@@ -44,9 +44,12 @@ def zarr_view(block: Block, name: str) -> Any:
     >>> view.shape, view.chunks, view[1:]
     ((3,), (2,), array([2., 4.], dtype=float32))
     """
-    zarr = _zarr()
-    chunks = _Chunks(block, _checked(block, name), zarr.buffer.cpu.Buffer)
-    store = zarr.storage.MemoryStore(store_dict=chunks, read_only=True)
+    zarr, storage, buffer = (
+        import_extra(module, extra="zarr", what="a Zarr view")
+        for module in ("zarr", "zarr.storage", "zarr.buffer")
+    )
+    chunks = _Chunks(block, _checked(block, name), buffer.cpu.Buffer)
+    store = storage.MemoryStore(store_dict=chunks, read_only=True)
     return zarr.open_array(store, mode="r", zarr_format=3)
 
 
@@ -185,15 +188,3 @@ def _refused(block: Block, array: Array, found: str, expected: str) -> StoreErro
         expected=expected,
         fix=f"read it with block.column({array.name!r}) or block.stream([{array.name!r}])",
     )
-
-
-def _zarr() -> Any:
-    try:
-        import zarr
-        import zarr.buffer
-        import zarr.storage
-    except ImportError as error:
-        raise MissingExtra(
-            "a Zarr view needs the package zarr", fix=install_hint("zarr")
-        ) from error
-    return zarr

@@ -9,14 +9,15 @@ version's name, or in another block's folder, it is told without being read as P
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from gradkeep._surroundings import install_hint
-from gradkeep.errors import Damaged, MissingExtra, ReadOnly
+from gradkeep._surroundings import import_extra
+from gradkeep.errors import Damaged, ReadOnly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,7 +66,7 @@ def _tie(block: Block, digest: str) -> str:
 
 def samples_table(block: Block, labels: Mapping[str, str]) -> Any:
     """An Arrow table: the labels, `id`, and every array that holds one value, or text, per row."""
-    pa = _pyarrow()
+    pa = import_extra("pyarrow", extra="sql", what="Parquet")
     columns: dict[str, Any] = {}
     for name, value in labels.items():
         indices = _column(pa, np.zeros(len(block), np.int32))
@@ -114,7 +115,7 @@ def _scalars(block: Block) -> dict[str, np.ndarray[Any, Any]]:
 
 def holds_samples_of(data: bytes, block: Block, labels: Mapping[str, str], *, path: str) -> bool:
     """Whether Parquet bytes hold exactly the labels, ids and scalars of a block's version."""
-    pa = _pyarrow()
+    pa = import_extra("pyarrow", extra="sql", what="Parquet")
     import pyarrow.parquet as pq
 
     try:
@@ -163,18 +164,4 @@ def ensure_samples(
 
 def samples_available() -> bool:
     """Whether Parquet can be written here."""
-    try:
-        _pyarrow()
-    except MissingExtra:
-        return False
-    return True
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise MissingExtra(
-            "SQL and Parquet need pyarrow and duckdb", fix=install_hint("sql")
-        ) from error
-    return pa
+    return importlib.util.find_spec("pyarrow") is not None

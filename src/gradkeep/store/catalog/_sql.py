@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from gradkeep._display import html_table, text_table
-from gradkeep._surroundings import install_hint
-from gradkeep.errors import Damaged, MissingExtra, StoreError
+from gradkeep._surroundings import import_extra
+from gradkeep.errors import Damaged, StoreError
 from gradkeep.store.catalog._samples import check_samples, ensure_samples, find_samples
 from gradkeep.store.catalog._scan import scan_blocks, scan_checkpoints, scan_runs
 
@@ -252,7 +252,8 @@ _CLOSED = {
 
 def sql(store: Store, query: str) -> SqlResult:
     """Run one reading statement over the store's views."""
-    duckdb = _duckdb()
+    duckdb = import_extra("duckdb", extra="sql", what="SQL")
+    import_extra("pyarrow", extra="sql", what="SQL")
     connection = duckdb.connect(":memory:", config=_CLOSED)
     try:
         wanted = _views_in(connection, query)
@@ -336,14 +337,3 @@ def _whole_numbers(table: Any) -> Any:
             with contextlib.suppress(pa.ArrowInvalid):  # it does not fit: the decimal stays
                 table = table.set_column(at, field.name, table.column(at).cast(pa.int64()))
     return table
-
-
-def _duckdb() -> Any:
-    try:
-        import duckdb
-        import pyarrow  # noqa: F401 - what DuckDB reads from and answers with
-    except ImportError as error:
-        raise MissingExtra(
-            "SQL needs duckdb and pyarrow", found=str(error), fix=install_hint("sql")
-        ) from error
-    return duckdb

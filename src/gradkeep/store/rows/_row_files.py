@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -50,7 +49,7 @@ from gradkeep.store.blocks._segment import Segment
 from gradkeep.store.rows._leases import ROWS_PER_FOLDER
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from gradkeep.store.backends._backend import Backend, Durability
     from gradkeep.store.blocks._encoding import AnyArray
@@ -152,10 +151,8 @@ class RowFiles:
             return  # the name says it all; `verify` tells of the rest
         if told != size:
             raise Damaged(
-                "a number of rows under another's name",
+                f"a number of rows, {told}, under another's name",
                 path=self._backend.describe(size_key(self.folder, size)),
-                found=told,
-                expected=size,
                 fix="`gradkeep verify STORE --repair` moves it aside",
             )
 
@@ -165,12 +162,7 @@ class RowFiles:
         check_size(num_rows, path=self.path)
         largest = self.num_rows
         if num_rows < largest:
-            raise InvalidRows(
-                "rows can only be added",
-                path=self.path,
-                found=f"{num_rows} rows",
-                expected=f"{largest} or more",
-            )
+            raise InvalidRows(f"rows can only be added: {num_rows} of {largest}", path=self.path)
         if num_rows > 0:
             # Also when it is known: whoever set it may have died before it was durable.
             set_size(self._backend, self.folder, num_rows, durability=self._durability)
@@ -234,7 +226,6 @@ class RowFiles:
                 f"row {row} was put before with other values; the first was kept",
                 path=self.path,
                 found=f"different {', '.join(array.name for array in unlike)}",
-                expected="the same values, or a row that nobody has put",
                 fix="check that both workers use the same code, data and seed; "
                 'differing="keep" accepts other outputs for the same mask',
             )
@@ -272,8 +263,6 @@ class RowFiles:
         `fill=nan` stands in for missing rows, in float arrays only.
         """
         wanted = whole_numbers(rows, path=self.path)
-        if fill is not None and (isinstance(fill, bool) or not isinstance(fill, int | float)):
-            raise _arguments.refused("fill", fill, error=StoreError, expected="nan")
         if names is not None:
             names = _arguments.texts("names", names, error=StoreError)
         self._refresh_packed()
@@ -297,9 +286,7 @@ class RowFiles:
         place: dict[int, int] = {}
         loose = sorted(set(wanted.tolist()) - self._packed_ids)
         if loose:
-            files = ((row, self._row_key(row)) for row in loose)
-            arrays = self._arrays(names)
-            batch = read_loose_rows(self._backend, self.schema, arrays, files, verify=self._verify)
+            batch = self._read_loose(loose, self._arrays(names))
             batches.append(batch)
             place.update(zip(batch.ids.tolist(), range(len(batch.ids)), strict=True))
             if len(place) < len(loose):
@@ -320,6 +307,31 @@ class RowFiles:
             )
         return batches, np.array([place[row] for row in wanted.tolist()], np.int64)
 
+    def _read_loose(self, rows: Sequence[int], arrays: Sequence[Array]) -> Batch:
+        """The rows that have files of their own, verified; those whose file is gone are left out."""
+        ids: list[int] = []
+        columns: list[list[Column]] = [[] for _ in arrays]
+        for row in rows:
+            try:
+                # There can be millions of them: what is remembered of each would add up.
+                key = self._row_key(row)
+                segment = Segment(self._backend, key, verify=self._verify, remember=False)
+            except FileNotFoundError:
+                continue
+            with contextlib.closing(segment):
+                other = segment.schema_hash != self.schema.hash
+                if other or segment.small("ids").tolist() != [row]:
+                    raise Damaged(
+                        "this file is not the row its name says",
+                        path=segment.path,
+                        fix="`gradkeep verify STORE --repair` moves it aside",
+                    )
+                for array, parts in zip(arrays, columns, strict=True):
+                    parts.append(segment.column(array))
+            ids.append(row)
+        joined = (Column.join(array, parts) for array, parts in zip(arrays, columns, strict=True))
+        return Batch(np.array(ids, np.int64), tuple(joined))
+
     @_arguments.checked(StoreError)
     def compact(self, *, rows_per_file: int = 1024, partial: bool = False) -> int:
         """Move done rows from their own files into packed segments; returns how many moved.
@@ -327,12 +339,7 @@ class RowFiles:
         Readers may read and writers may put meanwhile, and several processes may compact. Full
         files only, unless `partial`. A kill at any moment leaves every row readable.
         """
-        if not isinstance(rows_per_file, int | np.integer) or rows_per_file < 1:
-            raise InvalidRows(
-                "a packed file holds at least one row",
-                found=repr(rows_per_file)[:60],
-                expected="a whole number of at least 1",
-            )
+        _arguments.count("rows_per_file", rows_per_file, error=InvalidRows, least=1)
         moved = 0
         waiting: list[int] | None = None
         while True:
@@ -451,10 +458,8 @@ class RowFiles:
         total = self.num_rows
         if row >= total:
             raise InvalidRows(
-                "there is no such row",
+                f"there is no row {row}, only 0 to {total - 1}",
                 path=self.path,
-                found=f"row {row}",
-                expected=f"0 to {total - 1}",
                 fix="call grow() to make room for more rows",
             )
 
@@ -478,10 +483,9 @@ def check_size(num_rows: int, *, path: str) -> None:
     whole = isinstance(num_rows, int | np.integer) and not isinstance(num_rows, bool)
     if not whole or not 0 <= num_rows <= _MOST_ROWS:
         raise InvalidRows(
-            "there cannot be so many rows",
+            f"the number of rows must be from 0 to {_MOST_ROWS}",
             path=path,
             found=repr(num_rows)[:60],
-            expected=f"a whole number from 0 to {_MOST_ROWS}",
         )
 
 
@@ -508,90 +512,15 @@ def _one_row(value: Any) -> Any:
 
 
 def _same(column: Column, stored: StoredArray) -> bool:
-    def equal(one: AnyArray | None, other: AnyArray | None) -> bool:
-        if one is None or other is None:
-            return one is other
-        return (
-            one.dtype == other.dtype
-            and one.shape == other.shape
-            and one.tobytes() == other.tobytes()
-        )
-
-    return (
-        equal(column.values, stored.encoded.values)
-        and equal(column.scale, stored.encoded.scale)
-        and equal(column.offsets, stored.offsets)
+    """Whether a stored row has the very bits of another one."""
+    encoded = stored.encoded
+    pairs = (
+        (column.values, encoded.values),
+        (column.scale, encoded.scale),
+        (column.offsets, stored.offsets),
     )
+    return all(_bits(one) == _bits(other) for one, other in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """What the files read so far hold of one array."""
-
-    array: Array
-    values: list[memoryview | bytes] = field(default_factory=list)
-    scales: list[memoryview] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-
-    def add(self, segment: Segment) -> None:
-        array = self.array
-        if array.ragged:
-            self.lengths.append(int(segment.small(f"{array.name}#offsets")[-1]))
-        if array.scaled:
-            self.scales.append(segment.stored_bytes(f"{array.name}#scale"))
-        if array.compression is None:
-            self.values.append(segment.stored_bytes(array.name))
-        else:
-            self.values.append(segment.column(array).values.tobytes())
-
-    def column(self) -> Column:
-        array = self.array
-        # A bytearray, not bytes: torch takes only what it may write to.
-        joined = np.frombuffer(bytearray().join(self.values), array.stored_dtype)
-        count = sum(self.lengths) if array.ragged else len(self.values)
-        scale = offsets = None
-        if array.scaled:
-            scale = np.frombuffer(bytearray().join(self.scales), np.float32)
-        if array.ragged:
-            offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
-        return Column(array, joined.reshape(count, *array.stored_shape), scale, offsets)
-
-
-def read_loose_rows(
-    backend: Backend,
-    schema: Schema,
-    arrays: Sequence[Array],
-    files: Iterable[tuple[int, str]],
-    *,
-    verify: bool,
-) -> Batch:
-    """The rows of these files, each `(row, key)`, verified; those whose file is gone are left out."""
-    found: list[int] = []
-    pieces = [_Pieces(array) for array in arrays]
-    plain = not any(array.ragged or array.compression for array in arrays)
-    fitting: object = None
-    for row, key in files:
-        try:
-            # There can be millions of them: what is remembered of each would add up.
-            segment = Segment(backend, key, verify=verify, remember=False)
-        except FileNotFoundError:
-            continue
-        try:
-            ids = segment.stored_bytes("ids")
-            if segment.schema_hash != schema.hash or ids != row.to_bytes(8, "little"):
-                raise Damaged(
-                    "this file is not the row its name says",
-                    path=segment.path,
-                    fix="`gradkeep verify STORE --repair` moves it aside",
-                )
-            # Files of one schema share what was understood of their headers.
-            if not plain or segment.extents is not fitting:
-                for array in arrays:
-                    segment.require_form(array)
-                fitting = segment.extents
-            for piece in pieces:
-                piece.add(segment)
-        finally:
-            segment.close()
-        found.append(row)
-    return Batch(np.array(found, np.int64), tuple(piece.column() for piece in pieces))
+def _bits(array: AnyArray | None) -> object:
+    return None if array is None else (array.dtype, array.shape, array.tobytes())

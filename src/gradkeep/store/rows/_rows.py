@@ -12,11 +12,9 @@ import traceback as tracebacks
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import xxhash
 
 from gradkeep import _arguments
-from gradkeep._arguments import number, refused
 from gradkeep._display import head_and_tail
 from gradkeep.errors import InvalidRows, StoreError
 from gradkeep.store._document import Count, Record, read_document, to_bytes
@@ -102,11 +100,11 @@ class Rows(RowFiles):
 
         Workers begin their search at different rows, so that they seldom meet.
         """
-        _check_count("count", count)
-        _check_count("max_attempts", max_attempts)
-        seconds = number("seconds", seconds, error=StoreError)
-        if owner is not None and not isinstance(owner, str):
-            raise refused("owner", owner, error=StoreError, expected="some text")
+        _arguments.count("count", count, error=InvalidRows, least=1)
+        _arguments.count("max_attempts", max_attempts, error=InvalidRows, least=1)
+        seconds = _arguments.number("seconds", seconds, error=StoreError)
+        # Any text, as a broken host name has it too.
+        _arguments.instance("owner", owner, (str, type(None)), error=StoreError)
         owner = default_owner() if owner is None else owner
         total = self.num_rows
         if total == 0:
@@ -116,15 +114,12 @@ class Rows(RowFiles):
         buckets = -(-total // ROWS_PER_FOLDER)
         start = hash_owner(owner) % total
         first = start // ROWS_PER_FOLDER
-        for turn in range(buckets + 1):
-            bucket = (first + turn) % buckets
-            rows: Iterable[int] = range(
-                bucket * ROWS_PER_FOLDER, min(total, (bucket + 1) * ROWS_PER_FOLDER)
-            )
-            if turn == 0:
-                rows = [row for row in rows if row >= start]
-            elif turn == buckets:
-                rows = [row for row in rows if row < start]
+        for bucket in (*range(first, buckets), *range(first)):
+            low, high = bucket * ROWS_PER_FOLDER, min(total, (bucket + 1) * ROWS_PER_FOLDER)
+            # Of the first bucket, the rows from the start on come first.
+            rows = [*range(max(low, start), high), *range(low, min(start, high))]
+            if bucket != first:
+                rows = list(range(low, high))
             try:
                 for lease in self._claim_in(bucket, rows, owner, seconds, max_attempts):
                     taken.append(lease)
@@ -228,10 +223,8 @@ class Rows(RowFiles):
         total = self.num_rows
         if total > _MOST_STATES:
             raise InvalidRows(
-                "there are too many rows to tell of each",
+                f"there are too many rows to tell of each: {total} of {_MOST_STATES}",
                 path=self.path,
-                found=f"{total} rows",
-                expected=f"at most {_MOST_STATES}",
                 fix="counts() tells how many are done, leased, failed and pending",
             )
         done = set(self.done().tolist())
@@ -355,10 +348,3 @@ def _traceback(error: BaseException) -> str:
         return "".join(tracebacks.format_exception(error))
     except Exception as unprintable:  # a broken __str__ must not hide that there was an error
         return f"{type(error).__name__}, which cannot be shown: {type(unprintable).__name__}"
-
-
-def _check_count(name: str, count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-        raise InvalidRows(
-            f"{name} must be at least 1", found=repr(count)[:60], expected="a whole number"
-        )
