@@ -271,9 +271,9 @@ def task_batches(
         loader, str | bytes | Mapping | torch.Tensor
     )
     if not is_loader or isinstance(loader, Iterator):
+        once = ", which can be gone through only once" if is_loader else ""
         raise CaptureError(
-            "a loader that can be gone through only once" if is_loader else "this is no loader",
-            found=type(loader).__name__,
+            f"loader must be an iterable of batches, got {type(loader).__name__}{once}",
             fix="pass the DataLoader itself, or a list of batches",
         )
     is_inside = ids is None or isinstance(ids, str) or type(ids) is int or callable(ids)
