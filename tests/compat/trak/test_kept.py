@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import gradkeep.store as gs
 from gradkeep.compat.trak._rows import RowLog, delete_rows
-from gradkeep.errors import MissingRows, SchemaMismatch
+from gradkeep.errors import AttributionError, MissingRows, SchemaMismatch
 
 N, K = 12, 3
 
@@ -108,3 +108,25 @@ def test_dropped_and_deleted_rows(tmp_path):
     delete_rows(store, "rows")
     assert store.row_sets() == []
     assert not opened(store, dim=K + 1).done.any()
+
+
+def test_rows_of_the_earlier_layout_are_read_and_completed(tmp_path):
+    store = gs.open(tmp_path / "store")
+    arrays = (
+        gs.Array("rows", "int64", kind="data", ragged=True),
+        gs.Array("grads", shape=(3,), kind="projection", ragged=True),
+        gs.Array("weight", kind="data", ragged=True),
+    )
+    schema = gs.Schema(arrays, rows_per_segment=1, fingerprints={"count": "6"})
+    grads = torch.arange(18.0).reshape(6, 3)
+    earlier = {"rows": np.arange(2, 4), "grads": grads[2:4].numpy(), "weight": np.ones(2, "f4")}
+    store.rows("earlier", schema, num_rows=6).put(2, earlier)
+    log = RowLog(store, "earlier", count=6, dim=3)
+    assert log.done.tolist() == [False, False, True, True, False, False]
+    log.put(np.arange(6), grads, torch.full((6,), 2.0))
+    for reader in (log, RowLog(store, "earlier", count=6, dim=3)):
+        assert reader.done.all()
+        assert torch.equal(reader.read(np.arange(6)), grads)
+        assert reader.weight.tolist() == [2, 2, 1, 1, 2, 2]
+    with pytest.raises(AttributionError):
+        log.assign(np.arange(1), grads[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,10 +67,22 @@ class RowLog:
         self.refresh()
 
     def _open(self) -> Rows:
-        if self._rows is None:
+        if self._rows is None and self._is_earlier_layout():
+            rows, grads, _, _, _ = self._schema.arrays
+            arrays = (rows, grads, Array("weight", kind="data", ragged=True))
+            schema = dataclasses.replace(self._schema, arrays=arrays)
+            self._rows = self._store.rows(self.name, schema, num_rows=self.count)
+        elif self._rows is None:
             # Entries that there is room for at first.
             self._rows = self._store.rows(self.name, self._schema, num_rows=1000)
         return self._rows
+
+    def _is_earlier_layout(self) -> bool:
+        """Return True for a set that was written before entries had flags: all are done."""
+        if self.name not in self._store.row_sets():
+            return False
+        names = {array.name for array in self._store.rows(self.name).schema.arrays}
+        return names == {"rows", "grads", "weight"}
 
     def _forget(self) -> None:
         self._ids: dict[int, Ids] = {}
@@ -104,8 +117,12 @@ class RowLog:
         rows = self._open()
         new = [number for number in rows.done().tolist() if number not in self._ids]
         if new:
-            entries = rows.read(new, ["rows", "weight", "flag"])
-            columns = zip(new, entries["rows"], entries["weight"], entries["flag"], strict=True)
+            names = [array.name for array in rows.schema.arrays]
+            entries = rows.read(new, [one for one in ("rows", "weight", "flag") if one in names])
+            flags = (
+                entries["flag"] if "flag" in names else [np.ones(len(w)) for w in entries["weight"]]
+            )
+            columns = zip(new, entries["rows"], entries["weight"], flags, strict=True)
             for number, ids, weight, flag in columns:
                 self._saw(number, ids, weight, flag)
 
@@ -159,7 +176,14 @@ class RowLog:
         none = np.zeros(0, np.float32)
         empty = none.reshape(0, self.dim)
         arrays = {"rows": ids, "grads": empty, "exact": empty, "weight": none, "flag": none}
-        if not rows.put(number, {**arrays, **columns}, differing="keep"):
+        names = [array.name for array in rows.schema.arrays]
+        if len(names) == 3 and "grads" not in columns:
+            raise AttributionError(
+                f"{self.name!r} was written by an earlier version, whose rows cannot be assigned to",
+                fix="featurize into another save_dir",
+            )
+        entry = {name: value for name, value in {**arrays, **columns}.items() if name in names}
+        if not rows.put(number, entry, differing="keep"):
             return False
         exact = "exact" in columns
         self._saw(number, ids, columns.get("weight", ()), columns.get("flag", ()), exact=exact)
